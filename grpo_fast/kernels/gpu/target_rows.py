@@ -31,61 +31,66 @@ from grpo_fast.kernels.gpu.linear import load_tile
 # Threshold of |A|²/|S|² above which a row of dW is recomputed. A is the row before the hidden rows
 # are added, and S is the row afterwards. The ratio is computed for each block of columns.
 CANCELS = tl.constexpr(1 / 16)
-# Number of hidden rows that a program adds per step, and number of columns that it processes.
-SEGMENT_ROWS, SEGMENT_H = 8, 256
+# Number of hidden rows that a program adds per step, and maximum number of columns that it
+# processes. An H100 starts one program in about 5 ns, so narrower programs would take longer to
+# start than to run.
+SEGMENT_ROWS, SEGMENT_H = 8, 1024
+# Maximum number of ids for which programs are launched to replace recomputed rows. Each program
+# processes several ids, because most ids need no replacement.
+REPLACING = 256
 # Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_slots"])
 def add_targets_kernel(
     id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
-    out_ptr, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    out_ptr, n_slots, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Add the hidden rows of all targets with one id to the id's row of dW, for BLOCK_H columns.
 
     If `place_ptr` is given, it lists positions in the sorted target ids, and only the ids at these
     positions are processed. Unused entries are -1.
     """
-    # 1. Select the id and the columns of this program.
+    # 1. Select the ids and the columns of this program.
     blocks = tl.cdiv(H, BLOCK_H)
-    slot = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = cols < H
-    place = slot
-    if place_ptr is not None:
-        place = tl.load(place_ptr + slot)
-    vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
-    before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
-    cancels = tl.full([], 0, tl.int32)
-    # Continue only if `place` is the first position of its id. Exactly one program then writes each
-    # row.
-    if before != vocab_row:
-        # 2. Start from the row of dW, or from the recomputed fp32 product.
-        to = out_ptr + vocab_row * stride_out_v + cols
-        if product_ptr is None:
-            start = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-        else:
-            start = tl.load(product_ptr + slot * H + cols, mask=inside, other=0.0)
-        total = start
-        end = tl.load(end_ptr + place).to(tl.int32)
-        # 3. Add the hidden rows of this id in order.
-        for first in range(place.to(tl.int32), end, ROWS):
-            places = first + tl.arange(0, ROWS)
-            row = tl.load(order_ptr + places, mask=places < end, other=0).to(tl.int64)
-            by_target = tl.load(by_target_ptr + row, mask=places < end, other=0.0)
-            mask = inside[None, :] & (by_target != 0.0)[:, None]
-            h = tl.load(
-                hidden_ptr + row[:, None] * stride_hidden_t + cols[None, :], mask=mask, other=0.0
-            ).to(tl.float32)
-            total += tl.sum(tl.where(mask, h * by_target[:, None], 0.0), 0)
-        tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
+    for slot in range(tl.program_id(0) // blocks, n_slots, tl.num_programs(0) // blocks):
+        place = tl.cast(slot, tl.int64)
+        if place_ptr is not None:
+            place = tl.load(place_ptr + slot)
+        vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
+        before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
+        cancels = tl.full([], 0, tl.int32)
+        # Continue only if `place` is the first position of its id. Exactly one program then writes
+        # each row.
+        if before != vocab_row:
+            # 2. Start from the row of dW, or from the recomputed fp32 product.
+            to = out_ptr + vocab_row * stride_out_v + cols
+            if product_ptr is None:
+                start = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+            else:
+                product = product_ptr + tl.cast(slot, tl.int64) * H + cols
+                start = tl.load(product, mask=inside, other=0.0)
+            total = start
+            end = tl.load(end_ptr + place).to(tl.int32)
+            # 3. Add the hidden rows of this id in order.
+            for first in range(place.to(tl.int32), end, ROWS):
+                places = first + tl.arange(0, ROWS)
+                row = tl.load(order_ptr + places, mask=places < end, other=0).to(tl.int64)
+                by_target = tl.load(by_target_ptr + row, mask=places < end, other=0.0)
+                mask = inside[None, :] & (by_target != 0.0)[:, None]
+                at = hidden_ptr + row[:, None] * stride_hidden_t + cols[None, :]
+                h = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                total += tl.sum(tl.where(mask, h * by_target[:, None], 0.0), 0)
+            tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
+            if flag_ptr is not None:
+                # 4. Flag the row if the product and the added rows nearly cancel.
+                size = tl.sum(start * start, 0)
+                cancels = (size > tl.sum(total * total, 0) * CANCELS).to(tl.int32)
         if flag_ptr is not None:
-            # 4. Flag the row if the product and the added rows nearly cancel.
-            size = tl.sum(start * start, 0)
-            cancels = (size > tl.sum(total * total, 0) * CANCELS).to(tl.int32)
-    if flag_ptr is not None:
-        tl.store(flag_ptr + tl.program_id(0), cancels)
+            tl.store(flag_ptr + slot * blocks + tl.program_id(0) % blocks, cancels)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -149,7 +154,7 @@ def add_targets_(
 
     Args:
         d_weight: (V, H), modified in place. It contains the product matrixᵀ·scaled.
-        ids: (C,) target ids in ascending order.
+        ids: (C,) target ids in ascending order, int32 or int64.
         order: (C,) row of each target, ascending for equal ids.
         by_target: (C,) fp32 coefficients.
         hidden: (C, H).
@@ -159,15 +164,17 @@ def add_targets_(
     count, (rows, width) = ids.shape[0], scaled.shape
     if not count:
         return
-    blocks, device = triton.cdiv(width, SEGMENT_H), ids.device
+    block_h = min(triton.next_power_of_2(width), SEGMENT_H)
+    blocks, device = triton.cdiv(width, block_h), ids.device
     # ends[i] is the position after the last id that equals ids[i].
-    ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
+    ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(order))
 
     def add(places: Tensor | None, products: Tensor | None, flags: Tensor | None) -> None:
+        programs = (count if places is None else min(count, REPLACING)) * blocks
         launch(
-            add_targets_kernel, count * blocks, ids, ends, order, by_target, hidden, places,
-            products, flags, d_weight, width, hidden.stride(0), d_weight.stride(0),
-            ROWS=SEGMENT_ROWS, BLOCK_H=SEGMENT_H, num_warps=4,
+            add_targets_kernel, programs, ids, ends, order, by_target, hidden, places, products,
+            flags, d_weight, count, width, hidden.stride(0), d_weight.stride(0),
+            ROWS=SEGMENT_ROWS, BLOCK_H=block_h, num_warps=max(block_h // 128, 1),
         )  # fmt: skip
 
     # 1. Add the targets in one pass if d_weight is fp32, because nothing was rounded before.

@@ -185,11 +185,13 @@ class GradientSums:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
             self.fused_kernels.write_hidden_(out, product, *by[:3], self.weight)
+            del product  # free its memory before dW is computed
             self._accumulate_hidden(out, index)
         if self.wanted.weight:
             scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
             # Sort stably, so that the rows of an id stay in order. The sum is then reproducible.
-            ids, order = by.target_ids.sort(stable=True)
+            # Sort int32, which takes a GPU half as long as int64.
+            ids, order = by.target_ids.to(torch.int32).sort(stable=True)
             total = accumulate_outer(
                 self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
             )

@@ -34,7 +34,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     # Compile flex_attention only on CUDA. Without compilation it stores all T² scores, but on the
     # CPU only small tests use it.
     out = _function(q.is_cuda)(
-        q4, k4, v4, score_mod=_score_mod(params.softcap), block_mask=mask, scale=params.scale,
+        q4, k4, v4, score_mod=_score_mod(params.softcap, q.device), block_mask=mask,
+        scale=params.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[0].transpose(0, 1)
@@ -48,11 +49,16 @@ def _function(is_compiled: bool) -> Any:
 
 
 @cache
-def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
-    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
+    if softcap is None:
+        return None
+    # Use a tensor, because torch 2.11 cannot compile flex_attention with a float in its closure.
+    bound = torch.tensor(softcap, device=device)
 
-    return None if softcap is None else cap
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return bound * torch.tanh(score / bound)
+
+    return cap
 
 
 def _block_mask(layout: TreeLayout, window: int | None) -> BlockMask:

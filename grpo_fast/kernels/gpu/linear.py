@@ -3,7 +3,7 @@
     raw = hidden · Wᵀ + bias, z = softcap·tanh(logit_scale·raw/softcap)/temperature
     lse = log Σ_j e^z_j,  logp = z_target - lse,  entropy = lse - Σ_j p_j·z_j
 
-The kernel reads `hidden` and W from HBM. It reads W once for every 24 MiB of `hidden`. For each
+The kernel reads `hidden` and W from HBM. It reads W once for every 8 MiB of `hidden`. For each
 row, it writes 16·ceil(V/2048) bytes of partial sums, about 0.008 bytes per logit, which a second
 kernel reads. On request, it also stores the raw logits, or the exponentials that exponentials.py
 defines. Passes with and without gradient use the same kernel, so their log-probabilities are
@@ -70,7 +70,7 @@ def slice_kernel(
     partial_ptr, n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t,
     slice_columns, group_blocks, logit_scale, softcap, temperature, STORE: tl.constexpr,
     ONLY_HIGH_NLL: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr,
-    STORE_TMA: tl.constexpr, BRANCH: tl.constexpr, BLOCK_T: tl.constexpr,
+    STORE_TMA: tl.constexpr, BRANCH: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of one slice of the vocabulary for BLOCK_T rows."""
@@ -122,7 +122,7 @@ def slice_kernel(
                 stop = tl.where(tl.max(high_nll.to(tl.int32), 0) > 0, stop, first)
 
     # 3. For each tile, compute the logits and add them to the running sums.
-    for start in tl.range(first, stop, BLOCK_V):
+    for start in tl.range(first, stop, BLOCK_V, flatten=FLATTEN):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in tl.range(0, H, BLOCK_H):
             a = load_tile(
@@ -258,10 +258,11 @@ def sweep(
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     *scalars, temperature_ptr = transform_arguments(p.transform)
+    is_plain = p.is_light and not has_entropy and temperature_ptr is None
     is_heavy = p.transform.softcap is not None or (p.bias is not None and has_entropy)
     config = linear_config(
         p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
-        light=raw_target is None or not is_heavy,
+        light=raw_target is None or not is_heavy, plain=is_plain,
     )  # fmt: skip
     # 2. Decide how results are stored, and whether the epilogue has a short code path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
@@ -269,7 +270,6 @@ def sweep(
     # operands and without a soft cap, a bias, an entropy and a temperature per row. Also do not use
     # it if no partial sums are stored, because registers would then spill on sm_100 with Triton
     # 3.6.
-    is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
     # 3. Compute the number of row blocks whose hidden states fit into GROUP_BYTES of L2. A group of
     # this size processes all slices of W before the next group starts.
@@ -291,7 +291,7 @@ def sweep(
         group_blocks, *scalars,
         STORE="" if out is None else "logits" if raw_target is None else "exponentials",
         ONLY_HIGH_NLL=only_high_nll, ENTROPY=has_entropy, USE_TMA=config.use_tma,
-        STORE_TMA=store_tma, BRANCH=has_room, BLOCK_T=config.block_t,
+        STORE_TMA=store_tma, BRANCH=has_room, FLATTEN=config.flatten, BLOCK_T=config.block_t,
         BLOCK_V=config.block_v, BLOCK_H=config.block_h,
         PARTS=config.block_v // config.piece, num_warps=config.num_warps,
         num_stages=config.num_stages,

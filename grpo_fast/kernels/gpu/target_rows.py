@@ -34,7 +34,7 @@ CANCELS = tl.constexpr(1 / 16)
 # Number of hidden rows that a program adds per step, and maximum number of columns that it
 # processes. An H100 starts one program in about 5 ns, so narrower programs would take longer to
 # start than to run.
-SEGMENT_ROWS, SEGMENT_H = 8, 1024
+SEGMENT_ROWS, SEGMENT_H = 4, 1024
 # Maximum number of ids for which programs are launched to replace recomputed rows. Each program
 # processes several ids, because most ids need no replacement.
 REPLACING = 256
@@ -174,7 +174,7 @@ def add_targets_(
         launch(
             add_targets_kernel, programs, ids, ends, order, by_target, hidden, places, products,
             flags, d_weight, count, width, hidden.stride(0), d_weight.stride(0),
-            ROWS=SEGMENT_ROWS, BLOCK_H=block_h, num_warps=max(block_h // 128, 1),
+            ROWS=SEGMENT_ROWS, BLOCK_H=block_h, num_warps=max(block_h // 256, 1),
         )  # fmt: skip
 
     # 1. Add the targets in one pass if d_weight is fp32, because nothing was rounded before.

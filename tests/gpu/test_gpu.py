@@ -42,8 +42,14 @@ def make_batch(h: int, v: int, dtype: torch.dtype) -> tuple[dict, dict]:
     advantages = torch.tensor([0.7, -1.2, 0.3, 0.0, -0.4])
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     inputs = {"hidden": hidden, "weight": weight, "target_ids": target_ids}
-    more = {"cu_seqlens": cu_seqlens, "old_logps": logps - log_ratio, "ref_logps": logps + 0.3}
+    old_logps, ref_logps = moved(logps, -log_ratio), moved(logps, torch.tensor(0.3))
+    more = {"cu_seqlens": cu_seqlens, "old_logps": old_logps, "ref_logps": ref_logps}
     return {**inputs, "advantages": advantages}, more
+
+
+def moved(logps: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Add `offset` to log-probabilities, or subtract its size where the sum would be positive."""
+    return torch.where(logps + offset > 0, logps - offset.abs(), logps + offset)
 
 
 def config_of(loss_type: str, **options) -> LossConfig:
@@ -120,7 +126,9 @@ def test_logits(vocab, dtype):
     check({"logits": logits.to(dtype), **positional}, keywords, config, dtype, logits_grpo_loss)
 
 
-def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
+def linear_gradients(
+    hidden, weight, target_ids, advantages, backend, completion_mask=None, **options
+):
     """Compute a token-level loss on the device of the tensors, and return (logps, dH, dW)."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     config = config_of(
@@ -129,7 +137,7 @@ def linear_gradients(hidden, weight, target_ids, advantages, backend, **options)
     cu_seqlens = torch.tensor([0, len(target_ids)], device=hidden.device)
     result = linear_grpo_loss(
         *leaves, target_ids, advantages, config, cu_seqlens=cu_seqlens, num_items_in_batch=1000,
-        backend=backend,
+        completion_mask=completion_mask, backend=backend,
     )  # fmt: skip
     result.loss.backward()
     return result.logps, *(x.grad for x in leaves)
@@ -169,26 +177,40 @@ def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
         assert ((d_hidden - exact[1]).norm(dim=1) / exact[1].norm(dim=1)).max() <= 3e-3
 
 
-def test_weights_of_unlikely_targets_and_of_nan():
-    """Check that gradients agree with fp64 if targets are unlikely, and that NaN does not spread.
-
-    Four targets have a -logp of up to 1000. One row has an advantage of 0. If one of its hidden
-    values becomes NaN, no gradient may change.
-    """
+def test_weights_of_unlikely_targets():
+    """Check that gradients agree with fp64 if four targets have a -logp of up to 1000."""
     hidden, weight, target_ids, advantages = problem(300, 64, 5000)
     weight[7], target_ids[:4] = 0.0, 7
     weight[7, 0] = 1.0
     hidden[:4, 0] = torch.tensor([-30.0, -45.0, -100.0, -1000.0])
     given = hidden, weight, target_ids, advantages
     exact = linear_gradients(*wide(given, torch.float64), "torch")
-    inputs = [x.to(DEVICE) for x in given]
-    for value, want in zip(linear_gradients(*inputs, BACKEND)[1:], exact[1:], strict=True):
+    found = linear_gradients(*(x.to(DEVICE) for x in given), BACKEND)
+    for value, want in zip(found[1:], exact[1:], strict=True):
         assert (value.cpu().double() - want).norm() <= 3e-3 * want.norm()
-    inputs[3][130] = 0.0
-    clean = linear_gradients(*inputs, BACKEND)
-    inputs[0][130, 5] = float("nan")
-    dirty = linear_gradients(*inputs, BACKEND)
-    assert all(torch.equal(a, b) for a, b in zip(clean[1:], dirty[1:], strict=True))
+
+
+# The GEMMs skip the rows without advantage if they are more than a tenth of all rows.
+@pytest.mark.parametrize("without_advantage", [1, 150])
+def test_a_nan_is_seen_in_an_active_row_only(without_advantage):
+    """Check that a NaN in `hidden` shows in dH and dW if its row has an advantage of 0.
+
+    The other rows of dH keep their bits, except for element 0, which the GPU may set to NaN to mark
+    a NaN in a skipped row. If the row is masked out, its NaN changes no gradient.
+    """
+    row = 130
+    inputs = [x.to(DEVICE) for x in problem(300, 64, 5000)]
+    inputs[3][row : row + without_advantage] = 0.0
+    mask = torch.ones(300, dtype=torch.bool, device=DEVICE)
+    mask[row] = False
+    clean, masked = (linear_gradients(*inputs, BACKEND, completion_mask=m) for m in (None, mask))
+    inputs[0][row, 5] = float("nan")
+    dirty, inert = (linear_gradients(*inputs, BACKEND, completion_mask=m) for m in (None, mask))
+    assert dirty[1].isnan().any() and dirty[2].isnan().any()
+    same = clean[1] == dirty[1]
+    same[row] = same[0, 0] = True
+    assert same.all()
+    assert all(torch.equal(a, b) for a, b in zip(masked[1:], inert[1:], strict=True))
 
 
 @pytest.mark.parametrize("entropy", [False, True])

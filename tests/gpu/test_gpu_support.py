@@ -13,16 +13,25 @@ from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logit
 from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
+DEVICE, BACKEND = "cuda", "triton"
 T, V, K = 512, 32000, 50
-# Maximum relative L2 errors of gradients. The bf16 limit is the one that our documentation
-# promises.
-BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 CONFIGS = {
     "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),
     "entropy": LossConfig(
         epsilon_low=0.9, epsilon_high=9.0, softcap=20.0, entropy_coef=0.05, temperature=0.8
     ),
 }
+
+
+def bar(exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the maximum relative L2 error of a gradient in `dtype`.
+
+    In 16 bits, the limit follows the error of rounding the exact gradient, because this error
+    depends on the values. Many gradients are below 6e-5, where the spacing of fp16 is constant.
+    """
+    if dtype == torch.float32:
+        return 2e-5
+    return 1e-4 + 1.5 * relative_l2(exact.to(dtype), exact)
 
 
 def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tuple:
@@ -43,15 +52,15 @@ def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tupl
         lengths[::5] = 0
     kept = torch.arange(K) < lengths[:, None]
     support = Support(
-        ids[kept].int().cuda(), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).cuda()
+        ids[kept].int().to(DEVICE), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(DEVICE)
     )
     tokens = {
-        "target_ids": ids[torch.arange(T), torch.randint(K, (T,), generator=g)].cuda(),
-        "advantages": torch.tensor([1.0, -0.7]).cuda(),
-        "cu_seqlens": torch.tensor([0, 200, T], dtype=torch.int32).cuda(),
+        "target_ids": ids[torch.arange(T), torch.randint(K, (T,), generator=g)].to(DEVICE),
+        "advantages": torch.tensor([1.0, -0.7]).to(DEVICE),
+        "cu_seqlens": torch.tensor([0, 200, T], dtype=torch.int32).to(DEVICE),
     }
     weight = weight * (2 / width**0.5)
-    return hidden.to("cuda", dtype), weight.to("cuda", dtype), tokens, support
+    return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), tokens, support
 
 
 def call(tensors, tokens, support, config, old, backend):
@@ -91,23 +100,23 @@ def old_logps(tensors, tokens, support, config) -> torch.Tensor:
 def test_against_fp64(width, dtype, name):
     hidden, weight, tokens, support = problem(width, dtype, some_dense=True)
     old = old_logps((hidden, weight), tokens, support, CONFIGS[name]) + 0.1
-    found = call((hidden, weight), tokens, support, CONFIGS[name], old, "triton")
+    found = call((hidden, weight), tokens, support, CONFIGS[name], old, BACKEND)
     wide = (hidden.double(), weight.double())
     expected = call(wide, tokens, support, CONFIGS[name], old, "torch")
-    assert (found[0] - expected[0]).abs().max() < 1e-5 + logps_bar(width, "cuda")
+    assert (found[0] - expected[0]).abs().max() < 1e-5 + logps_bar(width, DEVICE)
     for actual, exact in zip(found[1:], expected[1:], strict=True):
-        assert relative_l2(actual, exact) < BAR[dtype]
+        assert relative_l2(actual, exact) < bar(exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_given_logits(dtype):
     hidden, weight, tokens, support = problem(896, torch.float32)
     logits = (hidden @ weight.t()).to(dtype)
-    old = torch.full((T,), -3.0, device="cuda")
-    found = call((logits,), tokens, support, CONFIGS["entropy"], old, "triton")
+    old = torch.full((T,), -3.0, device=DEVICE)
+    found = call((logits,), tokens, support, CONFIGS["entropy"], old, BACKEND)
     expected = call((logits.double(),), tokens, support, CONFIGS["entropy"], old, "torch")
     assert (found[0] - expected[0]).abs().max() < 2e-5
-    assert relative_l2(found[1], expected[1]) < BAR[dtype]
+    assert relative_l2(found[1], expected[1]) < bar(expected[1], dtype)
     assert not found[1][expected[1] == 0].any()
 
 
@@ -116,7 +125,7 @@ def test_the_same_bits():
     hidden, weight, tokens, support = problem(4096, torch.bfloat16)
     old = old_logps((hidden, weight), tokens, support, CONFIGS["plain"])
     runs = [
-        call((hidden, weight), tokens, support, CONFIGS["plain"], old, "triton") for _ in range(20)
+        call((hidden, weight), tokens, support, CONFIGS["plain"], old, BACKEND) for _ in range(20)
     ]
     assert torch.equal(runs[0][0], old)
     for run in runs[1:]:

@@ -45,19 +45,17 @@ class Part(NamedTuple):
 
 def parts() -> dict[str, Part]:
     """Return all parts, keyed by name. The most valuable part of each visit comes first."""
-    tests, attention_tests = gpu_tests()
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
         "smoke": own(1, 35, "smoke")._replace(stops=True),
-        "bars": bench(1, 95, *bars()),
-        "tests": sharded(1, 110, tests),
-        "step": steps(1, 60, STEPS[:1]),
+        "bars": bench(1, 60, *bars()),
+        "tests": sharded(1, 110, gpu_tests()),
+        "step": steps(1, 95, STEPS[:1]),
         "mended": sharded(2, 25, ["--failed"]),
-        "peers": bench(2, 110, *peers()),
-        "profile": own(2, 25, "kernel_times"),
-        "attention-tests": sharded(2, 40, attention_tests),
+        "peers": bench(2, 115, *peers()),
+        "profile": own(2, 20, "kernel_times"),
         "support": support(2, 20),
-        "steps": steps(2, 25, STEPS[1:]),
+        "steps": steps(2, 75, STEPS[1:]),
         "tune": tune(BY_NAME, 120),
         "memcheck": sanitize(BY_NAME, 60, "memcheck"),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
@@ -118,7 +116,7 @@ def tune(visit: int, seconds: int) -> Part:
 def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:
     """Return a part that compares our training step with shared prompts with the step of TRL."""
     command = [PY, "-m", "benchmarks.trainers.step", "--providers", "shared", "TRL"]
-    where = "--device cuda --model-config qwen2.5-0.5b --rounds 5 --budget 3"
+    where = "--device cuda --model-config qwen2.5-0.5b --rounds 4 --budget 2"
     commands = [
         [*command, *f"{where} --prompt {p} --completion {c} --group {g}".split()]
         for p, c, g in sizes
@@ -155,10 +153,10 @@ def sanitize(visit: int, seconds: int, *tools: str) -> Part:
     return Part(visit, seconds, commands, [[*checked, "--dry"]], False, environment)
 
 
-def gpu_tests() -> tuple[list[str], list[str]]:
-    """Return two lists of test files: the GPU tests of attention, after all other GPU tests."""
+def gpu_tests() -> list[str]:
+    """Return the files of all GPU tests. The files with short names, which test the loss, come
+    first.
+    """
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
-    files = sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))
-    attention = [file for file in files if "attention" in file]
-    return [file for file in files if file not in attention], attention
+    return sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))

@@ -4,7 +4,7 @@
 #   benchmarks/gpu_session.sh --commit HASH      the next visit that is not done. Visit 1: smoke test,
 #                                                bars, tests, the long step (300 s). Visit 2: smoke
 #                                                test, tests that failed before, peers, profile,
-#                                                attention tests, support, other steps (330 s)
+#                                                support, other steps (330 s)
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part

@@ -1,6 +1,6 @@
 """Tests of the attention kernels on a real GPU against the dense reference, alone and in a model.
 
-`benchmarks/gpu_session.sh --part attention-tests` runs these tests. They need no further package,
+`benchmarks/gpu_session.sh --part tests` runs these tests. They need no further package,
 because they test torch's FlashAttention. They also test flash-attn (FA2, FA3 or FA4) if installed.
 """
 

@@ -125,24 +125,24 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
 # 128 x 128 tile. The larger tile would spill registers if exponentials are stored and there is a
 # soft cap, or both a bias and an entropy. It is not used then.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
+    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
+}
+# Tiles for an epilogue without a soft cap, a bias, an entropy and a temperature per row. With one
+# of them, the larger tile would spill in a flattened loop. LOG.md has the times on an H100.
+_PLAIN: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True)
 }
+_TABLES = {"plain": _PLAIN, "light": _LIGHT, "heavy": _LINEAR}
 
 
-def linear_config(
-    dtype: torch.dtype, arch: str, *, aligned: bool, light: bool, plain: bool
-) -> LinearConfig:
+def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, epilogue: str) -> LinearConfig:
     """Return the block sizes of the kernel that computes logps from hidden states.
 
-    They do not depend on the batch. `light` selects the larger tile of `_LIGHT`, for epilogues that
-    need few registers. It gives the same bits as the corresponding entry of `_LINEAR`, because
-    `piece` and `block_h` are equal. `plain` says that there is no soft cap, bias, entropy or
-    temperature per row. With one of them, the larger tile would spill in a flattened loop.
+    They do not depend on the batch. `epilogue` is a key of `_TABLES`, and says how many registers
+    the epilogue needs. All tables give the same bits, because `piece` and `block_h` are equal.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
-    if light and key in _LIGHT:
-        return _LIGHT[key] if plain else _LIGHT[key]._replace(flatten=False)
-    return _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
+    return _TABLES[epilogue].get(key) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
 
 
 # Block sizes for the rows of token sets, which have tens to hundreds of logits each.

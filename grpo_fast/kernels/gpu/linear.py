@@ -260,9 +260,10 @@ def sweep(
     *scalars, temperature_ptr = transform_arguments(p.transform)
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
     is_heavy = p.transform.softcap is not None or (p.bias is not None and has_entropy)
+    is_light = raw_target is None or not is_heavy
     config = linear_config(
         p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
-        light=raw_target is None or not is_heavy, plain=is_plain,
+        epilogue="plain" if is_plain else "light" if is_light else "heavy",
     )  # fmt: skip
     # 2. Decide how results are stored, and whether the epilogue has a short code path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)

@@ -18,6 +18,7 @@ from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors, Targets
+from grpo_fast.loss.values import ValueChecks
 from grpo_fast.objective.aggregation import step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
@@ -45,25 +46,25 @@ class TokenBatch(NamedTuple):
             config: the options of the loss.
             inputs: tensors per token and per completion, in the caller's layout.
         """
-        validate = options.validate
+        checks = ValueChecks(options.validate)
         targets = Targets.of(tensors, options)
-        places = _active_tokens(inputs, validate)
-        tokens = _tokens(places, config, inputs, validate)
+        places = _active_tokens(inputs, checks)
+        tokens = _tokens(places, config, inputs)
         temperature = 1.0 if targets is None else config.temperature
         if isinstance(temperature, Tensor):
             temperature = places.select(temperature, torch.float32)
         values.check_numbers(
-            validate, values.RULES if targets is None else values.LOGPS_RULES,
+            checks, values.RULES if targets is None else values.LOGPS_RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
         )  # fmt: skip
         transform = LogitTransform(config.logit_scale, config.softcap, temperature)
-        if targets is None:
-            return cls(places.rows(places.segments, transform), tokens, config)
-        expected = f"ids in [0, {targets.vocab_size}) at the active tokens"
-        ids = places.select(inputs.like)
-        ids = values.checked_ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
-        return cls(places.rows(ids, transform, targets, validate), tokens, config)
+        ids = places.segments if targets is None else places.select(inputs.like)
+        if targets is not None:
+            end = targets.vocab_size
+            expected = f"ids in [0, {end}) at the active tokens"
+            ids = values.checked_ids("target_ids", ids, end, checks, expected=expected)
+        return cls(places.rows(ids, transform, targets), tokens, config)
 
     def with_scaled_weights(self) -> TokenBatch:
         """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
@@ -105,22 +106,23 @@ def active_target_rows(
     targets = Targets.of(tensors, options)
     assert targets is not None
     transform = options.transform
+    checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
-    ignored = flat == values.IGNORED_TARGET
     records = is_capturing(flat)
     # Keep all rows in a CUDA graph, which cannot record nonzero(), because the size of its result
     # depends on values.
-    index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
-    places = ActiveTokens(len(flat), index, flat, flat)
+    index = None if records else _unless_all(flat != values.IGNORED_TARGET)
+    places = ActiveTokens(len(flat), index, flat, flat, checks)
     if isinstance(transform.temperature, Tensor):
         temperatures = places.select(transform.temperature, torch.float32)
-        values.check_numbers("auto", temperature=temperatures)
+        values.check_numbers(checks, temperature=temperatures)
         transform = transform._replace(temperature=temperatures)
     end = targets.vocab_size
     expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
-    ids = values.checked_ids("target_ids", places.select(flat), end, "auto", expected=expected)
+    ids = values.checked_ids("target_ids", places.select(flat), end, checks, expected=expected)
     if records:
-        return places.rows(ids.clamp(0, end - 1), transform, targets), ignored
+        rows = places.rows(ids.clamp(0, end - 1), transform, targets)
+        return rows, flat == values.IGNORED_TARGET
     return places.rows(ids, transform, targets), None
 
 
@@ -131,74 +133,78 @@ class ActiveTokens(NamedTuple):
     active_index: Tensor | None  # (T,) int64; None: all N rows
     lengths: Tensor  # (B,) int64, active tokens of each completion
     segments: Tensor  # (T,) int64
+    checks: ValueChecks  # the checks of the call
 
     def select(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return a flat copy of the active elements of x, which has N elements."""
+        """Return a flat copy of the active elements of x, which has N elements.
+
+        Ids may share the memory of x, because `checked_ids` copies them.
+        """
         x = x.detach().reshape(-1)
         if self.active_index is None:
             # Copy x even if it has the requested dtype. The metrics are computed later, when the
             # caller may have changed x.
-            return x.to(dtype, copy=True)
+            return x.to(dtype, copy=dtype != torch.int64)
         return x.index_select(0, self.active_index).to(dtype)
 
     def select_optional(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else self.select(x, torch.float32)
 
     def rows(
-        self,
-        target_ids: Tensor,
-        transform: LogitTransform,
-        targets: Targets | None = None,
-        validate: str = "auto",
+        self, target_ids: Tensor, transform: LogitTransform, targets: Targets | None
     ) -> ActiveRows:
-        """Return the active rows in the form that the kernels expect."""
+        """Return the active rows in the form that the kernels expect, and send the checks."""
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
         if targets is not None and targets.support is not None:
             support = values.support_rows(
-                targets.support, self.active_index, target_ids, targets.vocab_size, validate
+                targets.support, self.active_index, target_ids, targets.vocab_size, self.checks
             )
             rows = rows._replace(support=support)
-        if targets is None or targets.hidden_rows is None:
-            return rows
-        end = targets.num_hidden
-        predicting = values.checked_ids(
-            "hidden_rows", self.select(targets.hidden_rows), end, validate, kind="rows",
-            expected=f"rows in [0, {end}) at the active tokens",
-        )  # fmt: skip
-        return rows._replace(hidden_index=predicting, repeats=True)
+        if targets is not None and targets.hidden_rows is not None:
+            end = targets.num_hidden
+            predicting = values.checked_ids(
+                "hidden_rows", self.select(targets.hidden_rows), end, self.checks, kind="rows",
+                expected=f"rows in [0, {end}) at the active tokens",
+            )  # fmt: skip
+            rows = rows._replace(hidden_index=predicting, repeats=True)
+        self.checks.send()
+        return rows
 
 
-def _active_tokens(inputs: BatchInputs, validate: str) -> ActiveTokens:
+def _active_tokens(inputs: BatchInputs, checks: ValueChecks) -> ActiveTokens:
     like = inputs.like
     count = like.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    index = _active_index(inputs.completion_mask, validate)
-    lengths, segments = _segments(like, inputs.cu_seqlens, count, validate)
+    index = _active_index(inputs.completion_mask, checks)
+    lengths, segments = _segments(like, inputs.cu_seqlens, count, checks)
     if index is not None:
         segments = segments.index_select(0, index)
-        # The length of a completion is the number of its active tokens.
-        lengths = torch.bincount(segments, minlength=count)
-    return ActiveTokens(like.numel(), index, lengths, segments)
+        # The length of a completion is the number of its active tokens. The segments ascend, so
+        # search for the start of each completion. bincount would wait for the GPU twice.
+        ends = torch.arange(count + 1, device=like.device)
+        lengths = torch.searchsorted(segments, ends).diff()
+    return ActiveTokens(like.numel(), index, lengths, segments, checks)
 
 
-def _unless_all(index: Tensor, num_rows: int) -> Tensor | None:
-    return None if index.shape[0] == num_rows else index
+def _unless_all(is_active: Tensor) -> Tensor | None:
+    """Return the indices of the active rows, or None if all rows are active."""
+    index = is_active.nonzero().squeeze(1)
+    return None if len(index) == len(is_active) else index
 
 
-def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
+def _active_index(mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
     if mask is None:
         return None
     refuse("completion_mask", mask, mask)
     flat = mask.reshape(-1)
     if flat.dtype != torch.bool:
-        values.check_numbers(validate, completion_mask=flat)
-        flat = flat != 0
-    return _unless_all(flat.nonzero().squeeze(1), len(flat))
+        values.check_numbers(checks, completion_mask=flat)
+    return _unless_all(flat)
 
 
 def _segments(
-    like: Tensor, cu_seqlens: Tensor | None, count: int, validate: str
+    like: Tensor, cu_seqlens: Tensor | None, count: int, checks: ValueChecks
 ) -> tuple[Tensor, Tensor]:
     """Return the number of rows of each completion (B,), and the completion of each row (N,)."""
     device = like.device
@@ -207,26 +213,26 @@ def _segments(
         length = num_rows // max(count, 1)
         lengths = torch.full((count,), length, dtype=torch.int64, device=device)
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
-    cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
+    cu = values.checked_offsets(cu_seqlens.long(), num_rows, checks)
     rows = torch.arange(num_rows, device=device)
     # With right=True, an empty completion gets no row. With only the inner offsets, the index of a
     # completion is less than B even if the offsets on a GPU are invalid.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
-def _tokens(places: ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
+def _tokens(places: ActiveTokens, config: LossConfig, inputs: BatchInputs) -> Tokens:
     # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
     by_prompt = config.aggregation == "prompt_mean"
     device = places.lengths.device
     if not by_prompt:
-        items = values.checked_total("num_items_in_batch", items, device, validate)
+        items = values.checked_total("num_items_in_batch", items, device, places.checks)
     elif isinstance(items, Tensor):
         items = items.detach().to(device).double()
-        values.check_numbers(validate, num_items_in_batch=items)
+        values.check_numbers(places.checks, num_items_in_batch=items)
     completions = values.checked_total(
-        "num_completions_in_batch", inputs.num_completions_in_batch, device, validate
+        "num_completions_in_batch", inputs.num_completions_in_batch, device, places.checks
     )
     # 2. Compute the weight of every token.
     weights = step_weights(

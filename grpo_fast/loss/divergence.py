@@ -15,12 +15,12 @@ from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
-from grpo_fast.loss import autograd, call, checks, values
+from grpo_fast.loss import autograd, call, checks
 from grpo_fast.loss.arguments import Options, RowTensors, Targets
 from grpo_fast.loss.batch import ActiveTokens
 from grpo_fast.loss.passes import LossResult, kernel_precision, rescaled
 from grpo_fast.loss.ranks import Agreement, local_rows
-from grpo_fast.loss.values import check_values, raise_pending
+from grpo_fast.loss.values import ValueChecks, check_numbers, flag_check, raise_pending
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Largest sum of a teacher's K probabilities that is accepted. It is slightly more than 1, because
@@ -296,7 +296,10 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
             "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1"
         )
         flags.append((few.any(), message))
-    check_values(flags, "auto")
+    found = ValueChecks("auto")
+    for flag, message in flags:
+        found.add(flag_check(message), flag)
+    found.send()
     # 3. Replace the ids of unused entries by a valid id, because the kernels use ids as memory
     # indices.
     ids = torch.where(has_id, ids, 0).clamp(0, vocab - 1)
@@ -325,7 +328,8 @@ def _rows(
     if support is not None and len(support.ids):
         ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
     targets = Targets.of(tensors, options)
-    return ActiveTokens(len(ids), None, ids, ids).rows(ids, transform, targets)
+    places = ActiveTokens(len(ids), None, ids, ids, ValueChecks("auto"))
+    return places.rows(ids, transform, targets)
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -337,5 +341,5 @@ def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
     checks.like_logps("weights", weights, like)
     checks.constant("weights", weights)
     copy = weights.detach().reshape(-1).to(dtype, copy=True)
-    values.check_numbers("auto", weights=copy)
+    check_numbers(ValueChecks("auto"), weights=copy).send()
     return copy

@@ -1,22 +1,23 @@
 """Checks of argument values. A failed check raises a ValueError that names the argument.
 
 Values on the CPU are checked at once. With `validate="full"`, values on a GPU are also checked at
-once. With `validate="auto"`, the checks on a GPU do not wait for the device: their error flags are
-copied to the host in the background, and the next call that finds a flag raises the error. Until
-then, ids and offsets are clamped, so that no kernel reads out of bounds.
+once. With `validate="auto"`, the checks on a GPU do not wait for the device: the numbers that they
+need are copied to the host in the background, and the next call that finds a wrong number raises
+the error. Until then, ids and offsets are clamped, so that no kernel reads out of bounds.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import argument_error
 from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.route import kernel_module
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
@@ -30,110 +31,123 @@ IGNORED_HINT = (
     f"; {IGNORED_TARGET} marks ignored labels in transformers: "
     f"pass completion_mask=(target_ids != {IGNORED_TARGET})"
 )
-Check = tuple[Tensor, str]  # 0-d bool that is set on an error, and the message
+# A function that checks numbers on the host, which are results of `Tensor.tolist`. It returns an
+# error message, or "" if the numbers are allowed.
+Judge = Callable[..., str]
 
 
 # ---- When a value is checked
 
 
-class _Pending(NamedTuple):
-    """The checks of one GPU call, whose error flags are being copied to the host."""
+class ValueChecks:
+    """The checks of the values of one call.
 
-    flags: Tensor  # (K,) bool on the host, valid after `ready`
+    `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, it only keeps the
+    numbers, and `send` starts one copy of all of them to the host.
+
+    Args:
+        validate: "auto" or "full", as in `linear_grpo_loss`.
+    """
+
+    numbers: Tensor  # uint8 on the host, valid after `ready`: the bytes of the kept tensors
     ready: torch.cuda.Event
-    messages: tuple[str, ...]
+
+    def __init__(self, validate: str) -> None:
+        self.validate = validate
+        self.kept: list[tuple[Judge, tuple[Tensor, ...]]] = []
+
+    def are_late(self, x: Tensor) -> bool:
+        """Return whether a later call reports the errors in x. The caller must then clamp x."""
+        return x.is_cuda and self.validate == "auto"
+
+    def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
+        """Check the numbers of tensors, which are all on one device."""
+        if self.are_late(tensors[0]):
+            self.kept.append((judge, tensors))
+        elif not is_capturing(tensors[0]) and (message := judge(*(x.tolist() for x in tensors))):
+            raise ValueError(message)
+        return self
+
+    def send(self) -> None:
+        """Start the copy of the kept numbers, so that a later call raises the errors."""
+        if not self.kept or is_capturing(self.kept[0][1][0]):
+            return
+        # Copy bytes, because the tensors have several dtypes.
+        flat = [x.contiguous().view(-1) for _, tensors in self.kept for x in tensors]
+        parts = [x.view(torch.uint8) for x in flat]
+        copied = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.numbers, self.ready = copy_to_host_async(copied)
+        with _lock:
+            _pending.append(self)
+
+    def messages(self) -> Iterator[str]:
+        """Yield the message of each kept check, or "" if it has not failed."""
+        sizes = [x.nbytes for _, tensors in self.kept for x in tensors]
+        # Clone each part, because a view of another dtype must start at a multiple of its size.
+        parts = (x.clone() for x in self.numbers.split(sizes))
+        for judge, tensors in self.kept:
+            yield judge(*(next(parts).view(x.dtype).view(x.shape).tolist() for x in tensors))
 
 
-_pending: list[_Pending] = []
+_pending: list[ValueChecks] = []
 _lock = threading.Lock()
 
 
-def is_checked_later(x: Tensor, validate: str) -> bool:
-    """Return whether a later call reports the errors in x. The caller must then clamp x."""
-    return x.is_cuda and validate == "auto"
-
-
 def raise_pending() -> None:
-    """Raise a ValueError if an error flag of an earlier GPU call has reached the host."""
+    """Raise a ValueError if wrong numbers of an earlier GPU call have reached the host."""
     if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
-    arrived: list[_Pending] = []
-    waiting: list[_Pending] = []
     with _lock:
-        for check in _pending:  # query once: the flag may arrive between two queries
-            (arrived if check.ready.query() else waiting).append(check)
-        _pending[:] = waiting
-    messages = [
-        message
-        for check in arrived
-        for flag, message in zip(check.flags.tolist(), check.messages, strict=True)
-        if flag
-    ]
-    if messages:
-        text = "; ".join(dict.fromkeys(messages))
+        arrived = [x for x in _pending if x.ready.query()]
+        _pending[:] = [x for x in _pending if x not in arrived]
+    text = "; ".join(dict.fromkeys(y for x in arrived for y in x.messages() if y))
+    if text:
         raise ValueError(f"{text} (in an earlier call; validate='full' checks at once)")
 
 
-def check_values(checks: list[Check], validate: str) -> None:
-    """Raise a ValueError for the first check whose error flag is set.
-
-    Error flags on a GPU are queued for a later call, unless `validate` is "full".
-    """
-    if not checks or is_capturing(checks[0][0]):
-        return
-    if is_checked_later(checks[0][0], validate):
-        flags, messages = zip(*checks, strict=True)
-        host, ready = copy_to_host_async(torch.stack(flags))
-        with _lock:
-            _pending.append(_Pending(host, ready, messages))
-        return
-    for flag, message in checks:
-        if flag:
-            raise ValueError(message)
+def flag_check(message: str) -> Judge:
+    """Return a function that checks a 0-d bool, which is set on an error."""
+    return lambda flag: message if flag else ""
 
 
-def value_check(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
-    """Return a check that fails if an element of x is not allowed.
+class Rule(NamedTuple):
+    """The allowed values of an argument."""
 
-    On the CPU, the message names the first bad value and the number of bad values. Reading them
-    from a GPU would cost a sync, so the message for a GPU tensor contains `on_device` instead.
+    expected: str  # description of the allowed values
+    otherwise: str  # description of other values, for a message about a GPU tensor
+    low: float = -sys.float_info.max  # the least allowed value
+    high: float = sys.float_info.max  # the greatest allowed value
+    # Converts the values before they are compared with `low` and `high`.
+    convert: Callable[[Tensor], Tensor] = lambda x: x
 
-    Args:
-        x: the values.
-        is_bad: the shape of x, bool. The elements that are not allowed.
-        expected: start of the message, which ends with the allowed values.
-        on_device: description of the bad values for a message about a GPU tensor.
-    """
-    flag = is_bad.any()
-    if x.device.type != "cpu" or not flag:
-        return flag, f"{expected}, got {on_device}"
-    count = int(is_bad.sum())
-    first = x[is_bad][0].item()
-    return flag, f"{expected}, got {first:g} ({count} of {x.numel()} values)"
+    def judge(self, name: str, x: Tensor | None, low: float, high: float) -> str:
+        """Check that the values from `low` to `high`, both NaN if a value is NaN, are allowed.
 
-
-def is_positive(x: Tensor) -> Tensor:
-    return (x > 0) & torch.isfinite(x)
-
-
-def is_not_finite(x: Tensor) -> Tensor:
-    # Compare with inf instead of calling ~torch.isfinite(x), which needs two more kernel launches.
-    # NaN < inf is False, so NaN counts as bad, too.
-    return ~(x.abs() < torch.inf)
+        The message names the first bad value of x and the number of bad values. x is None on a GPU.
+        """
+        if self.low <= low and high <= self.high:
+            return ""
+        got = self.otherwise
+        if x is not None:
+            pairs = zip(x.tolist(), self.convert(x).tolist(), strict=True)
+            bad = [value for value, number in pairs if not self.low <= number <= self.high]
+            got = f"{bad[0]:g} ({len(bad)} of {x.numel()} values)"
+        return f"{name}: expected {self.expected}, got {got}"
 
 
-# Rules for the values of arguments, by name. Each rule contains a description of the expected
-# values, a description of bad values, and a function that finds bad values. old_logps may be -inf,
-# because the ratio is clamped. ref_logps must be finite, because the KL would be infinite.
-ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
-RULES: ValueRules = {
-    "advantages": ("finite numbers", "NaN or inf", is_not_finite),
-    "old_logps": ("numbers at the active tokens", "NaN", torch.isnan),
-    "ref_logps": ("finite numbers at the active tokens", "NaN or inf", is_not_finite),
-    "temperature": ("finite numbers > 0 at the active tokens", "others", lambda x: ~is_positive(x)),
-    "weights": ("finite numbers", "NaN or inf", is_not_finite),
-    "completion_mask": ("only 0 and 1", "other values", lambda x: (x != 0) & (x != 1)),
-    "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
+# Rules for the values of arguments, by name. old_logps may be -inf, because the ratio is clamped.
+# ref_logps must be finite, because the KL would be infinite.
+LEAST = math.ulp(0.0)  # the least number > 0
+Rules = dict[str, Rule]
+RULES: Rules = {
+    "advantages": Rule("finite numbers", "NaN or inf"),
+    "old_logps": Rule("numbers at the active tokens", "NaN", -math.inf, math.inf),
+    "ref_logps": Rule("finite numbers at the active tokens", "NaN or inf"),
+    "temperature": Rule("finite numbers > 0 at the active tokens", "others", LEAST),
+    "weights": Rule("finite numbers", "NaN or inf"),
+    # x·(x - 1) is 0 only for 0 and 1, even if an integer overflows.
+    "completion_mask": Rule("only 0 and 1", "other values", 0, 0, lambda x: x * (x - 1)),
+    "num_items_in_batch": Rule("numbers >= 0", "others", 0),
 }
 
 # `LOGPS_RULES` apply to the losses that compute logps from logits. There, old, reference and
@@ -143,32 +157,30 @@ RULES: ValueRules = {
 ROUNDING = 1e-2  # nats above 0 that rounding to 16 bits may cause
 _LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
 LOGPS_RULES = RULES | {
-    "old_logps": (_LOGPS, "positive numbers, or NaN", lambda x: ~(x <= ROUNDING)),
-    "ref_logps": (f"finite {_LOGPS}", "positive numbers, NaN or inf",
-                  lambda x: ~(x <= ROUNDING) | (x == -torch.inf)),
+    "old_logps": Rule(_LOGPS, "positive numbers, or NaN", -math.inf, ROUNDING),
+    "ref_logps": Rule(f"finite {_LOGPS}", "positive numbers, NaN or inf", high=ROUNDING),
     # Allow NaN, which marks a token without a logp from the sampler.
-    "sampling_logps": (_LOGPS, "positive numbers", lambda x: x > ROUNDING),
-}  # fmt: skip
+    "sampling_logps": Rule(_LOGPS, "positive numbers", -math.inf, ROUNDING, torch.nan_to_num),
+}
 
 
-def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -> None:
+def check_numbers(checks: ValueChecks, rules: Rules = RULES, **tensors: object) -> ValueChecks:
     """Check the values of each tensor by the rule that `rules` has for its name.
 
     Arguments without a rule and arguments that are not tensors are not checked.
     """
-    checks = []
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and name in rules:
-            expected, otherwise, is_bad = rules[name]
-            checks.append(value_check(x, is_bad(x), f"{name}: expected {expected}", otherwise))
-    check_values(checks, validate)
+        if isinstance(x, Tensor) and x.numel() and name in rules:
+            judge = partial(rules[name].judge, name, x if x.is_cpu else None)
+            checks.add(judge, *rules[name].convert(x).aminmax())
+    return checks
 
 
 # ---- Checks that return the value
 
 
 def checked_total(
-    name: str, value: Total | None, device: torch.device, validate: str
+    name: str, value: Total | None, device: torch.device, checks: ValueChecks
 ) -> Total | None:
     """Check that a total is a number > 0, and return it.
 
@@ -177,17 +189,13 @@ def checked_total(
     if not isinstance(value, Tensor):
         return value
     value = value.detach().reshape(()).to(device)
-    if value.is_cpu:
-        number = float(value)
-        if not 0 < number < math.inf:
-            raise argument_error(name, "a number > 0", number)
-        return number
-    check_values([(~is_positive(value), f"{name}: expected a number > 0")], validate)
-    return value.double()
+    message = f"{name}: expected a number > 0, got "
+    checks.add(lambda number: "" if 0 < number < math.inf else f"{message}{number}", value)
+    return float(value) if value.is_cpu else value.double()
 
 
 def checked_offsets(
-    cu: Tensor, num_rows: int, validate: str, name: str = "cu_seqlens", end: str = "T"
+    cu: Tensor, num_rows: int, checks: ValueChecks, name: str = "cu_seqlens", end: str = "T"
 ) -> Tensor:
     """Check that offsets ascend from 0 to num_rows, and return them.
 
@@ -197,53 +205,59 @@ def checked_offsets(
     Args:
         cu: (B+1,), int64. The offsets.
         num_rows: the expected last offset.
-        validate: "auto" or "full", as in `linear_grpo_loss`.
+        checks: the checks of the call.
         name: name of the argument in the message.
         end: symbol for num_rows in the message, for example "T".
 
     Returns:
         The offsets, (B+1,), int64.
     """
-    message = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}"
-    if cu.device.type == "cpu":
-        message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
-    falls = (cu[1:] < cu[:-1]).any()
-    check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
+
+    def judge(offsets: list[int]) -> str:
+        if (offsets[0], offsets[-1]) == (0, num_rows) and offsets == sorted(offsets):
+            return ""
+        shown = offsets if len(offsets) <= 16 else [offsets[0], "...", offsets[-1]]
+        expected = f"non-decreasing offsets from 0 to {end} = {num_rows}"
+        return f"{name}: expected {expected}, got {shown}"
+
+    checks.add(judge, cu)
     # cummax makes the offsets ascending, so that no length is negative.
-    return cu.clamp(0, num_rows).cummax(0).values if is_checked_later(cu, validate) else cu
+    return cu.clamp(0, num_rows).cummax(0).values if checks.are_late(cu) else cu
 
 
 def checked_ids(
-    name: str, x: Tensor, end: int, validate: str, *, expected: str, kind: str = "ids"
+    name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """Check that ids are in [0, end), and return them. On a GPU they are clamped to this range.
+    """Check that ids are in [0, end), and return a copy. On a GPU it is clamped to this range.
 
     Args:
         name: name of the argument in the message.
         x: (T,), int64. The ids.
         end: upper bound, exclusive.
-        validate: "auto" or "full".
+        checks: the checks of the call.
         expected: description of the allowed values in the message.
         kind: the word for the values in the message.
     """
     if not x.numel():
         return x
-    low, high = x.aminmax()
-    message = f"{name}: expected {expected}"
-    if x.device.type == "cpu":
-        message += f", got {kind} from {low.item()} to {high.item()}"
-        if name == "target_ids" and low == IGNORED_TARGET:
-            message += IGNORED_HINT
-    check_values([((low < 0) | (high >= end), message)], validate)
+
+    def judge(low: int, high: int) -> str:
+        if 0 <= low and high < end:
+            return ""
+        hint = IGNORED_HINT if name == "target_ids" and low == IGNORED_TARGET else ""
+        return f"{name}: expected {expected}, got {kind} from {low} to {high}{hint}"
+
+    checks.add(judge, *x.aminmax())
     # Clamp ids on a GPU, because the kernels use them as memory indices and may run before the
     # error is raised.
-    return x.clamp(0, end - 1) if is_checked_later(x, validate) else x
+    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
 
 
 def check_logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
     """Raise an error if a target has logit -inf, because its loss would be infinite."""
     if x.numel():
-        check_values([(x.amin() == -torch.inf, message)], validate)
+        checks = ValueChecks(validate)
+        checks.add(lambda low: message if low == -math.inf else "", x.amin()).send()
 
 
 # ---- Conversion of a `Support` into rows for the kernels
@@ -254,7 +268,7 @@ def support_rows(
     active_index: Tensor | None,  # (T,) int64, None: all
     target_ids: Tensor,  # (T,) int64
     vocab_size: int,
-    validate: str,
+    checks: ValueChecks,
 ) -> SupportRows | None:
     """Convert a `Support` to the form that the kernels expect.
 
@@ -266,11 +280,11 @@ def support_rows(
         active_index: (T,), int64. Positions of the active targets. None if all targets are active.
         target_ids: (T,), int64. The active targets.
         vocab_size: V.
-        validate: "auto" or "full".
+        checks: the checks of the call.
     """
     # 1. Find the start and the size of the set of each active row.
     count = len(support.ids)
-    bounds = checked_offsets(support.offsets, count, validate, "support.offsets", "nnz")
+    bounds = checked_offsets(support.offsets, count, checks, "support.offsets", "nnz")
     starts = bounds[:-1]
     lengths = bounds.diff()
     if active_index is not None:
@@ -291,18 +305,18 @@ def support_rows(
         target_ids = target_ids[own_rows]
     # 3. Copy the ids of the remaining rows into one vector.
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    columns = support.ids.to(torch.int64, copy=True)
+    columns = support.ids.long()
     if total < len(columns):  # skip the sets of inactive rows
         rows = rows_of(bounds, total)
         places = starts[rows] - bounds[rows] + torch.arange(total, device=columns.device)
         columns = columns[places]
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
-    columns = checked_ids("support.ids", columns, vocab_size, validate, expected=expected)
+    columns = checked_ids("support.ids", columns, vocab_size, checks, expected=expected)
     # 4. Find the position of each target in its set.
     target_places = kernel_module("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
-    _check_targets(target_ids, places, repeated, validate)
-    if is_checked_later(places, validate):
+    _check_targets(target_ids, places, repeated, checks)
+    if checks.are_late(places):
         places = places.clamp(min=0)
     return SupportRows(own_rows, other_rows, columns, bounds, places)
 
@@ -317,15 +331,12 @@ def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
     return count, total
 
 
-def _check_targets(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:
-    missing = (places < 0).any()
-    twice = repeated >= 0
+def _check_targets(ids: Tensor, places: Tensor, repeated: Tensor, checks: ValueChecks) -> None:
+    missing = places < 0
     absent = "support: expected every active target among the ids of its set"
-    duplicate = "support.ids: expected no id twice in one row"
-    if missing.device.type == "cpu" and missing:
-        count = int((places < 0).sum())
-        first = int(target_ids[places < 0][0])
-        absent += f", got {count} that are not, the first of them target id {first}"
-    if twice.device.type == "cpu" and twice:
-        duplicate += f", got id {int(repeated)} twice"
-    check_values([(missing, absent), (twice, duplicate)], validate)
+    if places.is_cpu and missing.any():
+        first = int(ids[missing][0])
+        absent += f", got {int(missing.sum())} that are not, the first of them target id {first}"
+    checks.add(flag_check(absent), missing.any())
+    twice = "support.ids: expected no id twice in one row, got id"
+    checks.add(lambda number: "" if number < 0 else f"{twice} {number} twice", repeated)

@@ -53,16 +53,14 @@ def step_weights(
     total: Total = max(len(lengths), 1)
     if num_completions_in_batch is not None:
         total = num_completions_in_batch
-    divisors = torch.ones_like(lengths)
+    divisors: Tensor | None = None  # (B,); None: all divisors are 1
+    # The weight of "sequence_sum" is 1/(completions), so the loss is the mean over completions of
+    # their token sums (LUSPO).
     match aggregation:
         case "sequence_mean":
             # The weight is 1/(completions·length of the completion), so the loss is the mean over
             # completions of their token means (DeepSeekMath).
             divisors = lengths.clamp(min=1)
-        case "sequence_sum":
-            # The weight is 1/(completions), so the loss is the mean over completions of their token
-            # sums (LUSPO).
-            pass
         case "fixed_length":
             # The weight is 1/(completions·max_completion_length), as in Dr. GRPO.
             total = total * (max_completion_length or 1)
@@ -79,4 +77,8 @@ def step_weights(
                 items = lengths.view(-1, group).sum(1).repeat_interleave(group)
             divisors = items.clamp(min=1)
             total = total / group
-    return (1.0 / (divisors.double() * total)).float()
+    if divisors is not None:
+        return (1.0 / (divisors.double() * total)).float()
+    if isinstance(total, Tensor):
+        return (1.0 / total.double()).float().expand(len(lengths))
+    return torch.full((len(lengths),), 1.0 / total, dtype=torch.float32, device=lengths.device)

@@ -23,17 +23,19 @@ def budgets():
 def test_launches_and_waits(budgets, name):
     """Check that a call launches few kernels, and waits for the GPU at most once.
 
-    At most 20 kernels per chunk and 60 other kernels are allowed. While the host waits, the GPU
-    must have other work.
+    At most 20 kernels per chunk and 25 other kernels are allowed. While the host waits, the GPU
+    must have other work. The host does not wait for the number of active rows if the GEMMs of the
+    gradient are small.
     """
     found = budgets[name]
-    assert found["per_chunk"] <= 20 and found["outside"] <= 60
-    assert found["syncs"] == 0 and found["reads"] == (name != "with KL")
+    assert found["per_chunk"] <= 20 and found["outside"] <= 25
+    waits = name not in ("with KL", "1024 rows, H = 896")
+    assert found["syncs"] == 0 and found["reads"] == waits
 
 
 def test_a_mask_costs_one_wait(budgets):
-    assert budgets["with a mask"]["syncs"] == 1
-    assert budgets["sequence level"]["syncs"] == 1
+    assert budgets["with a mask"]["syncs"] == 1 and budgets["with a mask"]["outside"] <= 25
+    assert budgets["sequence level"]["syncs"] == 1 and budgets["sequence level"]["outside"] <= 65
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_a_support(budgets, name, gigabytes):
     start.
     """
     found = budgets[name]
-    assert found["outside"] <= 125 and found["gigabytes"] <= gigabytes
+    assert found["outside"] <= 64 and found["gigabytes"] <= gigabytes
     assert found["products"] == 0 and found["chunks"] == 0
     assert found["syncs"] == 1 and found["reads"] == 0
 

@@ -153,8 +153,10 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     -100. On meta tensors, both must raise an error.
     """
     recorded(False)
-    # Disable the value checks, because they copy flags to pinned host memory, which needs a GPU.
-    monkeypatch.setattr("grpo_fast.loss.values.check_values", lambda checks, validate: None)
+    # Disable the value checks, because they copy numbers to pinned host memory, which needs a GPU.
+    monkeypatch.setattr("grpo_fast.loss.values.ValueChecks.send", lambda self: None)
+    # Skip rows even if the GEMMs are small.
+    monkeypatch.setattr("grpo_fast.kernels.head.activity.READ_FROM", 0)
 
     def copy_to_host_async(x):  # pinned memory needs a GPU
         raise RuntimeError("to the host")

@@ -50,8 +50,8 @@ class Event:
 def late(monkeypatch):
     """Delay the checks of CPU tensors as on a GPU, and return the list of pending checks."""
     waiting: list = []
-    monkeypatch.setattr(values, "is_checked_later", lambda x, validate: validate == "auto")
-    monkeypatch.setattr(values, "copy_to_host_async", lambda flags: (flags.clone(), Event()))
+    monkeypatch.setattr(values.ValueChecks, "are_late", lambda checks, x: checks.validate == "auto")
+    monkeypatch.setattr(values, "copy_to_host_async", lambda x: (x.clone(), Event()))
     monkeypatch.setattr(values, "_pending", waiting)
     return waiting
 
@@ -99,6 +99,58 @@ def test_the_next_call_raises_for_bad_offsets(late, function, loss_type):
         run(function, case, layout="packed")
 
 
+NAN, INF = float("nan"), float("inf")
+BAD_NUMBERS = {
+    "advantages": (NAN, INF, -INF),
+    "old_logps": (NAN, 0.5, INF),
+    "ref_logps": (NAN, 0.5, -INF),
+    "sampling_logps": (0.5, INF),
+    "temperature": (0.0, -1.0, NAN, INF),
+    "completion_mask": (0.5, -1.0, 2.0, NAN),
+    "num_items_in_batch": (-1.0, NAN, INF),
+    "num_completions_in_batch": (-1.0, NAN),
+    "target_ids": (-1, 5),
+}
+
+
+def late_call(**changes):
+    """Call `linear_grpo_loss` with valid arguments, or with one bad number in some of them.
+
+    Two numbers that are allowed but unusual are always present: a logp of -inf in old_logps and a
+    NaN in sampling_logps.
+    """
+    given = {name: torch.full((T,), -0.5) for name in ("old_logps", "ref_logps", "sampling_logps")}
+    given |= {name: torch.ones(T) for name in ("advantages", "temperature", "completion_mask")}
+    given |= {name: torch.tensor(3.0) for name in BAD_NUMBERS if name.startswith("num_")}
+    given["target_ids"] = torch.arange(T) % 5
+    # Strided offsets, because the bytes of a tensor with gaps must be collected first.
+    given["cu_seqlens"] = torch.tensor([0, 7, 4, 7, 6, 7, 9])[::2]
+    given["old_logps"][0], given["sampling_logps"][1] = -INF, NAN
+    for name, number in changes.items():
+        given[name].view(-1)[-1] = number
+    config = grpo_fast.LossConfig(beta=0.1, temperature=given.pop("temperature"))
+    return grpo_fast.linear_grpo_loss(
+        torch.ones(T, 2), torch.ones(5, 2), config=config, backend="torch", **given
+    )
+
+
+@pytest.mark.parametrize(("name", "number"), [(k, x) for k, v in BAD_NUMBERS.items() for x in v])
+def test_every_check_arrives(late, name, number):
+    late_call(**{name: number})
+    with pytest.raises(ValueError, match=rf"^{name}: expected [^;]* \(in an earlier call"):
+        values.raise_pending()
+
+
+def test_a_call_sends_its_checks_before_and_after_the_forward_pass(late):
+    late_call()
+    assert len(late) == 2
+    values.raise_pending()
+    late_call(advantages=NAN, target_ids=7, num_items_in_batch=-1.0)
+    assert len(late) == 2
+    with pytest.raises(ValueError, match="^num_items_in_batch: .*; advantages: .*; target_ids: "):
+        values.raise_pending()
+
+
 def test_offsets_of_no_completion_are_refused_at_once():
     hidden, weight = torch.zeros(4, 2), torch.zeros(3, 2)
     ids = torch.zeros(4, dtype=torch.int64)
@@ -111,7 +163,10 @@ def test_offsets_of_no_completion_are_refused_at_once():
 
 def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
     def check(flag, message, after=0):
-        return values._Pending(torch.tensor([flag]), Event(after), (message,))
+        checks = values.ValueChecks("auto")
+        checks.kept = [(values.flag_check(message), (torch.tensor(flag),))]
+        checks.numbers, checks.ready = torch.tensor([flag]).view(torch.uint8), Event(after)
+        return checks
 
     late = check(True, "c: expected 3", after=1)
     checks = [check(True, "a: expected 1"), check(False, "no"), late, check(True, "b: expected 2")]

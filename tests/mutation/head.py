@@ -38,7 +38,7 @@ PLANTS = {
         ("graphs-compaction", "graphs", "inactive rows are searched while a CUDA graph is captured",
          "if active is None or is_capturing(active):", "if active is None:"),
         ("activity-weights", "triton_gradients", "rows without advantage are multiplied",
-         "(terms.advantages != 0) & (terms.policy_weights != 0)", "terms.policy_weights != 0"),
+         "torch.logical_and(terms.advantages, terms.policy_weights)", "terms.policy_weights != 0"),
         ("activity-kl", "triton_gradients", "rows without advantage lose the gradient of their KL",
          "terms.kl_weights is not None or terms.grad_entropy is not None", "terms.grad_entropy is not None"),
         ("activity-chunk", "triton_gradients", "every chunk has as many active rows as the first",

@@ -207,7 +207,9 @@ class LinearHead:
         # On a GPU, select rows by advantages and weights, which are known now. A row may also have
         # the coefficient 0 because of its logp (by clipping). It stays in the GEMMs as zeros,
         # because the host would have to wait for the GPU to find it.
-        activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
+        flops = 2 * self.num_rows * self.weight.numel() * (wanted.hidden + wanted.weight)
+        active = known_active(terms, config, flops) if self.on_gpu else None
+        activity = Activity(active, self.chunk_rows)
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             here = terms.rows(chunk)

@@ -321,7 +321,7 @@ def test_which_leaves_follow_the_advantage(name):
 
 def test_what_is_known_before_the_loop():
     terms = RowTerms(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0]))
-    assert activity.known_active(terms, LossConfig()).tolist() == [True, False, False]
+    assert activity.known_active(terms, LossConfig(), 0).tolist() == [True, False, False]
     for more in (terms._replace(kl_weights=terms[0]), terms._replace(grad_entropy=terms[0])):
-        assert activity.known_active(more, LossConfig()) is None
-    assert activity.known_active(terms, LossConfig(loss_type="kimi")) is None
+        assert activity.known_active(more, LossConfig(), 0) is None
+    assert activity.known_active(terms, LossConfig(loss_type="kimi"), 0) is None

@@ -110,6 +110,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Release the cached memory of a GPU test, because several processes share the GPU."""
+    if item.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     seed = config.option.random_order
     return None if seed is None else f"random order: --random-order={seed} repeats it"

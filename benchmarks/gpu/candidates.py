@@ -63,11 +63,13 @@ def candidates() -> list[Candidate]:
         if 4 <= block_v // (32 * warps) <= 32
     ]
     for kind in KINDS:
-        for (block_t, block_v, block_h), stages in itertools.product(TILES, (3, 4)):
+        for (block_t, block_v, block_h), stages, flatten in itertools.product(
+            TILES, (3, 4), (False, True)
+        ):
             fits = (block_t + block_v) * block_h * 2 * stages <= 228 * 1024
             if fits:
                 # Use pieces of 32 columns in the epilogue. Larger pieces make registers spill.
-                config = LinearConfig(block_t, block_v, block_h, 8, stages, piece=32, use_tma=True)
+                config = LinearConfig(block_t, block_v, block_h, 8, stages, 32, True, flatten)
                 found.append(Candidate(kind, "bfloat16", tuple(config)))
     return found
 

@@ -1,4 +1,4 @@
-"""Measure all numbers in benchmarks/README.md that come from a CPU, and update its tables.
+"""Measure all numbers in benchmarks/README.md that come from a CPU, and update all its tables.
 
     python -m benchmarks.report.readme                 measure everything (15 minutes)
     python -m benchmarks.report.readme --only loss     run one step (--help names all steps)
@@ -6,8 +6,9 @@
 
 Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
 The command then draws kernels.png and readme.png from these files, draws step-real.png from the
-results of the pretrained model, and updates the tables in benchmarks/README.md. No step starts
-after the deadline (option --deadline).
+results of the pretrained model, and updates the tables in benchmarks/README.md. The tables of a
+GPU come from gpu_session.json, which benchmarks/gpu_session.sh writes. No step starts after the
+deadline (option --deadline).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from benchmarks.report.files import cases_of, machine
 
 PY = sys.executable
 PAGE = ROOT / "benchmarks" / "README.md"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+DEVICES = ("cpu", "gpu")
+BEGIN, END = "<!-- {} tables: begin -->", "<!-- {} tables: end -->"
 
 
 class Step(NamedTuple):
@@ -100,9 +102,11 @@ def run_steps(steps: list[Step], deadline: float) -> int:
     return status
 
 
-def tables() -> str:
-    """Return the tables of the page in Markdown. There is one table for each operation."""
+def tables(device: str) -> str:
+    """Return the tables of "cpu" or "gpu" in Markdown. There is one table for each operation."""
     files = [file_of(step.name) for step in STEPS if step.out == "--out"]
+    if device == "gpu":
+        files = [RESULTS / "gpu_session.json"]
     cases = cases_of(file for file in files if file.is_file())
     commits: dict[str, set[str]] = {}
     for case in cases:
@@ -130,7 +134,9 @@ def is_shown(row: dict[str, Any]) -> bool:
 def label(case: dict[str, Any]) -> str:
     words = [", ".join(map(str, case["shape"])), case["dtype"]]
     words += [case["allocator"]] if case["allocator"] == "fair" else []
+    inactive = case.get("inactive", "masked")
     words += [f"{case['active']:g} active"] if case["active"] < 1 else []
+    words += [f"(rest: {inactive})"] if inactive != "masked" else []
     words += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
     return " ".join(words)
 
@@ -154,9 +160,11 @@ def cell(case: dict[str, Any], name: str) -> str:
 
 def refreshed(text: str) -> str:
     """Return the text of the page with new tables between the marks `BEGIN` and `END`."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{tables()}{END}{after}"
+    for device in DEVICES:
+        before, begin, rest = text.partition(BEGIN.format(device))
+        _, end, after = rest.partition(END.format(device))
+        text = f"{before}{begin}\n{tables(device)}{end}{after}"
+    return text
 
 
 def main(arguments: list[str]) -> int:

@@ -355,7 +355,7 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     assert "| 2.86× |" in trl and "| 2.86× |" in fastest
     assert "| 2.00 GiB |" in page and "| 1.50× |" in page and "/ 42.0 |" in page
     assert "`slice_kernel`" in page and "dH and dW products" in page
-    assert "| 1 | bars | 95 | done |" in page
+    assert "| 1 | bars | 60 | done |" in page
 
 
 def test_results_without_a_commit_are_not_rendered(tmp_path):

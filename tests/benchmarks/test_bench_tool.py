@@ -319,7 +319,8 @@ def test_benchmarks_import_nothing_from_the_tests():
 
 def test_the_tables_of_the_page_are_those_of_the_committed_results():
     text = readme.PAGE.read_text()
-    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+    for device in readme.DEVICES:
+        assert text.count(readme.BEGIN.format(device)) == text.count(readme.END.format(device)) == 1
     assert readme.refreshed(text) == text, "python -m benchmarks.report.readme --tables"
 
 

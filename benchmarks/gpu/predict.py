@@ -140,11 +140,13 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
         "dW accumulated in fp32": 0 if narrow else (4 + 8 * (chunks - 1)) * v * h / card.copy_bytes,
         "dW to 16 bits": (2 if narrow else 6) * v * h / card.copy_bytes,
     }
-    # Add the memory of the sums over slices and of the scaled hidden rows. A 16-bit dW also needs
-    # the columns of the targets and their products (target_rows.py). An fp32 dW counts as
-    # workspace.
-    extra = (12 * -(-v // SLICE_COLUMNS) + 6 * h) * chunk_rows
-    extra += 2 * chunk_rows**2 if narrow else 4 * v * h
+    # Add the memory of the sums over slices, of the scaled hidden rows and of gathered rows. A
+    # 16-bit dW also needs the columns of the targets and their products (target_rows.py). An fp32
+    # dW counts as workspace.
+    multiplied = min(kept, chunk_rows) if gathers else chunk_rows
+    extra = 12 * -(-v // SLICE_COLUMNS) * chunk_rows + 6 * h * multiplied
+    extra += STORED * v * multiplied if gathers else 0
+    extra += 2 * multiplied**2 if narrow else 4 * v * h
     return parts, STORED * chunk_rows * v + extra
 
 

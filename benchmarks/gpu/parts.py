@@ -52,7 +52,7 @@ def parts() -> dict[str, Part]:
         "tests": sharded(1, 110, gpu_tests()),
         "step": steps(1, 95, STEPS[:1]),
         "mended": sharded(2, 25, ["--failed"]),
-        "peers": bench(2, 115, *peers()),
+        "peers": bench(2, 150, *peers()),
         "profile": own(2, 20, "kernel_times"),
         "support": support(2, 20),
         "steps": steps(2, 75, STEPS[1:]),

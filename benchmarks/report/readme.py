@@ -71,7 +71,7 @@ STEPS = [
 ]
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
 # Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md has the commands.
-REAL_STEPS = ("step-real", "step-real-2k", "step-real-2k-trl")
+REAL_STEPS = ("step-real", "step-real-2k", "step-real-2k-trl", "step-real-8k")
 
 
 def file_of(name: str) -> Path:

@@ -200,6 +200,7 @@ def _active_index(mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
     flat = mask.reshape(-1)
     if flat.dtype != torch.bool:
         values.check_numbers(checks, completion_mask=flat)
+        flat = flat != 0
     return _unless_all(flat)
 
 

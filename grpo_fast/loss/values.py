@@ -145,8 +145,8 @@ RULES: Rules = {
     "ref_logps": Rule("finite numbers at the active tokens", "NaN or inf"),
     "temperature": Rule("finite numbers > 0 at the active tokens", "others", LEAST),
     "weights": Rule("finite numbers", "NaN or inf"),
-    # x·(x - 1) is 0 only for 0 and 1, even if an integer overflows.
-    "completion_mask": Rule("only 0 and 1", "other values", 0, 0, lambda x: x * (x - 1)),
+    # Compare instead of computing x·(x - 1), because torch has no arithmetic for float8 and uint16.
+    "completion_mask": Rule("only 0 and 1", "other values", 0, 0, lambda x: (x != 0) & (x != 1)),
     "num_items_in_batch": Rule("numbers >= 0", "others", 0),
 }
 

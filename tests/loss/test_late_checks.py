@@ -151,6 +151,27 @@ def test_a_call_sends_its_checks_before_and_after_the_forward_pass(late):
         values.raise_pending()
 
 
+@pytest.mark.parametrize(("position", "offset"), [(0, 1), (700, 3), (1500, 1501), (-1, 1499)])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_many_offsets(late, is_late, position, offset):
+    """Check that wrong offsets are found among many, but that few numbers are copied to the host.
+
+    A support has one offset for each token.
+    """
+    cu = torch.arange(1501)
+    cu[position] = offset
+    checks = values.ValueChecks("auto" if is_late else "full")
+    message = r"^cu_seqlens: .* to T = 1500, got \[\d, '...', \d{4}\]"
+    with pytest.raises(ValueError, match=message):
+        values.checked_offsets(cu, 1500, checks)
+        checks.send()
+        assert checks.numbers.nbytes < 100
+        values.raise_pending()
+    values.checked_offsets(torch.arange(1501), 1500, checks)
+    checks.send()
+    assert late == ([checks] if is_late else [])
+
+
 def test_offsets_of_no_completion_are_refused_at_once():
     hidden, weight = torch.zeros(4, 2), torch.zeros(3, 2)
     ids = torch.zeros(4, dtype=torch.int64)

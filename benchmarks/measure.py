@@ -142,7 +142,7 @@ def interleaved(
     Args:
         steps: the steps, keyed by name.
         device: "cpu" or "cuda".
-        budget: time for each step, in seconds.
+        budget: time for each step, in seconds, without the untimed calls on a GPU.
         rounds: maximum number of samples of a step.
         minimum: minimum number of samples of a step, even if they exceed the budget.
 

@@ -75,9 +75,10 @@ class ValueChecks:
         """Start the copy of the kept numbers, so that a later call raises the errors."""
         if not self.kept or is_capturing(self.kept[0][1][0]):
             return
-        # Copy bytes, because the tensors have several dtypes.
-        flat = [x.contiguous().view(-1) for _, tensors in self.kept for x in tensors]
-        parts = [x.view(torch.uint8) for x in flat]
+        # Copy bytes, because the tensors have several dtypes. `view` needs a last stride of 1, which
+        # unsqueeze gives even to one offset whose stride is larger.
+        columns = [x.contiguous().unsqueeze(-1) for _, tensors in self.kept for x in tensors]
+        parts = [x.view(torch.uint8).flatten() for x in columns]
         copied = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.numbers, self.ready = copy_to_host_async(copied)
         with _lock:

@@ -172,6 +172,16 @@ def test_many_offsets(late, is_late, position, offset):
     assert late == ([checks] if is_late else [])
 
 
+def test_one_offset_with_a_stride(late):
+    """Check a batch without completions, whose only offset is an element of a larger tensor."""
+    nothing, config = torch.empty(0), grpo_fast.LossConfig()
+    grpo_fast.grpo_loss(nothing, nothing, config, cu_seqlens=torch.tensor([0, 5])[::2])
+    values.raise_pending()
+    grpo_fast.grpo_loss(nothing, nothing, config, cu_seqlens=torch.tensor([5, 0])[::2])
+    with pytest.raises(ValueError, match=r"^cu_seqlens: .* got \[5\]"):
+        values.raise_pending()
+
+
 def test_offsets_of_no_completion_are_refused_at_once():
     hidden, weight = torch.zeros(4, 2), torch.zeros(3, 2)
     ids = torch.zeros(4, dtype=torch.int64)

@@ -35,7 +35,7 @@ IGNORED_HINT = (
 # offsets of a support (Intel Xeon, family 6, model 167).
 LONG = 1024
 # A function that checks numbers on the host, which are results of `Tensor.tolist`. It returns an
-# error message, or "" if the numbers are allowed.
+# error message, or "" if it allows the numbers.
 Judge = Callable[..., str]
 
 
@@ -43,16 +43,16 @@ Judge = Callable[..., str]
 
 
 class ValueChecks:
-    """The checks of the values of one call.
+    """The value checks of one call.
 
-    `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, it only keeps the
-    numbers, and `send` starts one copy of all of them to the host.
+    `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, it only stores the
+    numbers, and `send` starts one copy of all stored numbers to the host.
 
     Args:
         validate: "auto" or "full", as in `linear_grpo_loss`.
     """
 
-    numbers: Tensor  # uint8 on the host, valid after `ready`: the bytes of the kept tensors
+    numbers: Tensor  # uint8 on the host: the bytes of all stored numbers, valid after `ready`
     ready: torch.cuda.Event
 
     def __init__(self, validate: str) -> None:
@@ -64,7 +64,7 @@ class ValueChecks:
         return x.is_cuda and self.validate == "auto"
 
     def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
-        """Check the numbers of tensors, which are all on one device."""
+        """Check the numbers of tensors with `judge`. All tensors must be on one device."""
         if self.are_late(tensors[0]):
             self.kept.append((judge, tensors))
         elif not is_capturing(tensors[0]) and (message := judge(*(x.tolist() for x in tensors))):
@@ -72,11 +72,11 @@ class ValueChecks:
         return self
 
     def send(self) -> None:
-        """Start the copy of the kept numbers, so that a later call raises the errors."""
+        """Start the copy of the stored numbers, so that a later call raises the errors."""
         if not self.kept or is_capturing(self.kept[0][1][0]):
             return
-        # Copy bytes, because the tensors have several dtypes. `view` needs a last stride of 1, which
-        # unsqueeze gives even to one offset whose stride is larger.
+        # Copy bytes, because the tensors have several dtypes. `view` needs a last stride of 1. Get
+        # it by unsqueeze, because contiguous() keeps a larger stride of a single element.
         columns = [x.contiguous().unsqueeze(-1) for _, tensors in self.kept for x in tensors]
         parts = [x.view(torch.uint8).flatten() for x in columns]
         copied = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -85,9 +85,10 @@ class ValueChecks:
             _pending.append(self)
 
     def messages(self) -> Iterator[str]:
-        """Yield the message of each kept check, or "" if it has not failed."""
+        """Yield the message of each stored check, or "" if it has not failed."""
         sizes = [x.nbytes for _, tensors in self.kept for x in tensors]
-        # Clone each part, because a view of another dtype must start at a multiple of its size.
+        # Clone each part, because a view as a different dtype must start at a multiple of the
+        # dtype's size.
         parts = (x.clone() for x in self.numbers.split(sizes))
         for judge, tensors in self.kept:
             yield judge(*(next(parts).view(x.dtype).view(x.shape).tolist() for x in tensors))
@@ -110,24 +111,29 @@ def raise_pending() -> None:
 
 
 def flag_check(message: str) -> Judge:
-    """Return a function that checks a 0-d bool, which is set on an error."""
+    """Return a function that reports the message if an error flag is set."""
     return lambda flag: message if flag else ""
 
 
 class Rule(NamedTuple):
-    """The allowed values of an argument."""
+    """The allowed values of an argument. NaN is never allowed after `convert`."""
 
     expected: str  # description of the allowed values
-    otherwise: str  # description of other values, for a message about a GPU tensor
+    otherwise: str  # description of the other values, for a message about a GPU tensor
     low: float = -sys.float_info.max  # the least allowed value
     high: float = sys.float_info.max  # the greatest allowed value
     # Converts the values before they are compared with `low` and `high`.
     convert: Callable[[Tensor], Tensor] = lambda x: x
 
     def judge(self, name: str, x: Tensor | None, low: float, high: float) -> str:
-        """Check that the values from `low` to `high`, both NaN if a value is NaN, are allowed.
+        """Return an error message if a converted value is not allowed, otherwise "".
 
-        The message names the first bad value of x and the number of bad values. x is None on a GPU.
+        Args:
+            name: name of the argument.
+            x: the values before `convert`. The message names the first bad value and the number of
+                bad values. None on a GPU, where the message contains `otherwise`.
+            low: the least value after `convert`, or NaN if a value is NaN.
+            high: the greatest value after `convert`, or NaN if a value is NaN.
         """
         if self.low <= low and high <= self.high:
             return ""
@@ -237,7 +243,7 @@ def checked_offsets(
 def checked_ids(
     name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """Check that ids are in [0, end), and return a copy. On a GPU it is clamped to this range.
+    """Check that ids are in [0, end), and return a copy, which is clamped if the check is late.
 
     Args:
         name: name of the argument in the message.

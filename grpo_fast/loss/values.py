@@ -31,9 +31,10 @@ IGNORED_HINT = (
     f"; {IGNORED_TARGET} marks ignored labels in transformers: "
     f"pass completion_mask=(target_ids != {IGNORED_TARGET})"
 )
-# More offsets than this are compared on their device. Python would take 2.6 ms for the 131073
-# offsets of a support (Intel Xeon, family 6, model 167).
-LONG = 1024
+# More offsets than this are compared on their device. For the 131073 offsets of a long support,
+# Python would take 2.6 ms (Intel Xeon, family 6, model 167). For fewer, it takes at most 0.3 ms,
+# and a GPU then launches three kernels fewer.
+LONG = 1 << 14
 # A function that checks numbers on the host, which are results of `Tensor.tolist`. It returns an
 # error message, or "" if it allows the numbers.
 Judge = Callable[..., str]
@@ -233,6 +234,7 @@ def checked_offsets(
 
     count = len(cu)
     if count > LONG:
+        # The slice contains the first and the last offset.
         checks.add(judge, cu[:: count - 1], (cu[1:] < cu[:-1]).any())
     else:
         checks.add(judge, cu)

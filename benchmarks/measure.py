@@ -108,9 +108,9 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
     """Return the mean time of a call in seconds, measured with CUDA events.
 
     Each call has its own pair of events, so the time of `reset` does not count. The host does not
-    wait between calls, so the GPU always has queued work. The first call is not timed. While the
-    GPU runs it, the host prepares the next call, as it does in training during the forward pass of
-    the model.
+    wait between calls, so the GPU always has queued work. One additional call comes first and is
+    not timed. While the GPU runs it, the host prepares the next call. In training, the host does
+    the same during the forward pass of the model.
     """
     step()
     pairs = []
@@ -142,7 +142,7 @@ def interleaved(
     Args:
         steps: the steps, keyed by name.
         device: "cpu" or "cuda".
-        budget: time for each step, in seconds.
+        budget: time for each step, in seconds, without the untimed calls on a GPU.
         rounds: maximum number of samples of a step.
         minimum: minimum number of samples of a step, even if they exceed the budget.
 

@@ -154,9 +154,7 @@ def sanitize(visit: int, seconds: int, *tools: str) -> Part:
 
 
 def gpu_tests() -> list[str]:
-    """Return the files of all GPU tests. The files with short names, which test the loss, come
-    first.
-    """
+    """Return the files of all GPU tests. Files with short names test the loss and come first."""
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
     return sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))

@@ -202,7 +202,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
 
     def copied(numbers: Tensor) -> tuple[Tensor, None]:
-        """Record a copy to the host that does not wait, and needs pinned memory."""
+        """Record an asynchronous copy to the host. The real function needs pinned memory."""
         recorder.add("copy of numbers to the host", size(numbers))
         return numbers, None
 

@@ -10,10 +10,10 @@ Without options, the benchmark runs a tiny model on a CPU. Its prompts are GSM8K
 after worked examples. A step computes the old logps, runs the forward and backward passes, and
 updates the weights with AdamW. The loss, gradients and metrics of every provider are first compared
 with those of the padded provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It grows
-with longer prompts, because rounding errors do. In bf16, it starts at 5e-2, because
-the gradients of `shared` and of TRL are 2.6% and 2.7% from those in fp32 (24 layers of Qwen2.5-0.5B
-on a CPU). Every ratio is far from the clip bounds, because a rounding error near a bound would
-change the whole gradient of a token.
+with longer prompts, because rounding errors do. In bf16, the tolerance starts at 5e-2, because the
+gradients of `shared` and of TRL differ by 2.6% and 2.7% from the gradients in fp32 (24 layers of
+Qwen2.5-0.5B on a CPU). Every ratio is far from the clip bounds, because a rounding error near a
+bound would change the whole gradient of a token.
 
 All providers are timed in one process in interleaved rounds. The reported memory is the peak during
 one step minus the memory in use before the step. On a CPU, it is computed from the allocation

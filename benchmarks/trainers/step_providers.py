@@ -27,9 +27,10 @@ from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 
 LEARNING_RATE = 1e-9  # The weights hardly change, so every round does the same work.
-# Differences between the old logps and the logps. The first ratio is clipped above, the last one
-# below. All are at least 0.13 from the logs of the clip bounds 0.8 and 1.2. bf16 moves a logp by
-# about 0.01. If it moved a ratio across a bound, the whole gradient of a token would differ.
+# Differences between the old logps and the logps, which are the negative logs of the ratios. The
+# first ratio is above the upper clip bound, and the last one is below the lower bound. The logs of
+# all ratios are at least 0.13 from the logs of the clip bounds 0.8 and 1.2. bf16 changes a logp by
+# about 0.01. If this moved a ratio across a bound, the whole gradient of a token would differ.
 NOISE = (-0.5, -0.05, 0.0, 0.08, 0.5)
 Logps = list[Tensor]  # one fp32 tensor of shape (length,) for each completion
 

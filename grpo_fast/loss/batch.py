@@ -133,17 +133,18 @@ class ActiveTokens(NamedTuple):
     active_index: Tensor | None  # (T,) int64; None: all N rows
     lengths: Tensor  # (B,) int64, active tokens of each completion
     segments: Tensor  # (T,) int64
-    checks: ValueChecks  # the checks of the call
+    checks: ValueChecks  # collects the value checks of the call
 
     def select(self, x: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return a flat copy of the active elements of x, which has N elements.
+        """Return the active elements of x, which has N elements, as a flat tensor.
 
-        Ids may share the memory of x, because `checked_ids` copies them.
+        A float result is a copy of x. An int64 result may share memory with x, so the caller must
+        pass it to `checked_ids`, which returns a copy.
         """
         x = x.detach().reshape(-1)
         if self.active_index is None:
-            # Copy x even if it has the requested dtype. The metrics are computed later, when the
-            # caller may have changed x.
+            # Copy numbers even if they have the requested dtype. The metrics are computed later,
+            # when the caller may have changed x.
             return x.to(dtype, copy=dtype != torch.int64)
         return x.index_select(0, self.active_index).to(dtype)
 
@@ -153,7 +154,10 @@ class ActiveTokens(NamedTuple):
     def rows(
         self, target_ids: Tensor, transform: LogitTransform, targets: Targets | None
     ) -> ActiveRows:
-        """Return the active rows in the form that the kernels expect, and send the checks."""
+        """Return the active rows in the form that the kernels expect.
+
+        This is the last step that adds value checks, so it also sends them.
+        """
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
@@ -181,9 +185,9 @@ def _active_tokens(inputs: BatchInputs, checks: ValueChecks) -> ActiveTokens:
     if index is not None:
         segments = segments.index_select(0, index)
         # The length of a completion is the number of its active tokens. The segments ascend, so
-        # search for the start of each completion. bincount would wait for the GPU twice.
-        ends = torch.arange(count + 1, device=like.device)
-        lengths = torch.searchsorted(segments, ends).diff()
+        # search for the first token of each completion. bincount would wait for the GPU twice.
+        numbers = torch.arange(count + 1, device=like.device)
+        lengths = torch.searchsorted(segments, numbers).diff()
     return ActiveTokens(like.numel(), index, lengths, segments, checks)
 
 
@@ -200,6 +204,7 @@ def _active_index(mask: Tensor | None, checks: ValueChecks) -> Tensor | None:
     flat = mask.reshape(-1)
     if flat.dtype != torch.bool:
         values.check_numbers(checks, completion_mask=flat)
+        flat = flat != 0
     return _unless_all(flat)
 
 

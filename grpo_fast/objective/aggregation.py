@@ -54,8 +54,8 @@ def step_weights(
     if num_completions_in_batch is not None:
         total = num_completions_in_batch
     divisors: Tensor | None = None  # (B,); None: all divisors are 1
-    # The weight of "sequence_sum" is 1/(completions), so the loss is the mean over completions of
-    # their token sums (LUSPO).
+    # "sequence_sum" has no case below. Its weight is 1/(completions), so the loss is the mean over
+    # completions of their token sums (LUSPO).
     match aggregation:
         case "sequence_mean":
             # The weight is 1/(completions·length of the completion), so the loss is the mean over

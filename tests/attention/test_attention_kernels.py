@@ -82,6 +82,16 @@ def test_flex_is_explicit(name, params):
     assert_equal([flex.attend(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
 
 
+def test_flex_trains_with_a_softcap_that_was_first_used_in_inference_mode():
+    """Check the gradient through the soft cap, because a rollout uses the same cap before."""
+    score, cpu = torch.tensor(1.0, requires_grad=True), torch.device("cpu")
+    with torch.inference_mode():
+        flex._score_mod(1.75, cpu)
+    flex._score_mod(1.75, cpu)(score, *[torch.tensor(0)] * 4).backward()
+    expected = 1 - torch.tensor(1 / 1.75).tanh() ** 2
+    torch.testing.assert_close(score.grad, expected)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
 def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
     given = inputs(layout, heads)

@@ -151,6 +151,37 @@ def test_a_call_sends_its_checks_before_and_after_the_forward_pass(late):
         values.raise_pending()
 
 
+@pytest.mark.parametrize(("position", "offset"), [(0, 1), (700, 3), (19999, 20001), (-1, 19999)])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_many_offsets(late, is_late, position, offset):
+    """Check that wrong offsets are found among many, but that few numbers are copied to the host.
+
+    A support has one offset for each token.
+    """
+    cu = torch.arange(20001)
+    cu[position] = offset
+    checks = values.ValueChecks("auto" if is_late else "full")
+    message = r"^cu_seqlens: .* to T = 20000, got \[\d, '...', \d{5}\]"
+    with pytest.raises(ValueError, match=message):
+        values.checked_offsets(cu, 20000, checks)
+        checks.send()
+        assert checks.numbers.nbytes < 100
+        values.raise_pending()
+    values.checked_offsets(torch.arange(20001), 20000, checks)
+    checks.send()
+    assert late == ([checks] if is_late else [])
+
+
+def test_one_offset_with_a_stride(late):
+    """Check a batch without completions, whose only offset is an element of a larger tensor."""
+    nothing, config = torch.empty(0), grpo_fast.LossConfig()
+    grpo_fast.grpo_loss(nothing, nothing, config, cu_seqlens=torch.tensor([0, 5])[::2])
+    values.raise_pending()
+    grpo_fast.grpo_loss(nothing, nothing, config, cu_seqlens=torch.tensor([5, 0])[::2])
+    with pytest.raises(ValueError, match=r"^cu_seqlens: .* got \[5\]"):
+        values.raise_pending()
+
+
 def test_offsets_of_no_completion_are_refused_at_once():
     hidden, weight = torch.zeros(4, 2), torch.zeros(3, 2)
     ids = torch.zeros(4, dtype=torch.int64)

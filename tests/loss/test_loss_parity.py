@@ -77,7 +77,7 @@ def test_totals_of_the_whole_step(aggregation, layout):
 
 
 @pairs(loss_type=["grpo", "cispo", "sapo", "gmpo", "gspo", "vespo"],
-       dtype=[torch.int64, torch.float32])  # fmt: skip
+       dtype=[torch.int64, torch.float32, torch.uint16, torch.float8_e5m2])  # fmt: skip
 def test_masks_of_any_dtype(loss_type, dtype):
     case = make_case(9, **options_for(loss_type))
     check("linear", case, completion_mask=case.mask.to(dtype))

@@ -53,7 +53,10 @@ def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Ten
     if softcap is None:
         return None
     # Use a tensor, because torch 2.11 cannot compile flex_attention with a float in its closure.
-    bound = torch.tensor(softcap, device=device)
+    # Create it outside of inference mode, which `decode` uses. Otherwise, training could not use
+    # it later, because autograd cannot save a tensor that was created in inference mode.
+    with torch.inference_mode(False):
+        bound = torch.tensor(softcap, device=device)
 
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)

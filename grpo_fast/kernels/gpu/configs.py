@@ -127,8 +127,9 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
-# Tiles for an epilogue without a soft cap, a bias, an entropy and a temperature per row. With one
-# of them, the larger tile would spill in a flattened loop. LOG.md has the times on an H100.
+# Tiles for an epilogue without a soft cap, a bias, an entropy and a temperature per row. If an
+# epilogue had one of these, this tile would spill registers in a flattened loop. benchmarks/LOG.md
+# has the times on an H100.
 _PLAIN: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True)
 }

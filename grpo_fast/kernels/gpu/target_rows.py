@@ -14,8 +14,8 @@ The host does not wait: the kernels that recompute are always launched, and the 
 other rows return immediately. In those rows, the rounding of A adds at most 3% to the rounding
 error of S.
 
-The kernels use no atomics. If a target id occurs several times, only its first program writes the
-row of dW, and adds the hidden rows in order.
+The kernels use no atomics. If a target id occurs several times, only the program of its first
+position writes the row of dW, and adds the hidden rows in order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from grpo_fast.kernels.gpu.linear import load_tile
 # are added, and S is the row afterwards. The ratio is computed for each block of columns.
 CANCELS = tl.constexpr(1 / 16)
 # Number of hidden rows that a program adds per step, and maximum number of columns that it
-# processes. An H100 starts one program in about 5 ns, so narrower programs would take longer to
-# start than to run.
+# processes. An H100 starts one program in about 5 ns, so programs with fewer columns would take
+# longer to start than to run.
 SEGMENT_ROWS, SEGMENT_H = 4, 1024
-# Maximum number of ids for which programs are launched to replace recomputed rows. Each program
-# processes several ids, because most ids need no replacement.
+# Maximum number of programs per block of columns that write the recomputed rows. If there are more
+# ids, each program processes several of them, because most ids have no recomputed row.
 REPLACING = 256
 # Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32

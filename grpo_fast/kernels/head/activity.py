@@ -52,10 +52,10 @@ class Activity:
 def known_active(terms: RowTerms, config: LossConfig, flops: float) -> Tensor | None:
     """Return a mask of the rows that may have a nonzero coefficient, before any logp is known.
 
-    Args: flops: flops of the gradient GEMMs of all rows.
+    Args: flops: number of flops of the gradient GEMMs of all rows.
 
     Returns: (T,) bool, which is False where the coefficient is 0 or NaN for every value of the
-    logp; None if every row may have a nonzero coefficient, or if skipping rows would not save time.
+    logp. None if every row may have a nonzero coefficient, or if skipping rows would save no time.
     """
     # Keep rows with advantage 0 if there is a KL or entropy term, which also gives them a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None

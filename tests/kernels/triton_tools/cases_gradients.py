@@ -140,6 +140,25 @@ def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
     assert worst_row(total, exact) <= 1.03 * worst_row(once, exact)
 
 
+def test_target_rows_are_all_replaced_if_a_program_has_several(monkeypatch):
+    """Check that rows of dW are rounded once if there are fewer programs than rows to recompute."""
+    monkeypatch.setattr(target_rows, "REPLACING", 2)
+    rows, width, vocab = 9, 1030, 12
+    hidden, by_target = numbers(rows, width).bfloat16(), torch.full((32,), 2 / 3)
+    ids, order = (torch.arange(rows, dtype=torch.int32) * 5 % vocab).sort(stable=True)
+    # The coefficients of an id sum to 2/3 - 0.66, so every row nearly cancels.
+    matrix = torch.zeros(32, vocab, dtype=torch.bfloat16)
+    matrix[order, ids.long()] = 0.66
+    scaled = torch.zeros(32, width, dtype=torch.bfloat16)
+    scaled[:rows] = -hidden
+    product = matrix.double().T @ scaled.double()
+    added = by_target[:rows, None].double() * hidden.double()
+    exact = product.index_add(0, ids.long(), added[order])
+    total = product.bfloat16()
+    target_rows.add_targets_(total, ids, order, by_target, hidden, matrix, scaled)
+    assert worst_row(total, exact) <= 1.03 * worst_row(exact.bfloat16(), exact)
+
+
 # ---- coefficients
 
 

@@ -107,7 +107,7 @@ def surrounded(hidden_size: int) -> None:
     scaled = gradients.scaled_hidden(hidden, by, hidden.dtype)
     matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]
     for d_weight in (torch.empty(vocab, hidden_size), weight):
-        gradients.add_targets_(d_weight, ids, ids, by, hidden, matrix, scaled)
+        gradients.add_targets_(d_weight, ids.int(), ids, by, hidden, matrix, scaled)
 
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:

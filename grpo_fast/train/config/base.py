@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from annotated_types import Interval
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from grpo_fast.errors import require as require
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 LIMIT = 1 << 53  # a JSON reader that stores numbers as doubles would round larger integers
-Count = Annotated[int, Field(ge=0, lt=LIMIT)]
-Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
-Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
+# Use Interval, not pydantic's Field. pydantic 2.8 stores the default of one dataclass field in the
+# shared Field, and then no longer requires the other fields of this type.
+Count = Annotated[int, Interval(ge=0, lt=LIMIT)]
+Positive = Annotated[int, Interval(ge=1, lt=LIMIT)]
+Size = Annotated[int, Interval(ge=1, le=1 << 20)]  # number of items in memory at the same time
 
 
 class Section(BaseModel):

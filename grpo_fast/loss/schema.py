@@ -53,7 +53,8 @@ def graph_fields(options: Options | RowOptions) -> list[Argument]:
     for name in options._fields:
         value: Any = getattr(options, name)
         if name == "support":
-            fields += (None, None) if value is None else value
+            # Name the two tensors. Dynamo of torch 2.11 cannot add a NamedTuple to a list.
+            fields += (None, None) if value is None else (value.ids, value.offsets)
         elif name == "temperature":
             fields += (value, 1.0) if isinstance(value, Tensor) else (None, value)
         elif name in TYPES:

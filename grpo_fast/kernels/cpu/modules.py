@@ -233,7 +233,9 @@ def is_silu(act: Any) -> bool:
 
 def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
     forward = type(module).forward
-    if len(inputs) != 1 or options or not (_is_swiglu(forward) and is_silu(module.act_fn)):
+    # torch.compile fuses the activation itself. Dynamo of torch 2.11 cannot trace `is_silu`.
+    is_plain_call = len(inputs) == 1 and not options and not torch.compiler.is_compiling()
+    if not (is_plain_call and _is_swiglu(forward) and is_silu(module.act_fn)):
         return forward(module, *inputs, **options)
     return module.down_proj(layers.swiglu(module.gate_proj(*inputs), module.up_proj(*inputs)))
 

@@ -108,9 +108,9 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
     """Return the mean time of a call in seconds, measured with CUDA events.
 
     Each call has its own pair of events, so the time of `reset` does not count. The host does not
-    wait between calls, so the GPU always has queued work. One additional call comes first and is
-    not timed. While the GPU runs it, the host prepares the next call. In training, the host does
-    the same during the forward pass of the model.
+    wait between calls, so the GPU has queued work if a call takes it longer than the host. One
+    additional call comes first and is not timed. While the GPU runs it, the host prepares the next
+    call. In training, the host does the same during the forward pass of the model.
     """
     step()
     pairs = []

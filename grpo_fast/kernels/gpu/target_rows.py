@@ -32,7 +32,7 @@ from grpo_fast.kernels.gpu.linear import load_tile
 # are added, and S is the row afterwards. The ratio is computed for each block of columns.
 CANCELS = tl.constexpr(1 / 16)
 # Number of hidden rows that a program adds per step, and maximum number of columns that it
-# processes. An H100 starts one program in about 5 ns, so programs with fewer columns would take
+# processes. An H100 starts a program about every 5 ns, so programs with fewer columns would take
 # longer to start than to run.
 SEGMENT_ROWS, SEGMENT_H = 4, 1024
 # Maximum number of programs per block of columns that write the recomputed rows. If there are more

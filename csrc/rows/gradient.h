@@ -7,7 +7,7 @@
 // of the target, and p_j is the probability of column j.
 //
 // The columns may be one vocabulary shard. The lse, logp and entropy are then those of the full
-// row, and the target may lie in another shard.
+// row, and the target may be in another shard.
 //
 // Rounding: elements are computed in fp32, except for the element of the target, which is computed
 // in fp64. A 16-bit gradient is rounded once.

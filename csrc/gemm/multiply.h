@@ -270,8 +270,8 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
-    // Keep the shared panels in a buffer of their own (kShared). This thread also works as a worker
-    // below, and its own buffers must not overwrite the panels.
+    // Keep the shared panels in a separate buffer (kShared). This thread also works as a worker
+    // below, and a worker's buffers must not overwrite the panels.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

@@ -4,14 +4,15 @@
 // grpo_fast/attention/kernels/explicit.py has the formulas.
 //
 // Layout: q, k and v are (T, heads, D) with any row stride and head stride. `repeats` query heads
-// share one key-value head. The kernels treat their queries as additional rows of the same span.
-// Keys are repacked into tiles (products.h), so that each lane of a vector belongs to one token.
+// share one key-value head. The kernels treat the queries of these heads as additional rows of the
+// span. Keys are repacked into tiles (products.h), so that each lane of a vector belongs to one
+// token.
 //
 // Rounding: all sums are fp32, in an order that depends only on the span.
 //
-// Parallel: a task of the forward pass computes kForwardRows rows of one span and head. A task of
-// the backward pass computes a full span in one head, because only one thread may add to its dK and
-// dV.
+// Parallelism: a task of the forward pass computes kForwardRows rows of one span and head. A task
+// of the backward pass computes a full span in one head, because only one thread may add to its dK
+// and dV.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -26,9 +27,8 @@
 namespace grpo_fast {
 namespace {
 
-// Number of query rows in a task of the forward pass, and numbers of query rows and of keys in a
-// block of the backward pass. With these sizes, the attention scores of a task or block stay in
-// cache.
+// Number of query rows in a forward task, and sizes of a backward block: its number of query rows
+// and its number of keys. With these sizes, the attention scores of a task or block stay in cache.
 constexpr int64_t kForwardRows = 128;
 constexpr int64_t kBackwardRows = 32;
 constexpr int64_t kBackwardKeys = 128;
@@ -53,8 +53,8 @@ struct Problem {
   float scale;
 };
 
-// One span in one key-value head. A row is a pair of a query and one of the `repeats` query heads
-// that use this key-value head. The rows are ordered by query.
+// One span in one key-value head. A row is a query of one of the `repeats` query heads that use
+// this key-value head. Rows are ordered by query, then by head.
 struct Span {
   int64_t first_q, first_k, queries, keys, head, repeats;
   bool causal;
@@ -125,8 +125,7 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
                            scores);
     SoftmaxSums found[4];
     for (int i = 0; i < count; ++i) {
-      // Set the scores of tokens to which the row does not attend to -inf, so that their weight is
-      // 0.
+      // Mask the tokens that the row does not see: a score of -inf gives them the weight 0.
       std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + round_up_to_tile(last),
                 kUnseen);
       found[i] = exponentials(scores.row(i), round_up_to_tile(last));
@@ -190,8 +189,8 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
     multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
                           count, {block.slopes + at, kBackwardKeys});
   });
-  // Set P and dS to 0, with a bit mask, for keys to which a row does not attend. For such a key, s
-  // - lse may be so large that P overflows to inf. Multiplying P by 0 would then give NaN.
+  // Use a bit mask to set P and dS to 0 for keys that the row does not see. A multiplication by 0
+  // would not do: s - lse may be so large that P overflows to inf, and 0 * inf is NaN.
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;

@@ -6,7 +6,7 @@
 
 namespace grpo_fast {
 
-// The logit transform, in the form that Python passes.
+// The logit transform, as Python passes it.
 struct LogitTransform {
   double logit_scale;
   std::optional<double> softcap;
@@ -26,8 +26,8 @@ inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_i
 }
 
 // Checks rows of unequal length, which are stored one after another in a vector of `numbers`
-// logits. `offsets` contains the bounds of the rows, and `places` the position of each target in
-// its row.
+// logits. `offsets` contains the bounds of the rows, and `places` contains the position of each
+// target in its row.
 inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
                             const LogitTransform& transform) {
   const int64_t* found = checked_offsets<int64_t>(offsets, numbers, "offsets");

@@ -8,11 +8,11 @@
 // (gemm/pack.h). Packing them in every step would take a third of the time of a product with few
 // rows.
 //
-// Rounding: with fp32 weights, all numbers are fp32. With bf16 weights, the same numbers are
-// rounded to bf16 as under autocast: the operands and results of the products, and the rotated
+// Rounding: with fp32 weights, all numbers are fp32. With bf16 weights, the numbers that autocast
+// would round are rounded to bf16: the operands and results of the products, and the rotated
 // queries and keys. Sums are fp32. The bits of a row do not depend on the batch or on the threads.
 //
-// Parallel: if there are enough rows, each thread runs its rows through all steps of the layer
+// Parallelism: if there are enough rows, each thread runs its rows through all steps of the layer
 // without waiting for other threads. With fewer rows, all threads work on each product together.
 #include <torch/csrc/stable/library.h>
 
@@ -23,8 +23,8 @@
 namespace grpo_fast {
 namespace {
 
-// Minimum number of rows per thread with which each thread computes its rows separately. With fewer
-// rows, the sums of a thread would not fill the registers of the matrix product.
+// Each thread computes its rows separately if it has at least this number of rows. With fewer rows,
+// its sums would not fill the registers of the matrix product.
 constexpr int64_t kRowsAlone = 16;
 
 // Returns the Problem of the matrix product x (rows, depth) * weight^T, for a weight (width,
@@ -182,8 +182,8 @@ struct Layer {
     down.multiply(gated + first * inner, rows, x + first * hidden, true);
   }
 
-  // Runs the layer for all shares. If there are enough rows for all threads, the threads compute
-  // different shares. Otherwise, they work on each product together.
+  // Runs the layer for the whole batch. If there are enough rows for all threads, each thread
+  // computes different completions. Otherwise, the threads work on each product together.
   void run() const {
     const int64_t shares = static_cast<int64_t>(attention.shares.size());
     const int64_t parts = std::min<int64_t>(shares, torch::stable::get_num_threads());
@@ -195,9 +195,10 @@ struct Layer {
   }
 };
 
-// Applies one decoder layer to the contiguous x (B, hidden) in place. The weight qkv computes
-// queries, keys and values, and gate_up computes gate and up with `inner` columns each. q_norm and
-// k_norm are weights of an RMSNorm that is applied to each head. cos and sin are (B, D).
+// Applies one decoder layer to the contiguous x (B, hidden) in place. qkv is the joined weight of
+// queries, keys and values. gate_up is the joined weight of gate and up, which have `inner` columns
+// each. q_norm and k_norm are weights of an RMSNorm that is applied to each head. cos and sin are
+// (B, D).
 void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias,
                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, Tensor out_weight,
                    Tensor post_norm, Tensor gate_up, Tensor down, int64_t heads, int64_t inner,

@@ -8,7 +8,7 @@
 // Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64. Outputs
 // are fp64.
 //
-// Parallel: threads compute different rows.
+// Parallelism: threads compute different rows.
 #include <torch/csrc/stable/library.h>
 
 #include "api/chunk.h"
@@ -82,7 +82,7 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
       DivergenceRow<decltype(number)::value> own(side(chunk, x, row), side(other, y, row),
                                                  static_cast<float>(beta));
       // If the vocabulary is sharded, use the lse of the full row, which the caller passes. The
-      // value is then the sum over the columns of this shard.
+      // divergence is then summed over the columns of this shard only.
       const double lse = given ? given[2 * rows + row] : own.lse();
       const double teacher_lse = given ? given[3 * rows + row] : own.teacher_lse();
       float* to_row = out ? chunk.start(d, row) : nullptr;

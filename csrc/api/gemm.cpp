@@ -87,8 +87,8 @@ void run(const Product& p) {
 }
 
 // Computes the product that struct Product describes. `scales` (K,) requires a transposed `a` in
-// fp32 or int16. The struct Added documents added_coefficients, added (its values), added_ids and
-// added_rows.
+// fp32 or int16. added_coefficients, added, added_ids and added_rows are the fields of the struct
+// Added, where `added` is called `values`.
 void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, bool tiles,
          std::optional<Tensor> scales, std::optional<Tensor> out_scales,
          std::optional<Tensor> added_coefficients, std::optional<Tensor> added,

@@ -1,11 +1,10 @@
 // Operators of elementwise layers: RMSNorm, SwiGLU and rotary embeddings, forward and backward.
 // Each operator reads and writes its tensors once. rows/layers.h has the formulas.
 //
-// Layout: inputs are rows with any row stride, and outputs are contiguous. All tensors are fp32,
-// except that the tensors of SwiGLU, the output of RMSNorm and the gradient of this output may be
-// bf16.
+// Layout: inputs may have any row stride, and outputs are contiguous. All tensors are fp32, except
+// that the tensors of SwiGLU, the output of RMSNorm and the gradient of this output may be bf16.
 //
-// Parallel: threads compute different rows. dw of RMSNorm is summed in at most kBlocks blocks of
+// Parallelism: threads compute different rows. dw of RMSNorm is summed in at most kBlocks blocks of
 // rows.
 #include <torch/csrc/stable/library.h>
 

@@ -49,9 +49,10 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 // unit and target_unit. The last three results describe the 16-bit exponentials that dominate their
 // row: their rows, columns and fp32 values, sorted by row and column.
 //
-// entropy is empty without return_entropy, and unit and target_unit are empty without exponentials.
-// out (T, V) receives raw logits in fp32, or exponentials in fp32 or Positive16 (int16). known_lse
-// and known_logps are statistics of the same rows from an earlier call.
+// entropy is empty unless return_entropy is set. unit and target_unit are empty unless
+// has_exponentials is set. out (T, V) receives raw logits in fp32, or exponentials in fp32 or
+// Positive16 (int16). known_lse and known_logps are statistics of the same rows from an earlier
+// call.
 Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids,
                     std::optional<Tensor> out, bool has_exponentials,
                     std::optional<Tensor> known_lse, std::optional<Tensor> known_logps,
@@ -78,8 +79,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  // Select the compiled variant. With a soft cap, the entropy is always computed, because it costs
-  // little compared with tanh, and one variant less must be compiled.
+  // Select the compiled variant. With a soft cap, the entropy is always computed. It costs little
+  // compared with tanh, and one fewer variant has to be compiled.
   if (chunk.rows > 0)
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
             : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)

@@ -10,7 +10,7 @@
 //
 // Rounding: statistics are rounded as in rows/sums.h. A 16-bit gradient is rounded once.
 //
-// Parallel: threads compute different rows. The bits of a row depend on that row only.
+// Parallelism: threads compute different rows. The bits of a row depend on that row only.
 //
 // The library uses torch's stable ABI, so one build works with every torch >= 2.11 and every
 // Python.
@@ -25,16 +25,17 @@
 namespace grpo_fast {
 namespace {
 
-// Compile-time parameters of the row functions: element type, soft cap and entropy.
+// Compile-time parameters of the row functions: the element type, whether there is a soft cap, and
+// whether the entropy is computed.
 template <class E, bool kCapped, bool kMean>
 struct Variant {
   using Element = E;
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// Calls run(Variant{}) with the variant for the dtype of the logits and for the options. Every
-// variant takes time to compile. Therefore only fp32 rows without a soft cap have a variant without
-// entropy. The other variants always compute the entropy, which costs little in comparison.
+// Calls run(Variant{}) with the variant for the dtype of the logits and for the options. The
+// entropy can be left out only for fp32 rows without a soft cap, because every variant takes time
+// to compile. For all other rows it is always computed, which costs little in comparison.
 template <class F>
 void with_variant(const Chunk& chunk, const Tensor& logits, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;

@@ -8,7 +8,7 @@
 // Rounding: terms are summed in fp32, but the lanes of a dot product are added in fp64. A 16-bit dW
 // is rounded once.
 //
-// Parallel: threads compute the logits and dH of different rows, and different blocks of rows of
+// Parallelism: threads compute the logits and dH of different rows, and different blocks of rows of
 // dW, so that no two threads write to the same row.
 #include <torch/csrc/stable/library.h>
 
@@ -35,7 +35,7 @@ Gathered<T> gathered(const Tensor& x) {
   return {data<T>(x), x.stride(0), x.size(1)};
 }
 
-// The token sets of R rows. Row r has ids[offsets[r]] to ids[offsets[r + 1] - 1].
+// The token sets of R rows. The set of row r is ids[offsets[r]] to ids[offsets[r + 1] - 1].
 struct SupportSets {
   int64_t rows, numbers;  // R, nnz
   const int64_t *ids, *offsets;
@@ -72,8 +72,8 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
                   "hidden: expected the dtype of weight");
 }
 
-// Returns the position of each target in its set, (R,), or -1 if the set does not contain the
-// target. The second result, 0-d, is an id that occurs twice in a set, or -1 if no id does.
+// Returns the position of each row's target in the row's set, (R,), or -1 if the set does not
+// contain it. The second result, 0-d, is an id that occurs twice in a set, or -1 if there is none.
 std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
                                           int64_t vocabulary) {
   const SupportSets sets(ids, offsets, vocabulary);
@@ -104,7 +104,8 @@ struct Head {
   const float* bias;  // (V,), or null
   const SupportSets& sets;
 
-  // Writes the logits x . weight[id] + bias[id] of one row's set to the row's range of `to` (nnz,).
+  // Computes the logit x . weight[id] + bias[id] of every id in a row's set. Writes them to the
+  // range of `to` (nnz,) that belongs to the row.
   void logits(const T* x, int64_t row, float* to) const {
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
       const int64_t id = sets.ids[i];
@@ -188,8 +189,8 @@ Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
 }
 
 // The terms of the weight gradient dW, grouped by token id. Row `id` of dW is the sum of
-// terms[starts[id]] to terms[starts[id + 1] - 1]. Each term belongs to a set that contains the id.
-// The terms of an id are in the order of the sets.
+// terms[starts[id]] to terms[starts[id + 1] - 1]. Each term belongs to a row whose set contains the
+// id. The terms of an id are in the order of these rows.
 struct ById {
   std::vector<int64_t> starts;
   std::vector<Term> terms;
@@ -206,9 +207,9 @@ struct ById {
   }
 };
 
-// Computes dW (V, H), and stores it in `out` or adds it to `out`. Row `id` of dW is the sum of d[i]
-// * hidden[index[row]] over all rows whose set contains the id, where d (nnz,) is the gradient of
-// the logits.
+// Computes dW (V, H), and stores it in `out` or adds it to `out`. d (nnz,) is the gradient of the
+// logits. Row `id` of dW is the sum of d[i] * hidden[index[row]] over all positions i with ids[i] =
+// id, where `row` is the row whose set contains position i.
 void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
                      std::optional<Tensor> index, Tensor out, bool add) {
   check_rows(hidden, "hidden"), check_rows(out, "out");
@@ -227,7 +228,7 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
-          // If no set contains the id, its row of dW is 0. With `add`, `out` then stays unchanged.
+          // If no set contains the id, its row of dW is 0, so `add` has nothing to add.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

@@ -37,7 +37,7 @@ constexpr Dtype kDtype<int32_t> = {ScalarType::Int, "int32"};
 template <>
 constexpr Dtype kDtype<int64_t> = {ScalarType::Long, "int64"};
 
-// Returns the data of a tensor as T*, without a check of the dtype.
+// Returns the data of a tensor as T*, without checking the dtype.
 template <class T>
 T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
@@ -60,7 +60,7 @@ inline void check_matrix(const Tensor& x, const char* name, const char* shape = 
                   ": expected a contiguous last dimension, got stride ", x.stride(1));
 }
 
-// Checks that x is a matrix with at least one column. If it has no rows, it may have no columns.
+// Checks that x is a matrix with at least one column. A matrix without rows needs no columns.
 inline void check_rows(const Tensor& x, const char* name) {
   check_matrix(x, name, "(C, V)");
   STD_TORCH_CHECK(x.size(0) == 0 || x.size(1) > 0, name,
@@ -101,7 +101,7 @@ inline void check_shape(const Tensor& x, const char* name, int64_t rows, int64_t
 // `Types`.
 template <class... Types, class F>
 void with_type(const Tensor& x, const char* name, const F& run) {
-  // The operator || stops at the first type that has the dtype of x.
+  // The fold over || runs the first type whose dtype is that of x, and then stops.
   if (((x.scalar_type() == kDtype<Types>.type && (run(Types{}), true)) || ...)) return;
   std::string expected;
   for (const char* type : {kDtype<Types>.name...})

@@ -1,16 +1,16 @@
 // Attention of a decoding step. One new token of each of B completions attends to its prompt, which
 // several completions may share, and to the earlier tokens of its completion.
 //
-// Layout: keys are stored in tiles (D, kTile) of kTile tokens, so a vector contains one dimension
-// of kLanes tokens. Values are stored in tiles (kTile, D). grpo_fast/rollout/own/cache.py has the
-// torch implementation.
+// Layout: keys are stored in tiles (D, kTile) of kTile tokens, so a vector contains the same
+// dimension of kLanes tokens. Values are stored in tiles (kTile, D). grpo_fast/rollout/own/cache.py
+// has the torch implementation.
 //
 // Rounding: sums are fp32. The order of the additions for a completion does not depend on the other
 // completions.
 //
-// Parallel: a share is a group of at most kRowsTogether completions of one prompt. A task computes
-// the attention of one share in one key-value head. It processes the completions of the share
-// together, so it reads the keys of the prompt only once.
+// Parallelism: a share is a group of at most kRowsTogether completions of one prompt. A task
+// computes the attention of one share in one key-value head. It processes the completions of the
+// share together, so it reads the keys of the prompt only once.
 #pragma once
 
 #include <vector>
@@ -29,8 +29,8 @@ struct Tokens {
   int64_t first, end;
 };
 
-// A group of `rows` completions of one prompt, from completion `first` on, that a thread processes
-// together.
+// A group of completions of one prompt that a thread processes together. It has `rows` completions,
+// and `first` is the index of its first completion.
 struct Share {
   int64_t prompt, first, rows;
 };
@@ -56,8 +56,9 @@ struct Attention : KvCache {
   float* out;  // (B, H, D)
 };
 
-// Writes the key and the value of a completion's new token into its tiles. Consecutive elements of
-// a key are kTile apart, because the elements between them belong to other tokens.
+// Writes the key and the value of a completion's new token into the tiles of the completion.
+// Consecutive elements of a key are kTile apart, because the elements between them belong to other
+// tokens.
 inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
   float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
@@ -89,12 +90,13 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
   // Set all scores to -inf first, because step 2 does not write the scores of tiles outside the
-  // window. They would otherwise be the scores of an earlier task.
+  // window. Otherwise, scores of an earlier task would remain there.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
   // Calls body(tokens, first query, number of queries, scores) for all visible tokens, with 4, 2 or
-  // 1 queries at a time. The first calls pass the prompt, to which all queries attend. The later
-  // calls pass one completion each, to which only the queries of this completion attend.
+  // 1 queries at a time. The first calls cover the tokens of the prompt, to which all queries
+  // attend. Each later call covers the tokens of one completion, to which only its own queries
+  // attend.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
       body(prompt_tokens(p, share, head), i, count,
@@ -141,8 +143,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   }
 }
 
-// Computes the attention of the shares [from, to). Each pair of a share and a key-value head is one
-// task.
+// Computes the attention of the shares with index `from` to `to` - 1. Each pair of a share and a
+// key-value head is one task.
 inline void attend(const Attention& p, int64_t from, int64_t to) {
   const int64_t numbers = 2 * kRowsTogether * p.repeats * p.depth * (p.longest + p.time + 1);
   for_each_row((to - from) * p.heads, numbers, [&](int64_t task) {
@@ -150,7 +152,7 @@ inline void attend(const Attention& p, int64_t from, int64_t to) {
   });
 }
 
-// Checks that x is a contiguous fp32 tensor of this shape.
+// Checks that x is a contiguous fp32 tensor of the given shape.
 inline void check_contiguous(const Tensor& x, const char* name,
                              std::initializer_list<int64_t> shape) {
   check(x, name, shape);

@@ -1,7 +1,7 @@
 // Small matrix products for attention in fp32, with 1, 2 or 4 rows at a time.
 //
-// Layout: keys are stored in tiles (D, kTile) of kTile tokens, so a vector contains one dimension
-// of kLanes tokens.
+// Layout: keys are stored in tiles (D, kTile) of kTile tokens, so a vector contains the same
+// dimension of kLanes tokens.
 //
 // Rounding: a dot product sums kTermsTogether terms at a time in fp32, and adds these sums in
 // order.
@@ -78,8 +78,8 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
 }
 
 // Multiplies kRows rows of x with the tokens [first, end). The dot product of row i and token t is
-// written to to.row(i)[t]. The range is extended to full vectors, so the products of a few
-// neighbouring tokens are written, too.
+// written to to.row(i)[t]. The range is rounded up to full vectors, so the products of a few tokens
+// after `end` are written, too.
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
@@ -150,7 +150,7 @@ inline void hide_tokens(float* scores, int64_t first, int64_t end) {
   std::fill(scores + end, scores + round_up_to_tile(end), kUnseen);
 }
 
-// The largest score of a query, and the sum of e^(score - largest).
+// The largest score of a query, and the sum of e^(score - largest) over its scores.
 struct SoftmaxSums {
   float largest, sum;
 };

@@ -58,7 +58,7 @@ inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   return static_cast<float>(total);
 }
 
-// Adds factor * x to `sums`, and prefetches `next`, the row that is read afterwards.
+// Adds factor * x to `sums`, and prefetches `next`, which is the row that the caller reads next.
 template <class T>
 inline void add_row(const T* x, float factor, int64_t columns, float* sums, const T* next) {
   const auto add = [&](int64_t at, int64_t count) GRPO_FAST_BODY {
@@ -77,8 +77,8 @@ struct Term {
   int64_t index;
 };
 
-// Sums all terms in kParts vectors of columns, from `column` on. The sums are stored in `out`, or
-// added to it if `add` is set. At most `left` columns are written.
+// Sums all terms for kParts vectors of columns, starting at `column`. The sums are stored in `out`,
+// or added to it if `add` is set. At most `left` columns are written.
 template <int kParts, class T, class Out>
 GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, int64_t count,
                                   int64_t column, int64_t left, Out* out, bool add) {

@@ -51,8 +51,8 @@ struct Head {
   template <class T, class Kernel>
   void run(const int64_t* rows, int64_t count, int64_t block_columns, const Finish& finish) const {
     const T* x = static_cast<const T*>(hidden);
-    // Read consecutive rows of `hidden` in place. Copy other rows first, because the rows of an
-    // operand must have equal distances.
+    // Read consecutive rows of `hidden` in place. Copy other rows first, because an operand has one
+    // stride for all of its rows.
     const bool is_run = rows[count - 1] - rows[0] == count - 1;
     std::vector<T> chosen(is_run ? 0 : count * depth);
     for (int64_t i = 0; !is_run && i < count; ++i)

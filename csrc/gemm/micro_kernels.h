@@ -8,9 +8,9 @@
 // inside torch, at::native::cpublas::brgemm. This function is not part of the stable ABI. It is
 // looked up in the loaded libtorch_cpu, and may be missing.
 //
-// Layout: k is the index of the sum. A word has 32 bits and contains one fp32, or two bf16 with
-// neighbouring k. A panel is a packed block of kPanel columns of b, with one word for each column
-// and each step of k.
+// Layout: k is the dimension that is summed. A word has 32 bits and contains one fp32 element, or
+// two bf16 elements with neighbouring k. A panel is a packed block of kPanel columns of b. It has
+// one word for each column and each step along k.
 #pragma once
 
 #include <dlfcn.h>
@@ -30,7 +30,8 @@ constexpr int64_t kLines = kPanel / kLineWords;  // cache lines of a panel in on
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
-  // This instruction multiplies both bf16 of a word, and adds the two products to the fp32 sum.
+  // This instruction multiplies the two bf16 elements of each word of a by those of b, and adds
+  // both products to the fp32 sum.
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 }
 #else
@@ -64,10 +65,10 @@ struct PanelProduct {
 // Multiplies kCount rows of `a`, from row `first` on, by kAcross vectors of panel columns. All sums
 // stay in registers during the loop over k. This is one pass over the panel.
 //
-// Only the first pass reads the panel from memory. Without prefetching, memory would be idle in the
-// other passes. Each pass therefore prefetches a part of the next panel that is proportional to its
-// number of rows. The prefetches are spread over the loop, because a core can have only about 16
-// outstanding cache lines.
+// Only the first pass reads the panel from memory. Later passes read it from cache, and would leave
+// memory idle. Each pass therefore prefetches a part of the next panel that is proportional to its
+// number of rows. The prefetches are spread over the loop, because a core can wait for only about
+// 16 cache lines at a time.
 template <int kCount, int kAcross, class T>
 GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
   Floats sums[kCount][kAcross] = {};
@@ -159,9 +160,9 @@ inline const TorchKernel& torch_kernel() {
   return kernel;
 }
 
-// Micro-kernel that uses AMX tiles through torch's function. Every call multiplies kGroup rows.
-// With other numbers of rows, torch could add in a different order, so the bits of a row would
-// depend on the size of its block.
+// Micro-kernel that calls torch's brgemm, which uses AMX tiles. Every call multiplies exactly
+// kGroup rows. If the number of rows varied, torch could vary the order of the sums, and the bits
+// of a row would depend on the size of its block.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
   static constexpr bool kTakesDown = false;

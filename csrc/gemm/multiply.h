@@ -11,7 +11,7 @@
 // on K only. The bits of an element therefore do not depend on M, N, the block size or the number
 // of threads.
 //
-// Parallel: threads fetch the next block of the result from an atomic counter.
+// Parallelism: threads fetch the next block of the result from an atomic counter.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -23,16 +23,16 @@
 
 namespace grpo_fast {
 
-// Number of words along k whose products are summed before their sum is added to the block. A panel
-// of this height fills half of the L1 cache.
+// Height of a slice: the number of words along k that are summed in registers before the sum is
+// added to the block. A panel of this height fills half of the L1 cache.
 constexpr int64_t kSliceWords = kLanes == 8 ? 256 : 128;
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking threads costs more than it saves
 // Maximum number of rows of `a` in a small product. Its blocks have fewer rows, so that all threads
 // get work, and each block packs its panels of `b` itself.
 constexpr int64_t kFewRows = 96;
-// Maximum size of `b`, in words, with which all blocks share one packed copy of `b`. With a larger
-// `b`, each block packs its panels itself.
+// If `b` has at most this number of words, it is packed once for all blocks. The panels of a larger
+// `b` are packed by each block.
 constexpr int64_t kSharedWords = 4 << 20;
 
 // Position and size of a block of the result.
@@ -41,9 +41,10 @@ struct Block {
 };
 
 // Description of the product a * b. The micro-kernel multiplies elements of type T, and `a` is
-// stored as type S. If S is more precise than T, an fp32 is split into two bf16 parts, and a
-// Positive16 is rounded to bf16. If `a` is a transposed Positive16 matrix, the rounding errors of
-// its heavy elements (pack.h) are added separately. This requires that `b` is not transposed.
+// stored as type S. S may be more precise than T: fp32 elements are then split into two bf16 parts,
+// and Positive16 elements are rounded to bf16. If `a` is a transposed Positive16 matrix, the
+// rounding errors of its heavy elements (pack.h) are added separately. This requires that `b` is
+// not transposed.
 template <class S, class T>
 struct Problem {
   static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
@@ -63,7 +64,7 @@ struct Problem {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
   }
-  // Returns the part of `a` that belongs to the rows of a block and to a slice of k.
+  // Returns the part of `a` with the rows of one block and the columns of one slice of k.
   Slice<S> rows(int64_t slice, const Block& block) const {
     return slice_of(a, slice, block.row, block.rows);
   }
@@ -78,8 +79,8 @@ struct Problem {
   }
 };
 
-// Divides `size` elements into equal parts of at most `most` elements, and returns the length of a
-// part, rounded up to a multiple of `multiple`.
+// Divides `size` elements into as few equal parts of at most `most` elements as possible. Returns
+// the length of a part, rounded up to a multiple of `multiple`.
 inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   const int64_t parts = (size + most - 1) / most;
   return up((size + parts - 1) / parts, multiple);
@@ -124,8 +125,8 @@ void pack_panel(const Slice<T>& x, uint32_t* to) {
   x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
-// The work of one thread, which computes blocks of the product one after another, with its scratch
-// memory.
+// The work of one thread and its scratch memory. The thread computes blocks of the product one
+// after another.
 template <class Kernel, class S, class T>
 struct Worker {
   static constexpr int kParts = Problem<S, T>::kParts;
@@ -162,8 +163,8 @@ struct Worker {
   }
 
   // Adds the products of one slice of k to the sums of `block`, and prefetches the operands of the
-  // next step. This is slice `slice_then` of block `then`. `after` is the block that this thread
-  // computes after `block`.
+  // next step. The next step computes slice `slice_then` of block `then`. `after` is the block that
+  // this thread computes after `block`.
   void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then,
                  const Block& after) {
     PanelProduct<T> product{};
@@ -173,9 +174,9 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // Prefetch the rows that are read next, which usually belong to the next slice. If heavy
-    // elements are recorded, find_limits first reads all slices of the next block. Prefetch one of
-    // these slices in each step instead.
+    // Prefetch the rows that are read next. They usually belong to the next slice. But if heavy
+    // elements are recorded, find_limits first reads all slices of the next block, so prefetch one
+    // of those slices in each step.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
@@ -243,7 +244,7 @@ void in_parallel(int64_t threads, int64_t count, const Body& body) {
   torch::stable::parallel_for(0, std::min(threads, count), 1, work);
 }
 
-// Packs all panels of b for one slice of k after the other. A packed panel has kPanelWords words.
+// Packs all panels of b, one slice of k at a time. A packed panel has kPanelWords words.
 template <class S, class T>
 void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   const int64_t panels = p.slices() * p.panels();
@@ -255,8 +256,9 @@ void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
 
 // Computes the product. The thread that computed a block then calls finish(block, sums, stride).
 //
-// fixed_columns: number of columns of every block (a multiple of kPanel), for any size of the
-// product and any number of threads. 0: the struct Blocks chooses the number.
+// fixed_columns: number of columns of every block, a multiple of kPanel. It then does not depend on
+// the size of the product or the number of threads. If it is 0, the struct Blocks chooses the
+// number.
 //
 // packed: panels of b from pack_panels, or null. If panels are given, the data of b is not read.
 template <class Kernel, class S, class T, class Finish>
@@ -268,8 +270,8 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
-    // Use a separate purpose of scratch memory for the shared panels. This thread also becomes a
-    // worker below, which must not overwrite the panels.
+    // Keep the shared panels in a separate buffer (kShared). This thread also works as a worker
+    // below, and a worker's buffers must not overwrite the panels.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

@@ -10,8 +10,8 @@
 
 namespace grpo_fast {
 
-// Number of elements of type T in a word. A word has 32 bits and contains one fp32, or two bf16
-// with neighbouring k.
+// Number of elements of type T in a word. A word has 32 bits and contains one fp32 element, or two
+// bf16 elements with neighbouring k.
 template <class T>
 constexpr int64_t kPerWord = 4 / sizeof(T);
 
@@ -40,7 +40,7 @@ inline void prefetch_line(const void* x) {
 
 // The part of an operand that belongs to a range of k. `depth` is the number of elements along k,
 // and `words` is the number of words that contain them. The last word may be incomplete. `across`
-// is the number of rows of the part, or its number of columns if k is the row index.
+// is the size of the other dimension: the number of rows, or of columns if k is the row index.
 template <class T>
 struct Slice {
   const T* data = nullptr;
@@ -63,7 +63,7 @@ struct Slice {
 enum class Purpose { kShared, kPanel, kRows, kSums, kCount };
 
 // Returns thread-local memory for `size` elements, aligned to 64 bytes. The next call with the same
-// purpose may reuse or free this memory.
+// `Purpose` may reuse or free this memory.
 template <class T>
 T* scratch(Purpose purpose, int64_t size) {
   struct Piece {

@@ -2,9 +2,9 @@
 // each step of k.
 //
 // Rounding: for bf16 products, operands that are more precise than bf16 are rounded here. An fp32
-// is split into two bf16 parts, the rounded number and its rounding error. A Positive16 becomes one
-// bf16. The rounding errors of heavy Positive16 elements, which make up a large part of their
-// column, are recorded and multiplied in fp32 later.
+// element is split into two bf16 parts, the rounded number and its rounding error. A Positive16
+// element becomes one bf16. An element is heavy if it makes up a large part of its column. The
+// rounding errors of heavy Positive16 elements are recorded, and multiplied in fp32 later.
 #pragma once
 
 #include <type_traits>
@@ -24,8 +24,8 @@ struct Heavy {
 // An element is heavy if its square exceeds this share of the sum of squares of its column.
 constexpr float kHeavyShare = 1 / 16.0f;
 
-// Options for packing: which of the two bf16 parts is written, the factors of the elements, and the
-// list to which heavy elements are added.
+// Options for packing: the bf16 part to write (of the two), the factors of the elements, and the
+// list that receives heavy elements.
 struct Entry {
   int part = 0;
   const float* scales = nullptr;  // one factor per k; null: 1
@@ -44,13 +44,13 @@ inline uint32_t word(const float* x, int64_t) {
   return bit_cast<uint32_t>(*x);
 }
 
-// Returns the word that contains the bf16 at x and the bf16 after it. If only one element is left,
-// the upper half of the word is 0.
+// Returns the word that contains the bf16 elements x[0] and x[1]. If only one element is left, the
+// upper half of the word is 0.
 inline uint32_t word(const Bfloat16* x, int64_t left) {
   return x->bits | (left > 1 ? static_cast<uint32_t>(x[1].bits) << 16 : 0u);
 }
 
-// Rounds x to bf16, and returns the bf16 in the upper half of each word. Adding 0x7fff plus the
+// Rounds x to bf16, and returns the result in the upper half of each word. Adding 0x7fff plus the
 // lowest bit that remains rounds to nearest, with ties to even.
 GRPO_FAST_INLINE Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
@@ -127,8 +127,8 @@ GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(Words));
 }
 
-// Transposes a slice whose column index is k. Word k of row r is written to to[k * to_stride + r].
-// Rows from x.across to `width` are filled with zeros.
+// Transposes a slice whose column index is k. Word k of row r becomes to[k * to_stride + r]. Rows
+// from x.across to `width` are filled with zeros.
 template <class T>
 void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_stride) {
   const int64_t whole = x.depth / kPerWord<T> / kLanes * kLanes;  // in words
@@ -145,9 +145,9 @@ void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_
     }
 }
 
-// Packs one step of k of a slice whose row index is k, into one word for each column. The word
-// contains the element of row k and, for bf16, also the element of row k + 1. Heavy elements are
-// added to the list of `entry`.
+// Packs one row k of a slice whose row index is k, into one word for each column. The word contains
+// the element of row k and, for bf16, also the element of row k + 1. Heavy elements are added to
+// the list of `entry`.
 template <class T, class S>
 void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) {
   const S *row = x.data + k * x.stride, *next = k + 1 < x.depth ? row + x.stride : nullptr;
@@ -164,7 +164,7 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
     put(pairs_of(first, second, entry.part));
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
-    // Return early if no lane exceeds its limit, because heavy elements are rare.
+    // Heavy elements are rare, so usually no lane exceeds its limit.
     if (bits_of(max(first * first, second * second) > limits) == 0) return;
     const auto note = [&](Floats d, int64_t at) {
       each_lane(d * d > limits, count, [&](int lane) {
@@ -175,9 +175,8 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
   });
 }
 
-// Packs a slice whose row index is k. The word of column c at step k is written to to[k][c].
-// Columns from x.across to `width` are filled with zeros. Elements are stored as S and multiplied
-// as T.
+// Packs a slice whose row index is k. The word of column c and row k becomes to[k][c]. Columns from
+// x.across to `width` are filled with zeros. Elements are stored as S and multiplied as T.
 template <class T, class S>
 void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* to) {
   for (int64_t k = 0; k < x.words; ++k, to += width) {
@@ -186,8 +185,8 @@ void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* t
   }
 }
 
-// Packs a slice whose column index is k. Word k of row r is written to to[r][k]. Rows from x.across
-// to `height` are filled with zeros. `part` selects one of the two bf16 parts of an fp32.
+// Packs a slice whose column index is k. Word k of row r becomes to[r][k]. Rows from x.across to
+// `height` are filled with zeros. `part` selects one of the two bf16 parts of an fp32 element.
 template <class T, class S>
 void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64_t to_stride) {
   for (int64_t r = 0; r < height; ++r, to += to_stride) {
@@ -209,8 +208,7 @@ void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64
 // An element whose square exceeds the limit is heavy.
 template <class S>
 void find_limits(const Slice<S>& x, const float* scales, float* limits) {
-  // Number of rows to prefetch ahead, because the rows are too short for the prefetching of the
-  // CPU.
+  // Number of rows to prefetch ahead. The rows are too short for the hardware prefetcher.
   constexpr int64_t kAhead = 8;
   std::fill(limits, limits + x.across, 0.0f);
   for (int64_t k = 0; k < x.depth; ++k) {

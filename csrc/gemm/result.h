@@ -19,7 +19,7 @@ struct Added {
 
   int64_t id(int64_t t) const { return ids ? ids[t] : t; }
 
-  // Adds the rows that belong to a block of the result to the sums of this block.
+  // Adds rows to the sums of a block. Only the rows that belong to this block are added.
   void add(const Block& block, float* sums, int64_t sums_stride) const {
     const auto is_before = [&](int64_t t, int64_t row) { return id(t) < row; };
     auto at = std::lower_bound(order.begin(), order.end(), block.row, is_before);

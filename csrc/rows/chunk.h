@@ -11,8 +11,8 @@
 
 namespace grpo_fast {
 
-// Description of C rows with V logits each. With `offsets`, the rows have unequal lengths, and are
-// stored one after another in a vector of V logits.
+// Description of C rows with V logits each. With `offsets`, the rows have unequal lengths. They are
+// stored one after another in a vector, and V is the length of this vector.
 struct Chunk {
   int64_t rows, columns;
   const int64_t* target_ids;                 // (C,)
@@ -77,8 +77,8 @@ void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   const bool is_small = rows * columns <= kInline;
   const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
   std::atomic<int64_t> next{0};
-  // Threads fetch rows from a counter. Rows with coefficient 0 take almost no time, so with a fixed
-  // division of the rows, some threads would be idle.
+  // Threads fetch rows from a counter. Rows with coefficient 0 take almost no time, so some threads
+  // would be idle if each thread had a fixed range of rows.
   const auto work = [&](int64_t, int64_t) {
     for (int64_t begin; (begin = next.fetch_add(step)) < rows;)
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);

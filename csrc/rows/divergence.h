@@ -7,19 +7,19 @@
 //
 // where p_j is the student's probability. One thread processes a row in three passes. The first
 // pass computes the lse of the student and of the teacher. The second pass computes values and
-// slopes, and stores the slopes in the memory of the gradient. The third pass computes slope -
-// center p. The row stays in L2, so the memory traffic is 12 bytes per pair of logits: one read of
-// each logit and one write of the gradient.
+// slopes, and stores the slopes in the gradient buffer. The third pass computes slope - center p.
+// The row stays in L2, so the memory traffic is 12 bytes per pair of logits: one read of each logit
+// and one write of the gradient.
 //
 // For the most likely token of the student, the gradient is computed as (1 - p) slope - p (center -
-// slope), where center - slope is summed without this token. The formula slope - center p would
-// cancel if the student is almost certain.
+// slope), where center - slope is summed without this token. If the student is almost certain,
+// slope - center p would lose all digits by cancellation.
 //
 // Layout: both rows are fp32 logits.
 //
 // Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64.
 //
-// Parallel: the caller distributes rows to threads.
+// Parallelism: the caller distributes rows to threads.
 #pragma once
 
 #include "loss_functions.h"  // generated from objective/ by kernels/cpu/loss_codegen.py
@@ -58,7 +58,8 @@ struct DivergenceSide {
     rest = is_empty ? 0 : static_cast<float>(lse - shift);
   }
 
-  // Stores the column of the largest logit in `top`. If several columns are equal, it is the first.
+  // Stores the column of the largest logit in `top`. If several columns are equally large, this is
+  // the first of them.
   void find_top() {
     const float largest = largest_of(Columns<float>{x, count, -1}, transform.inner);
     for (int64_t c = 0; c < count; c += kLanes) {
@@ -121,8 +122,8 @@ class DivergenceRow {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
-    // Compute the slope of the student's most likely token first, because the loop may overwrite
-    // the row of the teacher.
+    // Compute the slope at the student's most likely token first, because the loop below may
+    // overwrite the teacher's row.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
     raw_top_ = p_.x[p_.top];
@@ -144,7 +145,8 @@ class DivergenceRow {
     return {value, others + of_top_, lse, teacher_lse};
   }
 
-  // Replaces the slopes in `out` with the gradient of weight * D with respect to the raw logits.
+  // Replaces the slopes in `out` with the gradient of weight * D with respect to the raw logits,
+  // where D is the divergence.
   void write(float* out, double center, double weight) const {
     const double factor = weight * p_.transform.chain;
     const float scale = static_cast<float>(factor), c = static_cast<float>(center);

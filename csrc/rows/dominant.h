@@ -28,7 +28,7 @@ struct SumExponentials : Ignore {
   }
 };
 
-// An emitter (a callback of add_run) that stores the exponentials in the output matrix.
+// Callback for add_run that stores the exponentials in the output matrix.
 template <bool kSoftcap, class Out>
 struct WriteExponentials : SumExponentials {
   static constexpr bool kFindsLargest = sizeof(Out) == 2;
@@ -37,7 +37,8 @@ struct WriteExponentials : SumExponentials {
   explicit WriteExponentials(Out* out) : out(out) {}
 
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
-    // With a soft cap, e * slope may be NaN. max() returns 0 for NaN, so that every E is finite.
+    // With a soft cap, e * slope may be NaN. max() returns 0 for NaN, so every stored exponential
+    // is finite.
     store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);
   }
 };
@@ -82,7 +83,8 @@ class DominantExponentials {
   }
 
   // Sets the final sums of the rows. `again` lists the rows that are computed a second time, in
-  // ascending order. Their elements are dropped here, because the second time records them again.
+  // ascending order. Their recorded elements are dropped here, because the second computation
+  // records them again.
   void settle(std::vector<double> sums, const std::vector<int64_t>& again) {
     sums_ = std::move(sums);
     for (size_t row = 0; row < sums_.size(); ++row)
@@ -92,13 +94,14 @@ class DominantExponentials {
     });
   }
 
-  // Records the dominant elements of a run (neighbouring columns from column `first` on). `largest`
-  // is the largest exponential of each lane. If no lane exceeds the threshold, nothing is done.
+  // Records the dominant elements of a run, which is a range of columns that starts at `first`.
+  // `largest` is the largest exponential of each lane. If no lane exceeds the threshold, nothing is
+  // done.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {
     // Use a threshold that is 1% too low, because the final sums are rounded differently.
-    // finished() compares with the exact threshold.
+    // finished() then compares each recorded element with the exact threshold.
     const float threshold = 0.99f * kDominantShare * known_[row].load(std::memory_order_relaxed);
     if (bits_of(largest > splat(threshold)) == 0) return;
     std::vector<Dominant> own;

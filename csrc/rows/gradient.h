@@ -7,10 +7,10 @@
 // of the target, and p_j is the probability of column j.
 //
 // The columns may be one vocabulary shard. The lse, logp and entropy are then those of the full
-// row, and the target may be outside of the columns.
+// row, and the target may be in another shard.
 //
-// Rounding: elements are computed in fp32, except for the target's, which is computed in fp64. A
-// 16-bit gradient is rounded once.
+// Rounding: elements are computed in fp32, except for the element of the target, which is computed
+// in fp64. A 16-bit gradient is rounded once.
 #pragma once
 
 #include "rows/chunk.h"
@@ -29,8 +29,8 @@ void write_zeros(T* to, int64_t columns) {
   std::memset(static_cast<void*>(to), 0, columns * sizeof(T));
 }
 
-// Writes the gradient of one row. `to` may be the logits, because every vector is read before it is
-// overwritten.
+// Writes the gradient of one row. `to` may point to the logits themselves, because every vector is
+// read before it is overwritten.
 template <bool kSoftcap, class T>
 void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>& to,
                     const Coefficients& at, int64_t row) {
@@ -44,15 +44,15 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   const bool has_target = columns.target >= 0;
   // Read the target logit now, because the loop may overwrite it.
   const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;
-  // If |logp| is smaller than |lse|, compute the lse as z_y - logp. Both numbers were rounded to
-  // fp32, and the smaller number has the smaller rounding error.
+  // If |logp| is smaller than |lse|, compute the lse as z_y - logp. lse and logp were both rounded
+  // to fp32, and the smaller of them has the smaller rounding error.
   double lse = at.lse[row];
   if (has_target && std::fabs(logp) < std::fabs(lse))
     lse = final_logit<kSoftcap>(raw_target, transform) - logp;
   const float shift = static_cast<float>(lse);
-  // Combine all factors of the row into two numbers. With t = z - shift, the gradient of a column
-  // is e^t (linear t + constant). `scale` contains the factor e^(shift - lse), because `shift` is
-  // the lse rounded to fp32.
+  // With t = z - shift, the gradient of a column is e^t (linear t + constant). Compute the two
+  // numbers `linear` and `constant` once per row. Their common factor `scale` contains e^(shift -
+  // lse), which is not exactly 1, because `shift` is the lse rounded to fp32.
   const double scale = -std::exp(shift - lse) * transform.chain;
   const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
   const float linear = static_cast<float>(scale * g_entropy);
@@ -75,7 +75,8 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
     store_up_to(out + column, gradient(load_up_to(columns.x + column, left)), left);
   }
   if (!has_target) return;
-  // Compute the column of the target in fp64, with g (1 - p) = -g expm1(logp).
+  // Compute the column of the target in fp64. g (1 - p) is computed as -g expm1(logp), which does
+  // not cancel if p is close to 1.
   const double p = std::exp(logp), scaled = static_cast<double>(raw_target) * transform.inner;
   const double capped = kSoftcap ? std::tanh(scaled) : 0;
   double dz = -g * std::expm1(logp);

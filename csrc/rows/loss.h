@@ -7,7 +7,8 @@
 
 namespace grpo_fast {
 
-// Indices of the loss function and of the KL estimator, with their hyperparameters.
+// The loss function and the KL estimator, as indices of the generated functions, and their
+// hyperparameters.
 struct LossFunction {
   int64_t objective, kl;
   bool kl_times_ratio;
@@ -21,8 +22,8 @@ struct RowTerms {
 };
 
 // Returns policy_weight * loss + kl_weight * KL of a row, and its derivative with respect to the
-// logp. If the logp is NaN, both results are NaN. Otherwise, a comparison in the loss function or a
-// weight of 0 would hide it.
+// logp. If the logp is NaN, both results are NaN. Without this rule, a comparison in the loss
+// function or a weight of 0 would hide the NaN.
 inline ValueAndSlope row_loss(const LossFunction& function, const RowTerms& terms, int64_t row,
                               double logp) {
   if (std::isnan(logp)) return {logp, logp};

@@ -25,8 +25,8 @@ struct PartialSums {
   double rest, moment;
 };
 
-// Computes the final logit z of one element in fp64. It is used for the target, because an error of
-// its z is also an error of its logp.
+// Computes the final logit z of one element in fp64. It is used for the target, because an error in
+// its z appears unchanged in its logp.
 template <bool kSoftcap>
 inline double final_logit(float raw, const RowTransform& transform) {
   const double scaled = static_cast<double>(raw) * transform.inner;
@@ -55,8 +55,8 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
 }
 
 // Returns the shift of a row, which is subtracted from its logits before exponentials are computed.
-// It is the z of the column with the largest raw * inner. The shift is finite even if all columns
-// are -inf, because -inf - (-inf) would be NaN.
+// The shift is the value of z in the column where raw * inner is largest. The shift is finite even
+// if all columns are -inf, because -inf - (-inf) would be NaN.
 template <bool kSoftcap>
 inline float shift_of(float largest, const RowTransform& transform) {
   if (largest == -kInfinity)
@@ -74,8 +74,9 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
     const float found = largest_of(block, transform.inner);
-    // Rescale the sums to the new maximum. The moment is the sum of e (z - shift), and both factors
-    // depend on the shift. Adding sum * (old shift - new shift) corrects the second factor.
+    // Rescale the sums to the new maximum. The moment is the sum of e^(z - shift) (z - shift). Add
+    // sum * (old shift - new shift) first, which corrects the factor z - shift, and then rescale
+    // the exponentials.
     if (found > largest) {
       largest = found;
       const float next = shift_of<kSoftcap>(largest, transform);

@@ -28,7 +28,7 @@ struct RowTransform {
 };
 
 // View of some columns of a row. `target` is the position of the target in the view. If the target
-// is in other columns, it is a number outside of the view.
+// is in other columns, this position is outside the view.
 template <class T>
 struct Columns {
   const T* x;
@@ -62,8 +62,8 @@ GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowTransform& transform, fl
   return {fma(raw, transform.inner, -shift), splat(1.0f)};
 }
 
-// Returns the largest raw * inner of the columns. NaN is skipped here, but makes the sums NaN
-// later.
+// Returns the largest raw * inner over the columns. NaN is skipped here. The sums that are computed
+// later become NaN.
 template <class T>
 inline float largest_of(const Columns<T>& columns, float inner) {
   Floats a = splat(-kInfinity), b = a, c = a, d = a;
@@ -100,8 +100,8 @@ struct Sums {
   }
 };
 
-// Adds up to four vectors of columns to the sums. They include the end of the row or the target, so
-// masks exclude the lanes after the end and the lane of the target.
+// Adds up to four vectors of columns to the sums. These vectors reach the end of the row or contain
+// the target. Masks exclude the lanes after the end and the lane of the target.
 template <bool kSoftcap, class T, class Sum, class Emit>
 inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransform& transform,
                        float shift, Sum (&sums)[4], const Emit& emit) {
@@ -119,8 +119,8 @@ inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransf
   }
 }
 
-// Adds a run of at most kRun columns, without the target, to the totals. Calls emit(column, count,
-// e^t, slope) for every vector, where e^t is 0 in the lane of the target.
+// Adds a run of at most kRun columns to the totals, leaving out the target. Calls emit(column,
+// count, e^t, slope) for every vector, where e^t is 0 in the lane of the target.
 template <bool kSoftcap, bool kEntropy, class T, class Emit = Ignore>
 GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transform, float shift,
                               Totals& totals, const Emit& emit = {}) {

@@ -16,13 +16,13 @@
 // z_y. The entropy also needs `moment`, the sum of e^(z_j - s) (z_j - s) over the same columns.
 //
 // Shift: s must be known before the logits of the row are computed. The lse is unknown at this
-// time, so s is z_y at first, which costs one dot product per row. Each e^(z_j - s) is computed
+// time, so s is first set to z_y, which costs one dot product per row. Each e^(z_j - s) is computed
 // once, and is used for E_j and for the sums.
 //
 // Exceptions: if lse - z_y exceeds kMaxNll, the sums may overflow. The sums of such a row are
 // computed again, each slice relative to its largest z_j. If exponentials are requested, every E_j
-// of the row is then computed again with s = lse. A row with NaN or without a target is treated in
-// the same way.
+// of the row is then computed again with s = lse. Rows that contain NaN or have no target are
+// computed again in the same way.
 //
 // Layout: a row is divided into slices of kSliceColumns columns. Each slice is summed separately.
 // The sums of the slices are then joined in order.
@@ -30,7 +30,7 @@
 // Rounding: sums are rounded as in sums.h. The bits of a row do not depend on other rows, on the
 // threads, or on the requested outputs.
 //
-// Parallel: threads compute different blocks of the product (gemm/multiply.h).
+// Parallelism: threads compute different blocks of the product (gemm/multiply.h).
 #pragma once
 
 #include <numeric>
@@ -46,7 +46,7 @@ constexpr int64_t kGroupRows = 1024;  // rows per group; their partial sums take
 constexpr double kMaxNll = 20.0;  // limit of lse - z[target] for s = z[target], in nats
 static_assert(kSliceColumns % kPanel == 0 && kSliceColumns <= kRun);
 
-// Destinations of the results. At most one of the three (T, V) matrices is set.
+// Tensors that receive the results of a sweep. At most one of the three (T, V) matrices is set.
 struct SweepOutputs {
   RowOutputs rows;
   float *unit, *target_unit;  // (T,), written together with exponentials
@@ -63,7 +63,7 @@ class Sweep {
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
       : chunk_(chunk), head_(head), to_(to), shifts_(chunk.rows), targets_(chunk.rows),
         dominant_(to.exponentials16.data ? chunk.rows : 0) {
-    // Use the target's z as the shift s of every row at first.
+    // First use z of the target as the shift s of every row.
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
       shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
@@ -105,8 +105,8 @@ class Sweep {
     Columns<float> run;
   };
 
-  // Computes the logits of the given rows, and calls sum_of(piece) for every slice of every row.
-  // With `joins`, the statistics of the rows are computed from the sums that sum_of returns.
+  // Computes the logits of the given rows, and calls sum_of(piece) for every slice of every row. If
+  // `joins` is set, the statistics of the rows are computed from the results of sum_of.
   template <class SumOf>
   void each(const Rows& rows, bool joins, const SumOf& sum_of) {
     const int64_t slices = (chunk_.columns + kSliceColumns - 1) / kSliceColumns;
@@ -157,8 +157,8 @@ class Sweep {
     return sums;
   }
 
-  // Returns the rows without a target, with NaN, or with lse - s > kMaxNll. Negating the comparison
-  // makes it true for NaN.
+  // Returns the rows that have no target, contain NaN, or have lse - s > kMaxNll. The condition is
+  // the negation of lse - s <= kMaxNll, so that it is true for NaN.
   Rows high_nll_rows() const {
     Rows high_nll;
     for (int64_t row = 0; row < chunk_.rows; ++row) {
@@ -168,8 +168,8 @@ class Sweep {
     return high_nll;
   }
 
-  // Returns the sum of the exponentials of each row, (1 - p_y) e^(lse - s), computed from its
-  // statistics.
+  // Returns (1 - p_y) e^(lse - s) for each row. It is the sum of the row's exponentials without the
+  // target, computed from the row's statistics.
   std::vector<double> exponential_sums() const {
     std::vector<double> sums(chunk_.rows);
     for (int64_t row = 0; row < chunk_.rows; ++row) {

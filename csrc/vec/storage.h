@@ -95,7 +95,7 @@ GRPO_FAST_INLINE void store(Bfloat16* out, Floats x) {
 }
 
 GRPO_FAST_INLINE void store(Positive16* out, Floats x) {
-  // Subtract the exponent offset. The shift then rounds to nearest, because 0x2000 is added.
+  // Subtract the exponent offset, and add 0x2000, so that the shift below rounds to nearest.
   // Negative results become 0.
   const Ints above = bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive - 0x2000u);
   store_halves(out, bit_cast<Words>((above > 0 ? above : Ints{}) >> 14));

@@ -56,7 +56,8 @@ GRPO_FAST_INLINE To bit_cast(const From& from) {
   return to;
 }
 
-// Returns a vector with x in every lane. x - 0 keeps -0, but x + 0 would turn -0 into 0.
+// Returns a vector with x in every lane. The code subtracts 0, because x - 0 keeps -0, whereas x +
+// 0 would turn -0 into 0.
 GRPO_FAST_INLINE Floats splat(float x) {
   return x - Floats{};
 }
@@ -115,15 +116,14 @@ GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #endif
 }
 
-// Calls body(lane) for each lane of the mask that is true, among the first `count` lanes, in
-// ascending order.
+// Calls body(lane) for each of the first `count` lanes whose mask is true, in ascending order.
 template <class Body>
 inline void each_lane(Ints mask, int64_t count, const Body& body) {
   uint32_t bits = bits_of(mask) & ((1u << count) - 1u);
   for (; bits; bits &= bits - 1) body(__builtin_ctz(bits));
 }
 
-// Returns the largest number of all lanes.
+// Returns the largest lane.
 GRPO_FAST_INLINE float max_lane(Floats x) {
   float best = x[0];
   for (int lane = 1; lane < kLanes; ++lane) best = x[lane] > best ? x[lane] : best;
@@ -134,7 +134,8 @@ GRPO_FAST_INLINE Doubles widen(Floats x) {
   return __builtin_convertvector(x, Doubles);
 }
 
-// Adds the upper half of the lanes to the lower half until one lane remains, and returns this lane.
+// Adds the upper half of the lanes to the lower half, again and again, until one lane remains.
+// Returns this lane.
 template <int kCount>
 GRPO_FAST_INLINE double sum_of(const double* lanes) {
   if constexpr (kCount == 1) {
@@ -150,7 +151,7 @@ GRPO_FAST_INLINE double sum_of(const double* lanes) {
 }
 
 // Returns the sum of all lanes, added in a fixed pairwise order. The additions use vectors of half
-// the width, because a loop over the lanes would take a fifth of the time of a pass without
+// the width, because a loop over the lanes would make up a fifth of the time of a pass without
 // gradient.
 GRPO_FAST_INLINE double sum_lanes(Doubles x) {
   return sum_of<kLanes>(reinterpret_cast<const double*>(&x));
@@ -171,8 +172,8 @@ GRPO_FAST_INLINE Floats floor_exponent(Floats x) {
 // Returns e^x for kExpFloor <= x <= 88. The relative error is at most 1e-7, and the result is
 // exactly 0 below -87.7.
 //
-// Write x as n ln 2 + f. Then e^f is a minimax polynomial of degree 6 (Remez, error 3e-9), and 2^n
-// is built from its exponent bits.
+// Write x as n ln 2 + f. e^f is approximated by a minimax polynomial of degree 6 (Remez, error
+// 3e-9), and 2^n is built from its exponent bits.
 GRPO_FAST_INLINE Floats exp_floored(Floats x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);

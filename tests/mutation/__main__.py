@@ -8,9 +8,9 @@
     --library FILE  use bugs that cosmic-ray generates for a file; may be repeated
     --most N        use at most N generated bugs per file, with a fixed seed (default 40)
 
-The exit status is 0 if the tests catch at least 95% of the bugs, and 1 if they catch fewer. With
-`--library` it is 0 for any share. It is 2 if a pattern does not occur exactly once, if a test fails
-without a bug, or if a bug does not compile.
+The exit status is 0 if the tests catch at least 95% of the bugs, and 1 if they catch fewer. It is 2
+if a pattern does not occur exactly once, if a test fails without a bug, or if a bug does not
+compile. With `--library`, a low share of caught bugs does not change the status.
 
 The bugs are defined in csrc.py, gpu.py and head.py. `make mutation-python` installs cosmic-ray and
 uses it on objective/, loss/ and attention/.
@@ -48,7 +48,7 @@ TIMEOUT_S = 600
 
 
 class Plant(NamedTuple):
-    """Bug that replaces the text `old` with `new`. `old` must occur exactly once in `file`."""
+    """A planted bug: in `file`, the text `old`, which occurs exactly once, becomes `new`."""
 
     file: str
     name: str

@@ -3,7 +3,8 @@
 Faults that any test of values detects, such as a wrong sign or a lost bias, are not planted.
 """
 
-# Each bug has a name, a suite of suites.SUITES, the fault, the original text and its replacement.
+# Each entry has five fields: name, key of suites.SUITES, description of the fault, original text,
+# and replacement.
 PLANTS = {
     "csrc/api/attention.cpp": [
         ("packed-one-key-more", "csrc_attention", "a query sees the key after it",

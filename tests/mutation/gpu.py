@@ -1,6 +1,7 @@
-"""Bugs that are planted in the Triton kernels. The tests run in the Triton interpreter."""
+"""Bugs planted in the Triton kernels. The tests that must detect them use the Triton interpreter."""
 
-# Each bug has a name, a suite of suites.SUITES, the fault, the original text and its replacement.
+# Each entry has five fields: name, key of suites.SUITES, description of the fault, original text,
+# and replacement.
 PLANTS = {
     "grpo_fast/kernels/gpu/capture.py": [
         ("device-recorded", "devices", "the current GPU is queried instead of the tensor's GPU",

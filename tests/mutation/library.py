@@ -1,10 +1,9 @@
 """Bugs that cosmic-ray generates for a Python file: a different operator, number or comparison.
 
 cosmic-ray's own runner starts Python and imports torch for every bug, which takes 5 s.
-`tests.mutation` forks a process instead. The bugs are edits of the source text. They therefore also
-reach C++ and Triton, whose loss functions are generated from the source of objective/losses.py.
-mutmut is unsuitable, because it moves the code of each function to a function with a different
-name, where the generator does not find it.
+`tests.mutation` forks a process instead. The bugs are edits of the source text. The C++ and
+Triton code that is generated from objective/losses.py therefore contains them, too. mutmut is
+unsuitable: it renames each function that it changes, and the generator then does not find it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-# Maps each folder to the suite of `suites.SUITES` that tests its bugs. These suites are quick, and
-# check numbers, gradients and error messages.
+# Maps each folder to the key of `suites.SUITES` whose tests must detect bugs in it. These suites
+# are quick, and check numbers, gradients and error messages.
 SUITES = {
     "grpo_fast/objective": "python_objective",
     "grpo_fast/loss": "python_loss",
@@ -43,7 +42,7 @@ class Behaviour(ast.NodeTransformer):
 
 
 def behaviour(code: str) -> str | None:
-    """Return the syntax tree of the code without annotations as text, or None for invalid code.
+    """Return the code's syntax tree as text, without annotations, or None if the code is invalid.
 
     Two versions of the code with the same tree behave in the same way.
     """

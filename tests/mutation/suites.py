@@ -42,7 +42,7 @@ SUITES = {
     "triton_support": "tests/kernels/test_support_kernels.py -k 'triton and not 1030'",
     "triton_support_public": "tests/loss/test_support.py -k 'triton and (every_loss and grpo or one_hidden or logps_entropies or extras or no_row_has)'",
     "triton_scale": "tests/kernels/triton_tools/cases_scale.py",
-    # Suites for bugs that `--library` generates.
+    # Suites for the bugs that are generated with `--library`.
     "python_objective": "tests/objective tests/loss/test_loss_parity.py",
     "python_loss": "tests/loss/test_loss_parity.py tests/loss/test_loss_traps.py tests/loss/test_refusals.py tests/loss/test_layout.py tests/loss/test_loss_extras.py tests/loss/test_splits.py tests/loss/test_loss_autograd.py",
     "python_attention": "tests/attention",

@@ -44,8 +44,8 @@ def load_splits(
             that runs can be compared.
         count_tokens: function that returns the number of tokens of a text. It is called only if
             `data.shots_tokens` is set.
-        test_only: True does not read the training split of files if the test split and worked
-            examples can do without it. The training split is then empty.
+        test_only: if True, skip reading a file's training split, unless the test split or the
+            worked examples are taken from it. The returned training split is then empty.
 
     Raises:
         ValueError: a file or package is missing, or a row is bad (`file:line: reason`).

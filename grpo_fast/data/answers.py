@@ -7,7 +7,7 @@ A text marks its answer by `#### 18` (to the end of the line), `<answer>18</answ
 A number has at most 32 ASCII digits, with or without commas between groups of three. It may have a
 sign, decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or
 `=` in front, and a full stop at the end are ignored. For example, 18, 18.0, $18, +18 and `18.` are
-equal, and so are 1,080 and 1080, or 1/2 and 0.5. The minus sign may be `-` or U+2212.
+equal, as are 1,080 and 1080, and 1/2 and 0.5. The minus sign may be `-` or U+2212.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def parse_number(text: str) -> Number | None:
-    """Convert a text that consists of one number to this number. Return None for any other text.
+    """Parse a text that consists of a single number. Return None for any other text.
 
     Currency signs, LaTeX and similar decorations of the number are ignored.
     """

@@ -32,7 +32,8 @@ def load_file_splits(
     data: Any, seed: int, count_tokens: Callable[[str], int], test_only: bool
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """Return both splits of a file, folder or hub dataset. See `load_splits`."""
-    # 1. Read the splits, and check that they have examples. Worked examples are training examples.
+    # 1. Read the splits, and check that they have examples. The worked examples are taken from the
+    # training split.
     form = Form.of(data)
     needs_train = not test_only or data.shots_tokens is not None
     train, test, notes = survey(data, needs_train)
@@ -112,10 +113,7 @@ def _parsed(rows: Rows, data: Any) -> list[tuple[Example, str]]:
 
 
 def _unusual_answers(rows: list[tuple[Example, str]]) -> list[str]:
-    """Return a list with a warning if only some of the gold answers are numbers.
-
-    Otherwise, return an empty list.
-    """
+    """Return a list with one warning if some, but not all, gold answers are numbers, else []."""
     with_answer = [(e, place) for e, place in rows if e.answer is not None]
     unusual = [(e, place) for e, place in with_answer if parse_number(str(e.answer)) is None]
     if not unusual or len(unusual) == len(with_answer):

@@ -82,7 +82,7 @@ class Form(NamedTuple):
 
 
 def in_chat(example: Example) -> Example:
-    """Return the example with a text prompt converted to a chat message of the user."""
+    """Return the example with its text prompt converted to a user chat message."""
     if not isinstance(example.prompt, str):
         return example
     return example._replace(prompt=[{"role": "user", "content": example.prompt}])
@@ -135,7 +135,7 @@ class ShotPrompts(LazySequence[Example]):
         return self.form.apply(self.examples[index], prefix)
 
     def shots(self, index: int) -> list[int]:
-        """Return the indices in `pool` of the shots of an example, in their order in the prompt."""
+        """Return the `pool` indices of an example's shots, in prompt order."""
         chosen: list[int] = []
         seen = {question_key(self.examples[index].prompt)}
         room = self.budget

@@ -20,7 +20,7 @@ Rows = Iterator[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
 
 LINES = (".jsonl", ".ndjson")
-TABLES = {".csv": ",", ".tsv": "\t"}  # file ending -> delimiter
+TABLES = {".csv": ",", ".tsv": "\t"}  # file extension -> delimiter
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (*LINES, ".json", *TABLES, *ARROW)
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
@@ -38,7 +38,7 @@ def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
     A single file becomes the split "train". If its name contains "train" and the folder has a file
-    with "test" at this place in the name, the second file becomes the split "test".
+    of the same name with "test" instead, that file becomes the split "test".
 
     Raises:
         ValueError: the path does not exist, or the folder has no data.
@@ -79,7 +79,7 @@ def hub_splits(name: str) -> Splits:
 
 
 def read_file(path: Path) -> Rows:
-    """Yield the rows of a file. The file's ending determines the format.
+    """Yield the rows of a file. The file extension determines the format.
 
     Raises:
         ValueError: the file is damaged or empty.

@@ -41,7 +41,7 @@ def parse_record(
     Args:
         where: the row's location, for error messages.
         fields: the row's columns.
-        gsm8k: True requires that every answer ends with `#### <number>`.
+        gsm8k: if True, every answer must end with `#### <number>`.
         columns: names of the columns for `prompt`, `answer` and `solution`. A dot selects a key
             inside a column, as in "reward_model.ground_truth".
 
@@ -64,8 +64,8 @@ def parse_record(
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
     # 2. Rows for supervised training end with a message of the assistant. Use this message as the
-    # answer. A column `prompt` is an exception, because there the message may be the beginning of
-    # the completion.
+    # answer. The column `prompt` is an exception: its final assistant message may be the beginning
+    # of the completion.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         if name == "messages" or (answer is None and name != "prompt"):
             reply = prompt.pop()["content"]
@@ -143,12 +143,12 @@ def _plain(number: Number) -> str:
 
 
 def _find(fields: object, names: Iterable[str]) -> str | None:
-    """Return the first of these column names that has a value in the row, or None."""
+    """Return the first of the given column names that has a value in the row, or None."""
     return next((name for name in names if _value(fields, name) is not None), None)
 
 
 def _value(fields: object, name: str) -> Any:
-    """Return the value of a column, or of a key in a column (`a.b`). None if it is missing."""
+    """Return the value of a column or of a key in a column (`a.b`), or None if it is missing."""
     if isinstance(fields, Mapping) and name in fields:
         return fields[name]
     column, _, key = name.partition(".")
@@ -157,7 +157,7 @@ def _value(fields: object, name: str) -> Any:
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:
-    """Check a prompt, which is a text or a list of chat messages, and return it.
+    """Check a prompt, which is a string or a list of chat messages, and return it.
 
     Tables store chat messages as JSON text, which is parsed. If the content of a message is a list
     of text parts, the parts are joined.

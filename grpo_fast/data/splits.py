@@ -61,22 +61,22 @@ class Splits:
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
-        """Return the splits with worked examples before each question if `shots_tokens` is set."""
+        """Return the splits. If `shots_tokens` is set, worked examples precede each question."""
         return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
 
     @property
     def listed(self) -> Sequence[Example]:
         """Return the training examples to check before a run.
 
-        These are all examples of a file, or one example of the sorting task. The list is empty for
-        recorded rollouts, whose examples contain task names instead of prompts.
+        For a data file, these are all its examples; for the sorting task, a single one. The list is
+        empty for recorded rollouts, whose examples contain task names instead of prompts.
         """
         if self.data.task == TRACES:
             return []
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:
-        """Return all different words of the examples, as input of `build_symbol_tokenizer`."""
+        """Return all distinct words of the examples, as input for `build_symbol_tokenizer`."""
         if isinstance(self.train, SortTask):
             return list(self.train.vocabulary)
         examples = itertools.chain(self.train, self.test)
@@ -90,8 +90,8 @@ class Splits:
 def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether questions are turned into chat messages.
 
-    The setting `data.chat` decides this. If `data.chat` is None, the result is True for questions
-    from a file if the tokenizer has a chat template.
+    The setting `data.chat` decides this. If it is None, return True only if the questions come from
+    a file and the tokenizer has a chat template.
     """
     if data.chat is None:
         return data.task in FILES and has_chat_template(tokenizer)

@@ -28,8 +28,8 @@ from grpo_fast.train.models.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Sampling settings in the order in which samplers apply them. Each is mapped to the class of
-# transformers that applies it and to its neutral value.
+# Sampling settings in the order in which samplers apply them. Each maps to the transformers class
+# that applies it and to its neutral value.
 SAMPLERS: dict[str, tuple[Any, float]] = {
     "repetition_penalty": (library.RepetitionPenaltyLogitsProcessor, 1.0),
     "temperature": (library.TemperatureLogitsWarper, 1.0),
@@ -37,8 +37,8 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
     "top_k": (library.TopKLogitsWarper, 0),
     "top_p": (library.TopPLogitsWarper, 1.0),
 }
-# Fields of the model's configuration that an engine may ignore. Each is mapped to the cause to
-# report and to the value that switches the field off.
+# Fields of the model's configuration that an engine may ignore. Each maps to the cause to report
+# and to the value that disables the field.
 FIELDS: dict[str, tuple[str, Any]] = {
     "attn_logit_softcapping": (causes.ATTENTION, None),
     "final_logit_softcapping": (causes.SOFTCAP, None),
@@ -78,15 +78,15 @@ class Case:
         settings: dict[str, float] | None = None,
         change: Callable[[Any, Any, list[int]], list[int]] | None = None,
     ) -> Tensor:
-        """Recompute log-probabilities with the model's own forward pass and with one change.
+        """Recompute log-probabilities with the model's own forward pass, optionally with a change.
 
         Args:
-            build: Function that returns a different policy. None uses the trainer's policy.
+            build: Function that returns the policy to use. Default: the trainer's policy.
             samples: The samples to recompute, with or without the sets of tokens that the sampler
-                kept. None uses the samples of the loss.
-            settings: Sampling settings to apply to the logits. None applies only the temperature of
-                the loss.
-            change: Function that changes the ids of a prompt. None uses the ids that were sent.
+                kept. Default: the samples of the loss.
+            settings: Sampling settings to apply to the logits. Default: the temperature of the
+                loss.
+            change: Function that changes the ids of a prompt. Default: the ids stay unchanged.
 
         Returns:
             Log-probabilities of all R tokens in fp32 on the CPU, shape (R,). A token that the
@@ -104,9 +104,9 @@ class Case:
                 ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
                 output = policy.lm(input_ids=ids[None, :-1], use_cache=False)
                 logits = output.logits[0, len(prompt) - 1 :].float()
-                # 2. Apply the sampling settings. `context` has one row for each completion token. A
-                # repetition penalty must see only the ids before this token, so replace all later
-                # ids by the first id of the prompt, which the penalty sees anyway.
+                # 2. Apply the sampling settings. Row t of `context` has the ids that a repetition
+                # penalty sees at completion token t. They must not include token t or later ones,
+                # so replace those with the first prompt id, which is penalized anyway.
                 places = torch.arange(len(ids), device=ids.device)
                 context = torch.where(places < places[len(prompt) :, None], ids, ids[0])
                 for name, (sampler, _) in SAMPLERS.items():
@@ -152,15 +152,15 @@ def attempts(case: Case, kept: Samples, own: Tensor) -> Iterator[tuple[str, str,
 
 def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
     """Yield attempts with different temperatures, truncations and penalties."""
-    # 1. The engine may apply no temperature ("raw"), the requested temperature, or the temperature
-    # in the model's generation config.
+    # 1. Try the log-probabilities that the engine reports if it applies no temperature ("raw"), the
+    # requested temperature, or the temperature in the model's generation config.
     raw = {"samples": replace(case.samples, support=None), "settings": {}}
     yield causes.TEMPERATURE, "the engine reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
     for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
         changes = {"settings": {"temperature": value}}
         yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", changes
-    # 2. The engine may use the tokens that it reports as kept, the requested truncation, or the
+    # 2. Try the tokens that the engine reports as kept, the requested truncation, and the
     # truncation in the model's generation config.
     yield causes.TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
     requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})

@@ -31,8 +31,8 @@ class Cause:
 
     name: str  # a key of ADVICE
     what: str  # what the engine does differently
-    # Mean difference in nats per token that remains after the trainer's log-probabilities were
-    # recomputed with this cause. It is NaN if the cause was found by counting completions.
+    # Mean difference in nats per token that remains if the trainer makes the same change as the
+    # engine. It is NaN if the cause was found by counting completions.
     left: float = float("nan")
 
     @property

@@ -96,7 +96,7 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     """Parse the command-line arguments.
 
     Args:
-        words: A model, URLs of vLLM servers, and settings `key=value`, in any order.
+        words: A model, URLs of vLLM servers, and settings of the form `key=value`, in any order.
 
     Returns:
         The model or None, the doctor's settings, and the configuration. The configuration is None

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, computed again with the code of the trainer."""
+"""Log-probabilities of sampled tokens, recomputed with the trainer's code."""
 
 from __future__ import annotations
 

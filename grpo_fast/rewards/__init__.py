@@ -1,4 +1,4 @@
-"""Reward functions: rules, reward models, custom functions, and the set that combines them."""
+"""Reward functions: rules, reward models and custom functions. `RewardSet` combines them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ REWARDS: dict[str, RewardFunction] = {
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
-# Built-in reward functions that run in a worker process, and the file that defines each. A worker
-# starts quickly, because it imports only this file and not the package.
+# Built-in reward functions that run in a worker process, each with the file that defines it. A
+# worker starts quickly, because it imports only this file and not the package.
 WORKERS = {
     "format_pattern": "pattern.py",
     "math_equal": "math_answers.py",
@@ -83,7 +83,7 @@ def _resolve(spec: Any) -> WeightedReward:
         build = functools.partial(RewardModel, spec.path)
         _checked_needs(name, parameters_of(build), options)
         return WeightedReward(label, weight, build(**options))
-    # 2. Import any other function in this process, or prepare a worker that imports it.
+    # 2. Import a rule or a custom function in this process, or prepare a worker that imports it.
     path = _worker_path(name, spec.in_process)
     is_custom = ":" in name
     convention = spec.convention if is_custom else OURS
@@ -126,7 +126,7 @@ def _loaded(name: str, function: IsolatedReward) -> Loaded:
         return function.load()
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
-        # The new error has the same beginning, so remove it from the message of the worker.
+        # Remove the prefix from the worker's message, because the new message begins with it, too.
         message = str(error).removeprefix("ValueError: rewards: ")
         raise ValueError(f"rewards: {name} cannot be used: {message}{extra}") from None
 

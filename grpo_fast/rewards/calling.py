@@ -1,4 +1,4 @@
-"""Import and call of a reward function, in this process or in a worker process.
+"""Import and call a reward function, in this process or in a worker process.
 
 `isolated.py` runs this file as the worker. The file imports only the standard library, so that a
 worker starts in a fraction of a second.
@@ -41,7 +41,7 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFai
 
 
 class RewardFailure(RuntimeError):
-    """Exception for a failed call of a reward function. The metrics show the reason `why`."""
+    """Exception for a failed call of a reward function. The metrics count it under `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class RewardFailure(RuntimeError):
 
 
 def why_of(error: BaseException) -> str:
-    """Return the reason that the metrics give for an exception of a reward function.
+    """Return the reason under which the metrics count an exception of a reward function.
 
     For example, the reason for a TimeoutError is "timeout". The metric
     `rewards/<fn>/failed/timeout` then counts the samples that have no reward because of it.
@@ -109,11 +109,11 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
     Returns:
         For each completion a number, a list of numbers (one per token), or None if the function
-        does not apply. Any other value is replaced by a text that describes it.
+        does not apply. Any other value is replaced by a string that describes it.
 
     Raises:
         RewardFailure: the function did not return one value per completion.
-        BaseException: any error that the function raises.
+        BaseException: an error of any class that the function raised.
     """
     result = function(**arguments)
     if inspect.isawaitable(result):
@@ -154,7 +154,7 @@ def _values(result: Any, count: int) -> list[Any]:
     values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, numbers.Number):
         raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
-    # Refuse a dict or a set. Its order does not say which completion a value belongs to.
+    # Refuse dicts and sets, because their order does not say which completion a value belongs to.
     is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
     if is_unordered or not hasattr(values, "__iter__"):
         raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
@@ -217,15 +217,15 @@ def _reply(
 def _end_with_the_caller(lifeline: int) -> None:
     """Make the kernel kill this process group when the caller ends.
 
-    `lifeline` is a file descriptor of this process for the pipe that closes when the caller ends. A
-    thread that watches the pipe would need the interpreter lock, which a backtracking regular
-    expression never releases. PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of a
-    thread of the caller and not to the end of its process.
+    `lifeline` is the read end of a pipe that closes when the caller ends. A thread that watches the
+    pipe would need the interpreter lock, which a backtracking regular expression never releases.
+    PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of a thread of the caller and not
+    to the end of its process.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # If the pipe was closed before the signal was requested, the kernel sends no signal. Exit here.
+    # If the pipe was closed before O_ASYNC was set, the kernel sends no signal. Exit here.
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
 

@@ -62,7 +62,7 @@ def score(
 
 
 def label_of(example: Example) -> Any:
-    """Return the gold answer in the form that the row of the data has, before parsing."""
+    """Return the gold answer as it appears in the data row, before parsing."""
     return example.answer if example.label is None else example.label
 
 

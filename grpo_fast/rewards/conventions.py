@@ -1,7 +1,7 @@
 """Conventions of grpo_fast, TRL, verl and OpenRLHF for the arguments of reward functions.
 
-A worker (`calling.py`) imports this file without the package. Therefore this file imports only the
-standard library.
+A worker (`calling.py`) imports this file without the package, so it may use only the standard
+library.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def convention_of(function: RewardFunction) -> str:
 
 
 class Loaded(NamedTuple):
-    """Reward function that accepts lists as keyword arguments, with its convention and options."""
+    """Reward function that accepts lists as keyword arguments, and how it must be called."""
 
     function: RewardFunction
     convention: str
@@ -120,7 +120,7 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
 
 
 def _of_verl(compute_score: RewardFunction) -> RewardFunction:
-    """Wrap `compute_score` of verl, which scores one completion, so that it accepts lists."""
+    """Wrap verl's `compute_score`, which scores one completion, so that it accepts lists."""
 
     async def one(**arguments: Any) -> Any:
         result = compute_score(**arguments)
@@ -140,7 +140,7 @@ def _of_verl(compute_score: RewardFunction) -> RewardFunction:
 
 
 def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
-    """Wrap `reward_func` of OpenRLHF, so that its positional arguments can be passed by name."""
+    """Wrap OpenRLHF's `reward_func` so that its positional arguments can be passed by name."""
 
     async def of_batch(queries: Any, prompts: Any, labels: Any, **options: Any) -> Any:
         result = reward_func(queries, prompts, labels, **options)
@@ -151,7 +151,7 @@ def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
 
 
 class RunLog:
-    """Record of the columns and metrics that reward functions log as in TRL."""
+    """Columns and metrics that reward functions logged through the functions that TRL passes."""
 
     def __init__(self) -> None:
         self.extra: dict[str, list[Any]] = {}  # columns of the table of completions
@@ -182,13 +182,13 @@ def columns_of_others(
     Args:
         prompts: N prompts, each a text or a list of messages.
         completions: N completions.
-        answers: N gold answers as texts.
+        answers: N gold answers as strings.
         columns: the other columns of the data.
         labels: N gold answers as they are in the rows of the data.
         prompt_texts: N prompts as the model received them.
 
     Returns:
-        A dict for each convention, with the columns keyed by parameter name.
+        For each convention (TRL, verl, OpenRLHF), a dict that maps parameter names to columns.
     """
     messages = []
     for prompt, text in zip(prompts, completions, strict=True):

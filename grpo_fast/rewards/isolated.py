@@ -4,8 +4,8 @@ If a function hangs, crashes or uses all memory, its samples get no reward, but 
 The worker is a new Python process that runs `calling.py`. It starts at the first call. If it does
 not reply to a call, it is ended, and a new worker starts at the next call.
 
-Multiprocessing, and pebble which builds on it, are not suitable. They would import the user's main
-script and torch in each worker, and would not end the programs that a function has started.
+`multiprocessing`, and pebble, which builds on it, are not suitable. They would import the user's
+main script and torch in each worker, and would not kill the programs that a function has started.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ START_LIMIT_S = 120.0  # time limit for importing the user's module before the f
 
 
 class IsolatedReward:
-    """Reward function that runs in a worker process. Concurrent calls wait for each other.
+    """Reward function that runs in a worker process. Concurrent calls run one after another.
 
     Args:
         path: "package.module:function" or "file.py:function".
         timeout: time limit for a call in seconds.
         options: arguments of every call, or of the constructor if `path` names a class. They must
             be JSON values.
-        bounded: True multiplies `timeout` by the number of completions of a call.
+        bounded: if True, `timeout` is multiplied by the number of completions of a call.
         convention: one of `conventions.CONVENTIONS`. None detects it from the parameters.
 
     Raises:
@@ -114,7 +114,7 @@ class IsolatedReward:
             read_end, write_end = os.pipe()
             # Nothing is written to the second pipe. The kernel closes it, even after a crash.
             self._lifeline = os.fdopen(write_end, "wb", 0)
-            # 2. Start Python on calling.py. It gets the search path of this process.
+            # 2. Run calling.py in a new Python process with this process's module search path.
             search = os.pathsep.join(p or os.getcwd() for p in sys.path)
             # Close our copies of the worker's ends of the pipes. Otherwise the pipes would stay
             # open after the worker has ended, and we would wait forever for a reply.

@@ -1,4 +1,4 @@
-"""Reward function that uses a sequence classification model with one output as reward model."""
+"""Reward function that scores with a sequence classification model with one output."""
 
 from __future__ import annotations
 
@@ -113,9 +113,8 @@ def encode_pairs(
 def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Set the model's padding token to that of the tokenizer, and return its id.
 
-    The model reads the score at the last token that is not padding. If the padding token is EOS,
-    this is the token before EOS. transformers reads the score at the same token when it trains a
-    reward model.
+    The model reads the score at the last non-padding token. If EOS is the padding token, this is
+    the token before EOS. transformers uses the same token when it trains a reward model.
     """
     pad = tokenizer.pad_token_id
     if pad is None:

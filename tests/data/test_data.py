@@ -25,7 +25,7 @@ needs_gsm8k = pytest.mark.skipif(
 
 
 def load(split: str = "train", seed: int = 0, task: str = "jsonl", **fields: Any) -> Any:
-    """Return one split of a data set. Tokens are counted as words."""
+    """Return one split of a data set. Each word counts as one token."""
     both = load_splits(DataConfig(task=task, **fields), seed, lambda text: len(text.split()))
     return both[("train", "test").index(split)]
 
@@ -167,8 +167,7 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     test = load("test", seed=1, **data)
     train = {seed: load(seed=seed, **data) for seed in (1, 2)}
     assert test == load("test", seed=2, **data) and len(test) == 12
-    # A prompt that occurs twice in the file must be either in the training split or in the test
-    # split.
+    # A prompt that occurs twice in the file must not be in both splits.
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load(seed=1, **data)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])

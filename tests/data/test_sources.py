@@ -1,4 +1,4 @@
-"""Tests of user data sets: file formats, folders, columns, chat messages and log notes."""
+"""Tests of user data sets: file formats, folders, columns, chat messages and notes in the log."""
 
 import gzip
 import json
@@ -39,7 +39,7 @@ def parse(fields, gsm8k=False, **columns):
 
 
 def write_as(path, rows):
-    """Write rows to a file, in the format that the suffix of the file name selects."""
+    """Write rows to a file, in the format given by the suffix of the file name."""
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")):
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -291,7 +291,7 @@ def test_rows_that_worked_examples_refuse(tmp_path, row, message):
         list(load(tmp_path, shots_tokens=100))
 
 
-# ----------------------------------------------------------------------- Log notes about a data set
+# --------------------------------------------------------------- Notes in the log about a data set
 def test_answers_that_are_no_numbers_are_counted_with_their_line(tmp_path, caplog):
     golds = ["5", "15/2", "12 pens", "1e3", "+5", "\u22125", "x^2"]
     rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(golds)]

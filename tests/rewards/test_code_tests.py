@@ -104,7 +104,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
 def _session(leader: int) -> set[int]:
     """Return the ids of all processes in the session of the worker process `leader`.
 
-    A process that an answer starts cannot leave this session, so these are all processes.
+    Processes that an answer starts cannot leave this session, so the result includes all of them.
     """
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -184,9 +184,9 @@ def test_limits_out_of_range_are_refused(options):
 
 @pytest.fixture
 def changed(monkeypatch, tmp_path):
-    """Return a function that builds the reward `code_tests` from modified copies of its files.
+    """Return a function that builds the reward `code_tests` from edited copies of its files.
 
-    The arguments of the function are pairs (text, replacement).
+    Each argument of the function is a pair of a text to replace and its replacement.
     """
     folder = tmp_path / "workers"
     folder.mkdir()

@@ -7,8 +7,8 @@ from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.rewards.workers import sandbox
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# Every right result contains this text, which only the tests contain. Some of the answers below
-# return it if they find the text of the tests in a file or in memory.
+# Every correct result contains this number, which an answer can only learn from the tests. Some of
+# the answers below return it if they find the source of the tests in a file or in memory.
 SECRET = "4711"
 TESTS = f"""
 import math
@@ -69,7 +69,7 @@ def say(message):
 """
 )
 CHEATS = {
-    # These answers got the reward 1 from an earlier version of `code_tests`.
+    # An earlier version of `code_tests` gave these answers the reward 1.
     "prints the mark of a caller's frame": EVERYWHERE + """
 import sys
 frame = sys._getframe()
@@ -182,7 +182,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "calls back what it was not given": EVERYWHERE + "import gc\n"
     "for o in gc.get_objects():\n    if type(o).__name__ == 'Answer': s = o\n"
     "def f(x): return s.call_back(0, (), {})\ng = h = f",
-    # These answers search for the text of the tests in files, in memory or in other processes.
+    # These answers search for the source of the tests in files, in memory or in other processes.
     "reads the tests on the disk": "import os\ntext = ''\nfor root in ('/home', '/root', '/tmp', '/work', '.'):\n"
     "    for d, _, files in os.walk(root):\n        for n in files[:99]:\n"
     "            try: text += open(os.path.join(d, n)).read()\n            except Exception: pass\n"

@@ -1,12 +1,12 @@
 # ruff: noqa: E501
-"""Tests that right solutions score 1 and wrong solutions score 0 in all styles of tests."""
+"""Tests that correct solutions score 1 and wrong solutions score 0 in all styles of tests."""
 
 import pytest
 
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# For each style of unit tests: a right solution, a wrong solution, and the tests.
+# For each style of unit tests: a correct solution, a wrong solution, and the tests.
 STYLES = {
     "a function": (
         "def add(a, b): return a + b", "def add(a, b): return a - b",

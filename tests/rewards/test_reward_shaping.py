@@ -23,7 +23,7 @@ def punishment(length, longest, cache):
 
     Args:
         length: number of tokens of the completion.
-        longest: length from which on the punishment is -1.
+        longest: length at and above which the punishment is -1.
         cache: number of tokens before `longest` at which the punishment begins.
     """
     if length <= longest - cache:

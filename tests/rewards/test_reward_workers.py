@@ -123,7 +123,7 @@ def test_options_that_a_function_does_not_take(build, here):
         build("asks", in_process=here, units=2)
 
 
-# -------------------------------------------------------- Reasons for which a sample gets no reward
+# ------------------------------------------------------------ Reasons why a sample gets no reward
 @pytest.mark.parametrize(
     ("completion", "why"),
     [

@@ -241,7 +241,7 @@ def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):
 
 
 def test_the_users_interrupt_gets_through():
-    # Restore Python's handler of SIGINT. A process in the background of a shell ignores SIGINT.
+    # Install Python's handler of SIGINT, because a background process of a shell ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*, prompts, completions, answers):

@@ -153,8 +153,8 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
 def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
     """Check that all worker processes and their child processes end if their caller is killed.
 
-    One worker each is idle, sleeps, holds the interpreter lock, waits for a child process, and
-    imports a module.
+    One worker is idle, one sleeps, one holds the interpreter lock, one waits for a child process,
+    and one imports a module.
     """
     (tmp_path / "import_hangs.py").write_text(
         "import os, time\nopen('import', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"

@@ -41,7 +41,7 @@ TABLE = [  # gold, prompt, completion, strict, lenient
     (r"\sqrt{8}", BOX, r"so \boxed{2\sqrt{2}}", 1, 1), (r"\sqrt{8}", BOX, "2", 0, 0),
     (r"\sqrt{8}", NONE, "so it is\n$2\\sqrt{2}$", 0, 1), (r"\frac{\pi}{2}", NONE, r"\pi/2", 1, 1),
     ("(1, 2)", NONE, "(1,2)", 1, 1), ("(1, 2)", NONE, "(2,1)", 0, 0),
-    # The gold answer is a text.
+    # The gold answer is text.
     (r"\text{yes}", BOX, r"\boxed{\text{Yes}}", 0, 1), (r"\text{(A)}", BOX, r"\boxed{(A)}", 1, 1),
     ("12 pens", NONE, "12 pens", 1, 1), ("12 pens", NONE, "12  pens\n", 1, 1),
     ("12 pens", NONE, "so\n12 pens", 0, 1), ("12 pens", NONE, "12", 0, 0),

@@ -17,7 +17,7 @@ import wire
 
 
 class Answer(wire.Peer):
-    """Connection to the judge, the process that runs the tests. Its requests are executed here."""
+    """Connection to the judge, the process that runs the tests. Executes the judge's requests."""
 
     def __init__(self, descriptor, names):
         super().__init__(descriptor)
@@ -51,7 +51,7 @@ class Answer(wire.Peer):
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
     def call_back(self, key, args, kwargs):
-        """Call a function that the tests passed as an argument. It may call the code in turn."""
+        """Call a function that the tests passed as an argument. It may call the answer's code."""
         arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
         kind, parts = self.request("call", arguments)
         if kind == "value":
@@ -69,13 +69,13 @@ def plain(value):
 
 
 def module(name):
-    """Create a module and return its namespace. Dataclasses look it up in sys.modules."""
+    """Create a module in sys.modules, where dataclasses look it up, and return its namespace."""
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name].__dict__
 
 
 def serve(request):
-    """Run the code of the answer. Then execute requests of the judge until the judge ends."""
+    """Run the answer's code. Then execute the judge's requests until the judge exits."""
     names = module("answer")
     answer = Answer(sandbox.take(0), names)
     answer.receive()  # wait until the judge has made its memory unreadable

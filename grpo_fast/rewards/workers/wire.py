@@ -1,8 +1,8 @@
 """Messages between two processes: the judge, which runs tests, and the code under test.
 
-A message is its length in 4 bytes, followed by JSON. Decoding builds only builtin types, and a few
-types of the standard library from a fixed table. It never builds a class that the message names.
-Both sides limit the size and the nesting depth of a message.
+A message is its length in 4 bytes, followed by JSON. Decoding builds only values of builtin types
+and of a few standard-library types from a fixed table, never of a class that a message names. Both
+sides limit the size and the nesting depth of a message.
 """
 
 import importlib
@@ -37,7 +37,7 @@ class Malformed(Exception):
 
 
 def encode(value, refer, depth=0):
-    """Return a value as a JSON tree. `refer(value)` encodes a value that is not plain data."""
+    """Return a value as a JSON tree. `refer` encodes the values that are not plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -98,8 +98,8 @@ class Peer:
     other process refers to it by a number.
 
     A subclass defines three methods. `operation(name)` returns the function that executes a
-    request. `refer(value)` returns the tree of a value that is not plain data.
-    `resolve(tag, *parts)` returns the value of a tree that `refer` built in the other process.
+    request. `refer(value)` encodes a value that is not plain data as a JSON tree `[tag, *parts]`.
+    `resolve(tag, *parts)` decodes a tree that `refer` built in the other process.
 
     Args:
         descriptor: file descriptor of a connected socket.
@@ -125,13 +125,13 @@ class Peer:
         return number
 
     def request(self, operation, args):
-        """Send a request, and return the kind and the parts of its reply.
+        """Send a request, and return its reply: "value" or "error", and a list of JSON trees.
 
         Until the reply comes, execute the requests of the other process.
 
         Args:
             operation: name of the operation.
-            args: tree of [positional arguments, keyword arguments].
+            args: JSON tree of the list [positional arguments, keyword arguments].
         """
         self.send(pack(["call", operation, args]))
         while True:

@@ -32,12 +32,9 @@ class Example(NamedTuple):
     label: object = None
 
 
-def words_of(example: Example) -> set[str]:
-    """Return the set of distinct words in an example's prompt, answer and solution."""
-    prompt = example.prompt
-    parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    texts = [*parts, example.answer, example.solution]
-    return {word for text in texts if text for word in text.split()}
+def text_of(prompt: Prompt) -> str:
+    """Return a prompt as text. The texts of chat messages are joined by line ends."""
+    return prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
 
 
 Item = TypeVar("Item")

@@ -89,7 +89,8 @@ def read_file(path: Path) -> Rows:
         loaded = _datasets(str(path), "load_dataset", ARROW[ending], data_files=str(path))
         yield from loaded["train"]()
         return
-    readers = {".json": _read_json, **dict.fromkeys(TABLES, _read_table)}
+    tables = {name: functools.partial(_read_table, mark) for name, mark in TABLES.items()}
+    readers: dict[str, Callable[[Path], Rows]] = {".json": _read_json, **tables}
     count = 0
     try:
         for place, fields in readers.get(ending, read_jsonl)(path):
@@ -141,11 +142,10 @@ def _read_json(path: Path) -> Rows:
         yield f"{path}[{number}]", fields
 
 
-def _read_table(path: Path) -> Rows:
+def _read_table(delimiter: str, path: Path) -> Rows:
     # Use the csv module instead of `datasets`, which reads tables with pandas. pandas turns 007
     # into 7 and "None" into a missing value.
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
-    delimiter = TABLES[Path(path.name.removesuffix(".gz")).suffix]
     with _open(path) as file:
         text = (line.decode("utf-8-sig" if i == 0 else "utf-8") for i, line in enumerate(file))
         reader = csv.DictReader(text, delimiter=delimiter)

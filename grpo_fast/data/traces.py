@@ -99,7 +99,7 @@ def read_traces(
     Args:
         records: results of `trace.to_record()` or of `trace.model_dump(mode="python")`. Only
             `model_dump` includes sampling masks and routed experts.
-        names: name of each record, for error messages. None uses `traces[0]`, `traces[1]`, ….
+        names: name of each record, for error messages. Default: `traces[0]`, `traces[1]`, ….
 
     Raises:
         ValueError: a record is not a trace. The message names the record and the node.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.data import load_splits, read_examples
+from grpo_fast.data import read_examples
 from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.records import gold_answer, strip_calculator
@@ -26,8 +26,9 @@ needs_gsm8k = pytest.mark.skipif(
 
 def load(split: str = "train", seed: int = 0, task: str = "jsonl", **fields: Any) -> Any:
     """Return one split of a data set. Each word counts as one token."""
-    both = load_splits(DataConfig(task=task, **fields), seed, lambda text: len(text.split()))
-    return both[("train", "test").index(split)]
+    data = DataConfig(task=task, **fields)
+    splits = Splits(data, seed, lambda text, **_: {"input_ids": text.split()})
+    return getattr(splits, split)
 
 
 def read(path: Path, task: str = "jsonl", **fields: Any) -> Any:

@@ -37,14 +37,17 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
     "top_k": (library.TopKLogitsWarper, 0),
     "top_p": (library.TopPLogitsWarper, 1.0),
 }
-# Fields of the model's configuration that an engine may ignore. Each maps to the cause to report
-# and to the value that disables the field.
-FIELDS: dict[str, tuple[str, Any]] = {
-    "attn_logit_softcapping": (causes.ATTENTION, None),
-    "final_logit_softcapping": (causes.SOFTCAP, None),
-    "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
-    "sliding_window": (causes.ROPE, 1 << 30),
-}  # fmt: skip
+# Settings of the model's configuration that an engine may ignore: a description, the cause to
+# report, the field, and a function that returns the value of the field without the setting.
+IGNORED: list[tuple[str, str, str, Callable[[Any], Any]]] = [
+    ("RoPE scaling", causes.ROPE, "rope_parameters", lambda x: {**x, "rope_type": "default"}),
+    ("rope_theta", causes.ROPE, "rope_parameters", lambda x: {**x, "rope_theta": 10000.0}),
+    ("attn_logit_softcapping", causes.ATTENTION, "attn_logit_softcapping", lambda _: None),
+    ("final_logit_softcapping", causes.SOFTCAP, "final_logit_softcapping", lambda _: None),
+    ("logit_scale", causes.SOFTCAP, "logit_scale", lambda _: 1.0),
+    ("logits_scaling", causes.SOFTCAP, "logits_scaling", lambda _: 1.0),
+    ("sliding_window", causes.ROPE, "sliding_window", lambda _: 1 << 30),
+]
 # Maps the description of a mistake that an engine may make with a prompt to a function that makes
 # the mistake. The function gets the tokenizer, the chat messages and the correct ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
@@ -66,7 +69,7 @@ class Case:
 
     policy: Policy
     samples: Samples  # with the tokens that the sampler kept, if the loss uses them
-    prompts: Sequence[Prompt]  # texts or chat messages, one for each group of samples
+    prompts: Sequence[Prompt]  # strings or chat messages, one for each group of samples
     sampling: Sampling  # settings that were requested from the engine
     temperature: float  # temperature of the loss
 
@@ -198,15 +201,9 @@ def other_attempts(case: Case) -> Iterator[Attempt]:
         build = partial(cast, policy, dtype)
         yield causes.DTYPE, f"the engine computes in {dtype}", {"build": build}
     config = policy.lm.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    changes = [
-        ("the scaling of RoPE", causes.ROPE, "rope_parameters", {**rope, "rope_type": "default"}),
-        ("rope_theta", causes.ROPE, "rope_parameters", {**rope, "rope_theta": 10000.0}),
-    ]
-    changes += [(field, cause, field, off) for field, (cause, off) in FIELDS.items()]
-    for name, cause, field, value in changes:
-        if getattr(config, field, None):
-            build = partial(with_config, policy, field, value)
+    for name, cause, field, without in IGNORED:
+        if value := getattr(config, field, None):
+            build = partial(with_config, policy, field, without(value))
             yield cause, f"the engine ignores {name}", {"build": build}
 
 

@@ -37,5 +37,5 @@ class Cause:
 
     @property
     def advice(self) -> str:
-        """Return a text that describes the cause and what to do about it."""
+        """Return a description of the cause and of what to do about it."""
         return f"{self.what}: {ADVICE[self.name]}"

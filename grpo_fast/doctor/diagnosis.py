@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_fast.data import Prompt
 from grpo_fast.doctor.attempts import Case, attempts
 from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Cause
-from grpo_fast.doctor.recompute import measure_noise, trainer_logps
+from grpo_fast.doctor.recompute import trainer_logps
 from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
@@ -45,7 +45,6 @@ class Diagnosis:
     threshold: float  # largest mean difference that is allowed
     causes: list[Cause]  # the causes that were found
     tried: list[Cause]  # the best attempt of each cause, sorted by the remaining difference
-    own_noise: float  # mean difference between the trainer's packed and single rows
     ok: bool  # True if the mean is allowed and all weight versions and endings are right
 
 
@@ -67,15 +66,15 @@ def diagnose(
     Args:
         policy: The trainer's policy. Its weights are sent to the engine with the number `version`.
         engine: Any `grpo_fast.rollout.Engine`.
-        prompts: Texts or chat messages.
+        prompts: Strings or lists of chat messages.
         sampling: The sampling settings to request from the engine.
         group_size: Number of completions of each prompt.
         seed: Seed of the rollout.
         version: Number that identifies the policy's weights.
-        temperature: Temperature of the loss. None uses the temperature of `sampling`.
+        temperature: Temperature of the loss. Default: the temperature of `sampling`.
         uses_kept: True if the loss is computed over the tokens that the sampler kept. This requires
             an engine that reports them.
-        threshold: Allowed mean difference in nats per token. None uses the noise of the policy's
+        threshold: Allowed mean difference in nats per token. Default: the noise of the policy's
             dtype.
 
     Returns:
@@ -124,7 +123,7 @@ def diagnose(
     counted = wrong_versions_and_ends(samples, policy, version, sampling.max_new_tokens)
     return Diagnosis(
         len(gap), mean, float(gap.max()), own, noise, threshold, found + counted, tried,
-        measure_noise(policy, samples, temperature), mean <= threshold and not counted,
+        mean <= threshold and not counted,
     )  # fmt: skip
 
 

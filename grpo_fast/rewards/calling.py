@@ -41,22 +41,17 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFai
 
 
 class RewardFailure(RuntimeError):
-    """Exception for a failed call of a reward function. The metrics count it under `why`."""
+    """Exception for a failed call of a reward function.
+
+    Args:
+        message: the error message.
+        why: the reason in the metrics. For example, `rewards/<fn>/failed/timeout` counts the
+            samples that have no reward for the reason "timeout".
+    """
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
         self.why = why
-
-
-def why_of(error: BaseException) -> str:
-    """Return the reason under which the metrics count an exception of a reward function.
-
-    For example, the reason for a TimeoutError is "timeout". The metric
-    `rewards/<fn>/failed/timeout` then counts the samples that have no reward because of it.
-    """
-    if isinstance(error, RewardFailure):
-        return error.why
-    return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
 def import_function(path: str) -> RewardFunction:
@@ -103,7 +98,8 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
     """Call a reward function and check its result.
 
     Args:
-        function: the reward function. It may return an awaitable.
+        function: the reward function, or a functools.partial that binds its options. It may return
+            an awaitable.
         count: number of completions.
         arguments: keyword arguments of the call.
 
@@ -115,7 +111,9 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
         RewardFailure: the function did not return one value per completion.
         BaseException: an error of any class that the function raised.
     """
-    result = function(**arguments)
+    # A column of the data must not replace an option that has the same name.
+    options = getattr(function, "keywords", {})
+    result = function(**{**arguments, **options})
     if inspect.isawaitable(result):
         result = _awaited(result)
     return [_score_or_text(value) for value in _values(result, count)]
@@ -174,7 +172,7 @@ def _score_or_text(value: Any) -> Score | str:
 
 
 def _number_or_text(value: Any) -> float | str:
-    if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a text
+    if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a string
         with contextlib.suppress(Exception):
             return float(value)
     return text_of(value, 60)
@@ -200,7 +198,7 @@ def serve(path: str, pipe: Connection) -> None:
             else:
                 reply = _reply(loaded, **request)
         except BaseException as error:  # a user's function may raise anything
-            reply = {"error": describe(error), "why": why_of(error)}
+            reply = {"error": describe(error), "why": getattr(error, "why", "error")}
         pipe.send_bytes(json.dumps(reply, default=text_of).encode())
 
 
@@ -210,7 +208,7 @@ def _reply(
     log = conventions.RunLog()
     if state is not None:
         arguments |= loaded.parameters.select(log.objects(state))
-    scores = call(loaded.function, count, {**arguments, **loaded.options})
+    scores = call(loaded.function, count, arguments)
     return {"scores": scores, "extra": log.extra, "metrics": log.metrics}
 
 

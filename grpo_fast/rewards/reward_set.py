@@ -128,8 +128,8 @@ class RewardSet:
         """Score N completions.
 
         Args:
-            prompts: N prompts, each a text or a list of messages.
-            completions: N texts.
+            prompts: N prompts, each a string or a list of messages.
+            completions: N strings.
             answers: N gold answers as strings. An entry is None for an example without an answer.
             columns: further lists of N values, which functions can request by parameter name.
             labels: N gold answers as they are in the data rows, of any type, for functions for TRL,
@@ -228,7 +228,7 @@ class RewardSet:
         except KeyboardInterrupt:  # the user ends the run
             raise
         except BaseException as error:  # includes sys.exit() and a cancelled coroutine
-            why = calling.why_of(error)
+            why = getattr(error, "why", "error")
             if why == calling.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
             self._note(reward.name, calling.describe(error))

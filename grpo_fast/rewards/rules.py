@@ -115,8 +115,8 @@ def format_tags(
             count, too.
         tags: the tags in the right order.
         per_tag: reward for each tag.
-        number: True gives the last `per_tag` for an answer that is a number, instead of for the
-            order of the tags.
+        number: if True, the last `per_tag` is for an answer that is a number, and not for the order
+            of the tags.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]
 

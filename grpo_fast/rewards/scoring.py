@@ -36,6 +36,7 @@ from grpo_fast.data.answers import (
     parse_number,
     unwrapped,
 )
+from grpo_fast.data.example import text_of
 from grpo_fast.errors import require
 from grpo_fast.rewards import workers
 from grpo_fast.rewards.calling import RewardFailure
@@ -137,9 +138,7 @@ def is_expression(answer: str) -> bool:
 
 def _marks_shown(task: str, example: Example) -> tuple[str, ...]:
     """Return the kinds of answer marks that occur in an example's prompt or solution."""
-    prompt = example.prompt
-    shown = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    text = "\n".join([*shown, example.solution or ""]).casefold()
+    text = f"{text_of(example.prompt)}\n{example.solution or ''}".casefold()
     usual = USUAL_MARKS if task == "gsm8k" or any(mark in text for mark in USUAL_MARKS) else ()
     return (*usual, *([BOXED] if BOXED in text else []))
 
@@ -161,7 +160,7 @@ def _are_equal(answer: str, gold: str) -> bool:
     columns = {"completions": [f"\\boxed{{{answer}}}"], "answers": [gold]}
     try:
         return _worker()(**columns) == [1.0]
-    except (RewardFailure, TimeoutError) as error:
+    except RewardFailure as error:
         if "math_verify" in str(error):
             _say_that_it_is_missing()
         return False

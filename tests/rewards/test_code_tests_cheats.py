@@ -64,8 +64,7 @@ SAY = (
     + """
 import json
 def say(message):
-    data = json.dumps(message).encode()
-    everywhere(len(data).to_bytes(4, "big") + data)
+    everywhere(json.dumps(message).encode() + b"\n")
 """
 )
 CHEATS = {
@@ -156,7 +155,8 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "lines for the tests that hold": EVERYWHERE + "everywhere(b'held\\n' * 99)",
     "lines for the tests, later": EVERYWHERE + "def f(x): everywhere(b'held\\n' * 99)\ng = h = f",
     "garbage on the channel": EVERYWHERE + "everywhere(b'\\xff' * 5000)",
-    "a huge message": EVERYWHERE + "everywhere(b'\\x00\\xff\\xff\\xff' + b'[' * (1 << 24))",
+    "a huge message": EVERYWHERE + "everywhere(b'1' * (1 << 25))",
+    "a deep message": EVERYWHERE + "everywhere(b'[' * (1 << 20) + b'\\n')",
     "a message of objects": SAY + "say('defined')\n"
     "for m in (['value', None, None], {}, [], ['value', {'__eq__': 1}, None], ['held'], 'defined',\n"
     "          ['value', ['name', 'eval'], None], ['call', 'call', ['list', ['list', ['own', 0]], ['dict']]],\n"

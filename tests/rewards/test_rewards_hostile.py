@@ -146,12 +146,8 @@ def module(tmp_path_factory):
 @pytest.fixture(scope="module", params=["here", "isolated"])
 def odd(request, module):
     """Return the reward function `odd`, which runs in this process or in a worker."""
-    isolated = request.param == "isolated"
-    options = {"timeout": 30} if isolated else {"in_process": True}
-    function = build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
-    yield function
-    if isolated:
-        function.close()
+    options = {"timeout": 30, "in_process": request.param == "here"}
+    return build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
 
 
 def ask(function, what, n):

@@ -21,16 +21,8 @@ class Answer(wire.Peer):
 
     def __init__(self, descriptor, names):
         super().__init__(descriptor)
-        self.names = names
-
-    def operation(self, name):
-        own = {"call": operator.call, "plain": plain, "lookup": self.lookup}
-        return own.get(name) or getattr(builtins, name, None) or getattr(operator, name)
-
-    def lookup(self, name):
-        if name not in self.names:
-            raise NameError(f"name {name!r} is not defined")
-        return self.names[name]
+        own = {"plain": plain, "lookup": names.__getitem__}
+        self.operations = {**vars(operator), **vars(builtins), **own}
 
     def refer(self, value):
         if isinstance(value, type):

@@ -49,9 +49,9 @@ def code_tests(
     Args:
         completions: N completions. The code is the last fenced block of each completion.
         tests: the tests of each completion, as Python source or as inputs and outputs. Python
-            source (a text or a list of texts) has asserts, setup statements, and calls of functions
-            that the tests define, such as `check(f)`. Inputs and outputs are for a program that
-            reads stdin and writes stdout: a list of `{"input": …, "output": …}`, or
+            source (a string or a list of strings) has asserts, setup statements, and calls of
+            functions that the tests define, such as `check(f)`. Inputs and outputs are for a
+            program that reads stdin and writes stdout: a list of `{"input": …, "output": …}`, or
             `{"inputs": […], "outputs": […]}`.
         seconds: limit of processor time and of elapsed time, for each completion with its tests.
         memory: memory limit in MiB of each process, including the interpreter.
@@ -122,7 +122,7 @@ def _pairs(part: Any) -> list[tuple[str, str]]:
 
 
 def code_of(text: str) -> str:
-    """Return the last fenced block of a text, or the full text if it has no fence.
+    """Return the last fenced block of a completion, or the full text if it has no fence.
 
     A block that is not closed ends at the end of the text.
     """

@@ -25,16 +25,14 @@ TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind,
 class Judge(wire.Peer):
     """Connection to the process of the code under test, through which the tests call that code."""
 
+    operations = {"call": operator.call}
+
     def __init__(self, descriptor):
         super().__init__(descriptor)
         self.handles = {}  # (number, role) → Handle, reused so that `is` works
         self.errors = {}  # number → class that represents an exception class of the answer
         self.changes = []  # (arguments before a call, arguments after the call)
         self.uses_objects = False  # True if the tests use objects that are not plain data
-
-    def operation(self, name):
-        """Return `operator.call`, the only operation that the other process may request."""
-        return {"call": operator.call}[name]
 
     def ask(self, operation, args, kwargs=None, role=VALUE):
         """Execute an operation in the process of the code under test, and return its result.
@@ -157,7 +155,7 @@ def run(source, judge, out):
     for name in sources.names_of_answer(source):
         # A name in CapWords is a class, whose instances are objects that the tests expect.
         is_class = name[0].isupper() and "_" not in name
-        with contextlib.suppress(NameError):
+        with contextlib.suppress(KeyError):  # the answer does not define the name
             namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
     # 2. Run the statements.
     for statement, is_test in sources.statements_of(source):

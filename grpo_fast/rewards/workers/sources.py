@@ -58,7 +58,7 @@ def names_of_answer(source):
 
     The answer must not define functions that judge it, such as `isinstance`, `math` or `Counter`.
     Names of builtins, modules and well-known types are therefore left out, unless the tests use no
-    other undefined name, as in `assert sum(10, 15) == 25`.
+    other undefined name, as in `assert sum(10, 15) == 6`.
     """
     free = free_names(source) - modules_of(source)
     known = vars(builtins).keys() | MODULE_OF.keys()

@@ -189,13 +189,16 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
     A prompt with fewer than `tokens` tokens is skipped. With 0 tokens, there are no worked
     examples.
     """
-    from grpo_fast.data import load_splits
+    from grpo_fast.data.splits import Splits
+
+    def tokenizer(text: str, **_: object) -> Any:
+        return {"input_ids": range(count(text))}
 
     shots = tokens or None
     data = DataConfig(task="gsm8k", path=folder, prompt_template="plain", shots_tokens=shots)
     # Skip prompts that are too short: yield only those that have at least `tokens` tokens in total.
     # The worked examples take most of `tokens`, and the question comes after them.
-    texts = (str(e.prompt) for e in load_splits(data, 0, count)[0])
+    texts = (str(e.prompt) for e in Splits(data, 0, tokenizer).train)
     return (text for text in texts if count(text) >= tokens)
 
 

@@ -1,13 +1,13 @@
-r"""Extract answers from texts, without eval and in time linear in the text's length.
+r"""Extract answers from text, without eval and in time linear in its length.
 
-A text marks its answer by `#### 18` (to the end of the line), `<answer>18</answer>` or
+Text marks its answer by `#### 18` (to the end of the line), `<answer>18</answer>` or
 `\boxed{18}`. If there are several marked answers, the last one counts. Text inside
 `<think>…</think>` is ignored, and so is text after a `<think>` that is never closed.
 
 A number has at most 32 ASCII digits, with or without commas between groups of three. It may have a
 sign, decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or
 `=` in front, and a full stop at the end are ignored. For example, 18, 18.0, $18, +18 and `18.` are
-equal, and so are 1,080 and 1080, or 1/2 and 0.5. The minus sign may be `-` or U+2212.
+equal, as are 1,080 and 1080, and 1/2 and 0.5. The minus sign may be `-` or U+2212.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def parse_number(text: str) -> Number | None:
-    """Convert a text that consists of one number to this number. Return None for any other text.
+    """Parse text that consists of a single number. Return None for any other text.
 
     Currency signs, LaTeX and similar decorations of the number are ignored.
     """
@@ -82,7 +82,7 @@ def final_part(text: str) -> str:
 
 
 def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
-    """Return the answer at the last answer mark of a text, or None if the text has no answer mark.
+    """Return the answer at the last answer mark in the text, or None if it has no answer mark.
 
     An answer mark is `####`, `<answer>` or a LaTeX box.
 
@@ -105,7 +105,7 @@ def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
 
 
 def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | None:
-    """Return the number that a text marks as its answer in the required format, or None.
+    """Return the number that the text marks as its answer in the required format, or None.
 
     Args:
         text: a completion.
@@ -118,7 +118,7 @@ def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | 
 
 
 def extract_lenient(text: str) -> Number | None:
-    """Return the number at the last answer mark, or the last number of a text without marks."""
+    """Return the number at the last answer mark. Without marks, return the last number."""
     final = final_part(text)
     content = marked_content(final)
     if content is not None:

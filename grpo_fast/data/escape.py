@@ -9,7 +9,7 @@ _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
 def escape_control(text: str) -> str:
-    r"""Return a text in which control, bidi and invisible characters are written as escapes.
+    r"""Return text with its control, bidi and invisible characters written as escapes.
 
     For example, the ESC character becomes the four characters `\x1b`. Line ends and tabs are kept.
     """

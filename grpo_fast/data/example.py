@@ -1,4 +1,4 @@
-"""The type of all examples, and the base class of sequences that compute their examples."""
+"""The type of all examples, and a base class for sequences that compute examples on demand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Example(NamedTuple):
         answer: gold answer for the reward functions, or None.
         solution: gold text for supervised training (warm start), or None.
         fields: all columns of the row in the data file, for reward functions.
-        label: the answer in the row, before it was converted to text. It may have any type. None
-            means that the row contains `answer` unchanged.
+        label: the answer in the row, before it was converted to text, of any type. None if the
+            example has no answer, or was not read from a row.
     """
 
     prompt: Prompt
@@ -32,12 +32,9 @@ class Example(NamedTuple):
     label: object = None
 
 
-def words_of(example: Example) -> set[str]:
-    """Return all different words of an example's prompt, answer and solution."""
-    prompt = example.prompt
-    parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    texts = [*parts, example.answer, example.solution]
-    return {word for text in texts if text for word in text.split()}
+def text_of(prompt: Prompt) -> str:
+    """Return a prompt as text. The texts of chat messages are joined by line ends."""
+    return prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
 
 
 Item = TypeVar("Item")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_fast.data.answers import parse_number
 from grpo_fast.data.example import Example
 from grpo_fast.data.prompts import Form, ShotPrompts
 from grpo_fast.data.readers import TEST_SPLITS, Rows, hub_splits, is_local, local_splits, read_file
@@ -29,10 +28,11 @@ class Survey(NamedTuple):
 
 
 def load_file_splits(
-    data: Any, seed: int, count_tokens: Callable[[str], int], test_only: bool
+    data: Any, seed: int, tokenizer: Any, test_only: bool
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Return both splits of a file, folder or hub dataset. See `load_splits`."""
-    # 1. Read the splits, and check that they have examples. Worked examples are training examples.
+    """Return both splits of a file, folder or hub dataset. See `splits.Splits`."""
+    # 1. Read the splits, and check that they have examples. The worked examples are taken from the
+    # training split.
     form = Form.of(data)
     needs_train = not test_only or data.shots_tokens is not None
     train, test, notes = survey(data, needs_train)
@@ -45,19 +45,15 @@ def load_file_splits(
     ordered = list(train)
     random.Random(f"{seed}/order").shuffle(ordered)
     # 2. Write the prompts, with worked examples from the training split if the settings request it.
+    test = test[: data.n_test]
+    if data.shots_tokens is None:
+        return [form.apply(e) for e in ordered], [form.apply(e) for e in test]
     pool = [e for e in train if isinstance(e.prompt, str)]
-
-    def written(examples: list[Example], draws: int | str) -> Sequence[Example]:
-        if data.shots_tokens is None:
-            return [form.apply(e) for e in examples]
-        budget = data.shots_tokens
-        return ShotPrompts(
-            examples, pool, form, budget=budget, count_tokens=count_tokens, seed=draws
-        )
-
+    options = {"budget": data.shots_tokens, "tokenizer": tokenizer}
+    shown = ShotPrompts(ordered, pool, form, seed=seed, **options)
     # Do not use the run's seed for the worked examples of test prompts. They must be the same in
     # all runs, so that evaluations can be compared.
-    return written(ordered, seed), written(test[: data.n_test], "test")
+    return shown, ShotPrompts(test, pool, form, seed="test", **options)
 
 
 def read_examples(data: Any) -> list[Example]:
@@ -67,7 +63,7 @@ def read_examples(data: Any) -> list[Example]:
         data: the section `data` of a configuration.
     """
     form = Form.of(data)
-    return [form.apply(example) for example, _ in _parsed(read_file(Path(data.path)), data)]
+    return [form.apply(example) for example in _parsed(read_file(Path(data.path)), data)]
 
 
 def survey(data: Any, needs_train: bool = True) -> Survey:
@@ -78,23 +74,20 @@ def survey(data: Any, needs_train: bool = True) -> Survey:
 
     Args:
         data: the section `data` of a configuration.
-        needs_train: False skips the training split if the source has a test split.
+        needs_train: if False, skip the training split, unless the source has no test split.
     """
     # 1. Read the splits. If there is no test split, hold out some training rows for it.
     local = is_local(data.path)
     splits = local_splits(Path(data.path)) if local else hub_splits(data.path)
     train_name = "train" if "train" in splits else next(iter(splits))
     test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
-    rows = _parsed(splits[train_name](), data) if needs_train or test_name is None else []
-    train = [example for example, _ in rows]
+    train = _parsed(splits[train_name](), data) if needs_train or test_name is None else []
     if test_name is None:
         train, test = _hold_out(train, data.n_test, data.path)
     else:
-        tests = _parsed(splits[test_name](), data)
-        test = [example for example, _ in tests]
-        rows += tests
-    notes = _unusual_answers(rows)
+        test = _parsed(splits[test_name](), data)
     # 2. Remove test prompts from the training split, unless the split would become empty.
+    notes = []
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
     if train and not different:
@@ -105,25 +98,8 @@ def survey(data: Any, needs_train: bool = True) -> Survey:
     return Survey(different or train, test, notes)
 
 
-def _parsed(rows: Rows, data: Any) -> list[tuple[Example, str]]:
-    """Convert rows to examples. Return each example with the location of its row."""
-    is_gsm8k = data.task == "gsm8k"
-    return [(parse_record(place, row, is_gsm8k, data.columns), place) for place, row in rows]
-
-
-def _unusual_answers(rows: list[tuple[Example, str]]) -> list[str]:
-    """Return a list with a warning if only some of the gold answers are numbers.
-
-    Otherwise, return an empty list.
-    """
-    with_answer = [(e, place) for e, place in rows if e.answer is not None]
-    unusual = [(e, place) for e, place in with_answer if parse_number(str(e.answer)) is None]
-    if not unusual or len(unusual) == len(with_answer):
-        return []
-    example, place = unusual[0]
-    judged = "they are judged as expressions or texts"
-    count = f"{len(unusual)} of {len(with_answer)} gold answers are not numbers"
-    return [f"{count}, the first at {place}: {str(example.answer)[:40]!r}; {judged}"]
+def _parsed(rows: Rows, data: Any) -> list[Example]:
+    return [parse_record(place, row, data.task == "gsm8k", data.columns) for place, row in rows]
 
 
 def _hold_out(

@@ -25,7 +25,7 @@ def is_offline() -> bool:
     """Return whether the hub is unreachable. If it is, switch its clients to offline mode.
 
     Without this check, the hub's clients would retry for half a minute. If the environment sets a
-    proxy, the hub counts as reachable and no connection is tried. The result is cached.
+    proxy, the hub is assumed to be reachable, without a test connection. The result is cached.
     """
     from huggingface_hub import constants
 
@@ -38,8 +38,8 @@ def is_offline() -> bool:
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname, port), timeout=SECONDS).close()
     except OSError:
-        # Set the environment variable for libraries that are imported later. A library that is
-        # already imported has read the variable into a constant, so change the constant, too.
+        # Set the environment variable for libraries that are imported later. Libraries that are
+        # already imported have copied the variable into a constant, so change that constant, too.
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
         # If `datasets` is not imported yet, it will read the environment variable.
@@ -54,7 +54,7 @@ def check_fields(fields: Mapping[str, object], allow_code: bool = False) -> None
 
     Args:
         fields: the fields.
-        allow_code: True allows attention kernels from the hub, which are code.
+        allow_code: if True, allow attention kernels from the hub, which execute code.
 
     Raises:
         ValueError: the model has so many layers that they would fill the memory, or a field names a

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from grpo_fast.data.example import Example, LazySequence, Prompt
+from grpo_fast.data.example import Example, LazySequence, Prompt, text_of
 from grpo_fast.errors import require
 
 PROMPT_TEMPLATES = {
@@ -23,7 +23,7 @@ class Form(NamedTuple):
     Attributes:
         template: text that contains `{question}`.
         system: system message, or None.
-        chat: True puts the text into a chat message with the role "user".
+        chat: if True, the text becomes a chat message with the role "user".
     """
 
     template: str
@@ -82,7 +82,7 @@ class Form(NamedTuple):
 
 
 def in_chat(example: Example) -> Example:
-    """Return the example with a text prompt converted to a chat message of the user."""
+    """Return the example with its text prompt converted to a user chat message."""
     if not isinstance(example.prompt, str):
         return example
     return example._replace(prompt=[{"role": "user", "content": example.prompt}])
@@ -100,7 +100,7 @@ class ShotPrompts(LazySequence[Example]):
         form: the template and the chat settings of prompts and shots.
         budget: maximum number of tokens of all shots in a prompt. Shots are drawn until the next
             shot does not fit.
-        count_tokens: function that returns the number of tokens of a text.
+        tokenizer: the tokenizer that counts the tokens of the shots.
         seed: seed of the random choice of shots.
 
     Raises:
@@ -114,7 +114,7 @@ class ShotPrompts(LazySequence[Example]):
         form: Form,
         *,
         budget: int,
-        count_tokens: Callable[[str], int],
+        tokenizer: Any,
         seed: int | str,
     ) -> None:
         self.examples = examples
@@ -124,7 +124,9 @@ class ShotPrompts(LazySequence[Example]):
         self.seed = seed
         self.keys = [question_key(e.prompt) for e in pool]
         self.texts = [form.shot(e) for e in pool]
-        self._length = functools.cache(lambda i: count_tokens(self.texts[i]))
+        self._length = functools.cache(
+            lambda i: len(tokenizer(self.texts[i], add_special_tokens=False)["input_ids"])
+        )
         shortest = sorted(range(len(pool)), key=lambda i: len(self.texts[i]))[:8]
         if not any(self._length(i) <= budget for i in shortest):
             none_fits = f"not one of {len(pool)} training examples fits into {budget} tokens"
@@ -135,7 +137,7 @@ class ShotPrompts(LazySequence[Example]):
         return self.form.apply(self.examples[index], prefix)
 
     def shots(self, index: int) -> list[int]:
-        """Return the indices in `pool` of the shots of an example, in their order in the prompt."""
+        """Return the `pool` indices of an example's shots, in prompt order."""
         chosen: list[int] = []
         seen = {question_key(self.examples[index].prompt)}
         room = self.budget
@@ -153,5 +155,4 @@ class ShotPrompts(LazySequence[Example]):
 
 def question_key(prompt: Prompt) -> str:
     """Return a prompt's text in lower case and without whitespace, as a key for equal questions."""
-    text = prompt if isinstance(prompt, str) else " ".join(part["content"] for part in prompt)
-    return "".join(text.split()).casefold()
+    return "".join(text_of(prompt).split()).casefold()

@@ -20,7 +20,7 @@ Rows = Iterator[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
 
 LINES = (".jsonl", ".ndjson")
-TABLES = {".csv": ",", ".tsv": "\t"}  # file ending -> delimiter
+TABLES = {".csv": ",", ".tsv": "\t"}  # file extension -> delimiter
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (*LINES, ".json", *TABLES, *ARROW)
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
@@ -38,7 +38,7 @@ def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
     A single file becomes the split "train". If its name contains "train" and the folder has a file
-    with "test" at this place in the name, the second file becomes the split "test".
+    of the same name with "test" instead, that file becomes the split "test".
 
     Raises:
         ValueError: the path does not exist, or the folder has no data.
@@ -79,7 +79,7 @@ def hub_splits(name: str) -> Splits:
 
 
 def read_file(path: Path) -> Rows:
-    """Yield the rows of a file. The file's ending determines the format.
+    """Yield the rows of a file. The file extension determines the format.
 
     Raises:
         ValueError: the file is damaged or empty.
@@ -89,7 +89,8 @@ def read_file(path: Path) -> Rows:
         loaded = _datasets(str(path), "load_dataset", ARROW[ending], data_files=str(path))
         yield from loaded["train"]()
         return
-    readers = {".json": _read_json, **dict.fromkeys(TABLES, _read_table)}
+    tables = {name: functools.partial(_read_table, mark) for name, mark in TABLES.items()}
+    readers: dict[str, Callable[[Path], Rows]] = {".json": _read_json, **tables}
     count = 0
     try:
         for place, fields in readers.get(ending, read_jsonl)(path):
@@ -141,11 +142,10 @@ def _read_json(path: Path) -> Rows:
         yield f"{path}[{number}]", fields
 
 
-def _read_table(path: Path) -> Rows:
+def _read_table(delimiter: str, path: Path) -> Rows:
     # Use the csv module instead of `datasets`, which reads tables with pandas. pandas turns 007
     # into 7 and "None" into a missing value.
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
-    delimiter = TABLES[Path(path.name.removesuffix(".gz")).suffix]
     with _open(path) as file:
         text = (line.decode("utf-8-sig" if i == 0 else "utf-8") for i, line in enumerate(file))
         reader = csv.DictReader(text, delimiter=delimiter)

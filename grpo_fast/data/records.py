@@ -41,7 +41,7 @@ def parse_record(
     Args:
         where: the row's location, for error messages.
         fields: the row's columns.
-        gsm8k: True requires that every answer ends with `#### <number>`.
+        gsm8k: if True, every answer must end with `#### <number>`.
         columns: names of the columns for `prompt`, `answer` and `solution`. A dot selects a key
             inside a column, as in "reward_model.ground_truth".
 
@@ -51,21 +51,23 @@ def parse_record(
     # 1. Find the prompt, the answer and the solution.
     require(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     given = dict(columns or {})
-    name = _find(fields, [given["prompt"]] if "prompt" in given else PROMPTS)
+    listed = ", ".join(map(repr, fields)) or "none"
+    for role in ("prompt", "answer"):
+        if role in given and _value(fields, given[role]) is None:
+            raise ValueError(f"{where}: expected a field {given[role]!r} (found {listed})")
+    name = given.get("prompt") or _find(fields, PROMPTS)
     if name is None:
-        raise ValueError(f"{where}: {_no_prompt(fields, given)}")
+        expected = f"expected a field 'prompt' or 'question', found {listed}"
+        raise ValueError(f"{where}: {expected}{_advice(fields)}")
     prompt = _prompt_of(_value(fields, name), f"{where}: field {name!r}")
-    names = [given["answer"]] if "answer" in given else [n for n in ANSWERS if n != name]
-    answer_name = _find(fields, names)
-    if answer_name is None and "answer" in given:
-        raise ValueError(f"{where}: expected a field {given['answer']!r} ({_listed(fields)})")
+    answer_name = given.get("answer") or _find(fields, [n for n in ANSWERS if n != name])
     answer = None if answer_name is None else _value(fields, answer_name)
     solution = _value(fields, given.get("solution", "solution"))
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
     # 2. Rows for supervised training end with a message of the assistant. Use this message as the
-    # answer. A column `prompt` is an exception, because there the message may be the beginning of
-    # the completion.
+    # answer. The column `prompt` is an exception: its final assistant message may be the beginning
+    # of the completion.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         if name == "messages" or (answer is None and name != "prompt"):
             reply = prompt.pop()["content"]
@@ -100,11 +102,11 @@ def parse_record(
 
 
 def read_gold(answer: str) -> str:
-    r"""Extract the gold answer from a text.
+    r"""Extract the gold answer from text.
 
     If the text marks a number (`#### $1,080`, `<answer>18</answer>`, `\boxed{18}`), return the
     number. Otherwise return the content of `<answer>` or `\boxed`, if present. Otherwise return
-    the whole text, because `####` without a number may be a heading.
+    the full text, because `####` without a number may be a heading.
     """
     content = marked_content(answer)
     number = None if content is None else parse_number(content)
@@ -143,12 +145,12 @@ def _plain(number: Number) -> str:
 
 
 def _find(fields: object, names: Iterable[str]) -> str | None:
-    """Return the first of these column names that has a value in the row, or None."""
+    """Return the first of the given column names that has a value in the row, or None."""
     return next((name for name in names if _value(fields, name) is not None), None)
 
 
 def _value(fields: object, name: str) -> Any:
-    """Return the value of a column, or of a key in a column (`a.b`). None if it is missing."""
+    """Return the value of a column or of a key in a column (`a.b`), or None if it is missing."""
     if isinstance(fields, Mapping) and name in fields:
         return fields[name]
     column, _, key = name.partition(".")
@@ -157,7 +159,7 @@ def _value(fields: object, name: str) -> Any:
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:
-    """Check a prompt, which is a text or a list of chat messages, and return it.
+    """Check a prompt, which is a string or a list of chat messages, and return it.
 
     Tables store chat messages as JSON text, which is parsed. If the content of a message is a list
     of text parts, the parts are joined.
@@ -184,15 +186,7 @@ def _prompt_of(value: Any, where: str) -> Prompt:
     return messages
 
 
-def _no_prompt(fields: Mapping[str, object], given: Mapping[str, str]) -> str:
-    if "prompt" in given:
-        return f"expected a field {given['prompt']!r} ({_listed(fields)})"
-    listed = ", ".join(map(repr, fields)) or "none"
-    message = f"expected a field 'prompt' or 'question', found {listed}"
+def _advice(fields: Mapping[str, object]) -> str:
     names = [*fields, "COLUMN"][:2]
     words = f"data.columns={{prompt: {names[0]}, answer: {names[-1]}}}"
-    return f"{message}; say which columns they are: '{words}'" if fields else message
-
-
-def _listed(fields: Mapping[str, object]) -> str:
-    return f"found {', '.join(map(repr, fields)) or 'none'}"
+    return f"; say which columns they are: '{words}'" if fields else ""

@@ -6,14 +6,16 @@ import copy
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data import FILES, TRACES, Example, load_splits
-from grpo_fast.data.example import words_of
-from grpo_fast.data.generated import SortTask
+from grpo_fast.data import FILES, TRACES, Example
+from grpo_fast.data.example import text_of
+from grpo_fast.data.files import load_file_splits
+from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import in_chat
-from grpo_fast.data.tokenizer import has_chat_template, token_counter
+from grpo_fast.data.tokenizer import has_chat_template
+from grpo_fast.data.traces import trace_examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,28 +26,47 @@ GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerpr
 class Splits:
     """The training and test examples of a data set.
 
+    If a prompt is in both splits, it is removed from the training split, unless the training split
+    would then be empty. The task `open` has the same examples in both splits, and so has `traces`.
+
     Args:
-        data: the section `data` of a configuration. See `load_splits`.
-        seed: seed of the training split's order.
+        data: the section `data` of a configuration.
+        seed: seed of the training split's order. The test split does not depend on the seed, so
+            that runs can be compared.
         tokenizer: the tokenizer that counts the tokens of worked examples (`data.shots_tokens`).
             With None, the prompts contain no worked examples.
-        test_only: see `load_splits`.
+        test_only: if True, skip reading a file's training split, unless the test split or the
+            worked examples are taken from it. The training split is then empty.
+
+    Raises:
+        ValueError: a file or package is missing, or a row is bad (`file:line: reason`).
     """
+
+    train: Sequence[Example]
+    test: Sequence[Example]
 
     def __init__(
         self,
         data: Any,
         seed: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Callable[..., Any] | None = None,
         *,
         test_only: bool = False,
     ) -> None:
         self.data = data
         self.seed = seed
-        if tokenizer is None:
-            data = data.model_copy(update={"shots_tokens": None})
-        count_tokens = token_counter(tokenizer)
-        self.train, self.test = load_splits(data, seed, count_tokens, test_only=test_only)
+        if data.task == "sort":
+            options = {"seed": seed, "n_test": data.n_test}
+            self.train = SortTask(data.digits, split="train", **options)
+            self.test = SortTask(data.digits, split="test", **options)
+        elif data.task == "open":
+            self.train = self.test = open_examples()
+        elif data.task == TRACES:  # nothing is sampled, so the splits may be equal
+            self.train = self.test = trace_examples(data.path)
+        else:
+            if tokenizer is None:
+                data = data.model_copy(update={"shots_tokens": None})
+            self.train, self.test = load_file_splits(data, seed, tokenizer, test_only)
 
     def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
@@ -61,26 +82,29 @@ class Splits:
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
-        """Return the splits with worked examples before each question if `shots_tokens` is set."""
+        """Return the splits. If `shots_tokens` is set, worked examples precede each question."""
         return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
 
     @property
     def listed(self) -> Sequence[Example]:
         """Return the training examples to check before a run.
 
-        These are all examples of a file, or one example of the sorting task. The list is empty for
-        recorded rollouts, whose examples contain task names instead of prompts.
+        For a data file, these are all its examples; for the sorting task, a single one. The list is
+        empty for recorded rollouts, whose examples contain task names instead of prompts.
         """
         if self.data.task == TRACES:
             return []
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:
-        """Return all different words of the examples, as input of `build_symbol_tokenizer`."""
+        """Return all distinct words of the examples, as input for `build_symbol_tokenizer`."""
         if isinstance(self.train, SortTask):
             return list(self.train.vocabulary)
-        examples = itertools.chain(self.train, self.test)
-        return sorted({word for example in examples for word in words_of(example)})
+        words: set[str] = set()
+        for example in itertools.chain(self.train, self.test):
+            for text in (text_of(example.prompt), example.answer, example.solution):
+                words.update((text or "").split())
+        return sorted(words)
 
     def fingerprints(self) -> dict[str, str]:
         """Return a hash of each split's examples, under the keys `data.train` and `data.test`."""
@@ -90,8 +114,8 @@ class Splits:
 def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether questions are turned into chat messages.
 
-    The setting `data.chat` decides this. If `data.chat` is None, the result is True for questions
-    from a file if the tokenizer has a chat template.
+    The setting `data.chat` decides this. If it is None, return True only if the questions come from
+    a file and the tokenizer has a chat template.
     """
     if data.chat is None:
         return data.task in FILES and has_chat_template(tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from grpo_fast.errors import require
@@ -61,7 +61,7 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
     the left. Encoding an unknown symbol raises an error.
 
     Args:
-        symbols: different words without whitespace.
+        symbols: distinct words without whitespace.
 
     Raises:
         ValueError: a symbol is empty, contains whitespace, or occurs twice.
@@ -80,11 +80,6 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a tokenizer has a chat template other than PLAIN_CHAT_TEMPLATE."""
     return getattr(tokenizer, "chat_template", None) not in (None, PLAIN_CHAT_TEMPLATE)
-
-
-def token_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text, without special tokens."""
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _wrap(tokenizer: object) -> PreTrainedTokenizerFast:

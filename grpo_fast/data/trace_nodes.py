@@ -62,7 +62,7 @@ def read_node(name: str, node: Fields) -> Node:
     expected = f"log-probabilities of sampled tokens, above {LEAST_LOGP:g} and at most 0"
     _each(f"{name}.logprobs", logps, expected, lambda x: is_number(x) and LEAST_LOGP < x <= 0)
     _each(f"{name}.advantages", advantages or (), "numbers that fp32 holds", is_number)
-    # 3. Read the support of each sampled token. Replace the recorded experts by a hash, because
+    # 3. Read the support of each sampled token. Replace the recorded experts with a hash, because
     # experts are only compared for equality.
     support = node.get("sampling_mask")
     if support is not None:

@@ -36,9 +36,8 @@ class Branch(NamedTuple):
         support: a pair of tensors, or None if nothing was recorded. The first tensor, (nnz,)
             int32, contains the ids that top_k and top_p kept for each trained token. The second
             tensor, (r,) int64, contains the number of these ids for each trained token.
-        routes: (n,) int64. The value of a token is a hash of the experts that were recorded for
-            its message, or 0 if none were recorded. Branches do not share tokens with different
-            hashes.
+        routes: (n,) int64. For each token, a hash of the experts recorded for its message, or 0 if
+            none were recorded. Packing shares a token between branches only if its hashes agree.
     """
 
     ids: Tensor
@@ -100,7 +99,7 @@ def read_traces(
     Args:
         records: results of `trace.to_record()` or of `trace.model_dump(mode="python")`. Only
             `model_dump` includes sampling masks and routed experts.
-        names: name of each record, for error messages. None uses `traces[0]`, `traces[1]`, ….
+        names: name of each record, for error messages. Default: `traces[0]`, `traces[1]`, ….
 
     Raises:
         ValueError: a record is not a trace. The message names the record and the node.
@@ -134,13 +133,13 @@ def read_traces(
 
 
 def check_traces(traces: Iterable[RecordedTrace], name: str, vocab_size: int, most: float) -> None:
-    """Check that all branches fit the model's vocabulary and number of positions.
+    """Check that all branches fit the model's vocabulary and its maximum length.
 
     Args:
         traces: the traces.
         name: name of the traces' file, for error messages.
         vocab_size: number of rows of the model's embedding.
-        most: number of positions of the model, which limits the tokens of a branch.
+        most: largest number of tokens in a branch, which is the model's number of positions.
 
     Raises:
         ValueError: a branch is too long, or has ids that are not in the vocabulary.
@@ -163,8 +162,8 @@ def _trace(name: str, record: Fields, nodes: list[Node]) -> RecordedTrace:
     require(are_numbers, f"{name}.rewards", "finite numbers", scores)
     reward = math.fsum(score * weight for score, weight in scores) if scores else None
     require(reward is None or is_number(reward), f"{name}.rewards", "a finite sum", reward)
-    # 2. Build a branch for each leaf. If several branches contain a node, only the first of them
-    # trains the tokens of the node.
+    # 2. Build a branch for each leaf. If several branches contain a node, its tokens are trained
+    # only in the first of them.
     is_trained = (record.get("agent") or {}).get("trainable", True)
     fits = isinstance(is_trained, bool)
     require(fits, f"{name}.agent.trainable", "true or false", repr(is_trained))
@@ -183,16 +182,16 @@ def _trace(name: str, record: Fields, nodes: list[Node]) -> RecordedTrace:
 def _paths(name: str, nodes: list[Node], raw: Sequence[Fields]) -> list[list[int]]:
     """Return the path from the root to each leaf, as a list of node indices.
 
-    In a compaction, an agent replaces its context with a shorter one. It may attempt several
-    compactions and continue with only one. The other attempts are not returned as leaves.
+    A compaction attempt that the agent abandoned does not count as a leaf. In a compaction, an
+    agent replaces its context with a shorter one. It may attempt several and continue with one.
     """
     # 1. Check that every parent is an earlier node, so that there are no cycles.
     for i, node in enumerate(nodes):
         above = node.parent
         fits = above is None or (type(above) is int and 0 <= above < i)
         require(fits, f"{name}.nodes[{i}].parent", f"None or one of the {i} nodes before it", above)
-    # 2. Collect in `inner` all nodes that are not leaves: nodes with children, and attempts at a
-    # compaction with which the agent did not continue.
+    # 2. Collect in `inner` all nodes that do not count as leaves: nodes with children, and
+    # compaction attempts that the agent abandoned.
     links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
     followed = {link["node"] for _, link in links if link["type"] == "compaction"}
     attempts = {i for i, link in links if link["type"] == "compaction_attempt"}

@@ -28,8 +28,8 @@ from grpo_fast.train.models.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Sampling settings in the order in which samplers apply them. Each is mapped to the class of
-# transformers that applies it and to its neutral value.
+# Sampling settings in the order in which samplers apply them. Each maps to the transformers class
+# that applies it and to its neutral value.
 SAMPLERS: dict[str, tuple[Any, float]] = {
     "repetition_penalty": (library.RepetitionPenaltyLogitsProcessor, 1.0),
     "temperature": (library.TemperatureLogitsWarper, 1.0),
@@ -37,14 +37,17 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
     "top_k": (library.TopKLogitsWarper, 0),
     "top_p": (library.TopPLogitsWarper, 1.0),
 }
-# Fields of the model's configuration that an engine may ignore. Each is mapped to the cause to
-# report and to the value that switches the field off.
-FIELDS: dict[str, tuple[str, Any]] = {
-    "attn_logit_softcapping": (causes.ATTENTION, None),
-    "final_logit_softcapping": (causes.SOFTCAP, None),
-    "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
-    "sliding_window": (causes.ROPE, 1 << 30),
-}  # fmt: skip
+# Settings of the model's configuration that an engine may ignore: a description, the cause to
+# report, the field, and a function that returns the value of the field without the setting.
+IGNORED: list[tuple[str, str, str, Callable[[Any], Any]]] = [
+    ("RoPE scaling", causes.ROPE, "rope_parameters", lambda x: {**x, "rope_type": "default"}),
+    ("rope_theta", causes.ROPE, "rope_parameters", lambda x: {**x, "rope_theta": 10000.0}),
+    ("attn_logit_softcapping", causes.ATTENTION, "attn_logit_softcapping", lambda _: None),
+    ("final_logit_softcapping", causes.SOFTCAP, "final_logit_softcapping", lambda _: None),
+    ("logit_scale", causes.SOFTCAP, "logit_scale", lambda _: 1.0),
+    ("logits_scaling", causes.SOFTCAP, "logits_scaling", lambda _: 1.0),
+    ("sliding_window", causes.ROPE, "sliding_window", lambda _: 1 << 30),
+]
 # Maps the description of a mistake that an engine may make with a prompt to a function that makes
 # the mistake. The function gets the tokenizer, the chat messages and the correct ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
@@ -66,7 +69,7 @@ class Case:
 
     policy: Policy
     samples: Samples  # with the tokens that the sampler kept, if the loss uses them
-    prompts: Sequence[Prompt]  # texts or chat messages, one for each group of samples
+    prompts: Sequence[Prompt]  # strings or chat messages, one for each group of samples
     sampling: Sampling  # settings that were requested from the engine
     temperature: float  # temperature of the loss
 
@@ -78,15 +81,15 @@ class Case:
         settings: dict[str, float] | None = None,
         change: Callable[[Any, Any, list[int]], list[int]] | None = None,
     ) -> Tensor:
-        """Recompute log-probabilities with the model's own forward pass and with one change.
+        """Recompute log-probabilities with the model's own forward pass, optionally with a change.
 
         Args:
-            build: Function that returns a different policy. None uses the trainer's policy.
+            build: Function that returns the policy to use. Default: the trainer's policy.
             samples: The samples to recompute, with or without the sets of tokens that the sampler
-                kept. None uses the samples of the loss.
-            settings: Sampling settings to apply to the logits. None applies only the temperature of
-                the loss.
-            change: Function that changes the ids of a prompt. None uses the ids that were sent.
+                kept. Default: the samples of the loss.
+            settings: Sampling settings to apply to the logits. Default: the temperature of the
+                loss.
+            change: Function that changes the ids of a prompt. Default: the ids stay unchanged.
 
         Returns:
             Log-probabilities of all R tokens in fp32 on the CPU, shape (R,). A token that the
@@ -104,9 +107,9 @@ class Case:
                 ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
                 output = policy.lm(input_ids=ids[None, :-1], use_cache=False)
                 logits = output.logits[0, len(prompt) - 1 :].float()
-                # 2. Apply the sampling settings. `context` has one row for each completion token. A
-                # repetition penalty must see only the ids before this token, so replace all later
-                # ids by the first id of the prompt, which the penalty sees anyway.
+                # 2. Apply the sampling settings. Row t of `context` has the ids that a repetition
+                # penalty sees at completion token t. They must not include token t or later ones,
+                # so replace those with the first prompt id, which is penalized anyway.
                 places = torch.arange(len(ids), device=ids.device)
                 context = torch.where(places < places[len(prompt) :, None], ids, ids[0])
                 for name, (sampler, _) in SAMPLERS.items():
@@ -152,15 +155,15 @@ def attempts(case: Case, kept: Samples, own: Tensor) -> Iterator[tuple[str, str,
 
 def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
     """Yield attempts with different temperatures, truncations and penalties."""
-    # 1. The engine may apply no temperature ("raw"), the requested temperature, or the temperature
-    # in the model's generation config.
+    # 1. Try the log-probabilities that the engine reports if it applies no temperature ("raw"), the
+    # requested temperature, or the temperature in the model's generation config.
     raw = {"samples": replace(case.samples, support=None), "settings": {}}
     yield causes.TEMPERATURE, "the engine reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
     for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
         changes = {"settings": {"temperature": value}}
         yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", changes
-    # 2. The engine may use the tokens that it reports as kept, the requested truncation, or the
+    # 2. Try the tokens that the engine reports as kept, the requested truncation, and the
     # truncation in the model's generation config.
     yield causes.TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
     requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})
@@ -198,15 +201,9 @@ def other_attempts(case: Case) -> Iterator[Attempt]:
         build = partial(cast, policy, dtype)
         yield causes.DTYPE, f"the engine computes in {dtype}", {"build": build}
     config = policy.lm.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    changes = [
-        ("the scaling of RoPE", causes.ROPE, "rope_parameters", {**rope, "rope_type": "default"}),
-        ("rope_theta", causes.ROPE, "rope_parameters", {**rope, "rope_theta": 10000.0}),
-    ]
-    changes += [(field, cause, field, off) for field, (cause, off) in FIELDS.items()]
-    for name, cause, field, value in changes:
-        if getattr(config, field, None):
-            build = partial(with_config, policy, field, value)
+    for name, cause, field, without in IGNORED:
+        if value := getattr(config, field, None):
+            build = partial(with_config, policy, field, without(value))
             yield cause, f"the engine ignores {name}", {"build": build}
 
 

@@ -31,11 +31,11 @@ class Cause:
 
     name: str  # a key of ADVICE
     what: str  # what the engine does differently
-    # Mean difference in nats per token that remains after the trainer's log-probabilities were
-    # recomputed with this cause. It is NaN if the cause was found by counting completions.
+    # Mean difference in nats per token that remains if the trainer makes the same change as the
+    # engine. It is NaN if the cause was found by counting completions.
     left: float = float("nan")
 
     @property
     def advice(self) -> str:
-        """Return a text that describes the cause and what to do about it."""
+        """Return a description of the cause and of what to do about it."""
         return f"{self.what}: {ADVICE[self.name]}"

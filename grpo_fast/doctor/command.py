@@ -54,24 +54,20 @@ def run(words: Sequence[str], *, as_json: bool) -> bool:
     if config is None:
         with console.status("self-tests of this machine, about a minute"):
             checks = self_checks()
-        report: dict[str, Any] = {
-            "checks": [{**asdict(check), "ok": check.ok} for check in checks],
-            "title": "",
-            "diagnosis": None,
-        }
         ok = all(check.ok for check in checks)
+        listed = [{**asdict(check), "ok": check.ok} for check in checks]
+        report: dict[str, Any] = {"checks": listed, "title": "", "diagnosis": None, "advice": []}
         lines = [check.line for check in checks]
-        advice = []
     else:
         with console.status("a rollout against the trainer"):
             found = examine_engine(own, config)
         title = f"{config.rollout.engine}: {model or own.recipe}"
-        report = {"checks": [], "title": title, "diagnosis": asdict(found)}
         ok = found.ok
-        lines = [f"Engine against trainer, {title}, in nats per token", *lines_of(found)]
         advice = [cause.advice for cause in found.causes]
+        report = {"checks": [], "title": title, "diagnosis": asdict(found), "advice": advice}
+        lines = [f"Engine against trainer, {title}, in nats per token", *lines_of(found)]
     if as_json:
-        print(json.dumps(plain_json({"ok": ok, **report, "advice": advice})))
+        print(json.dumps(plain_json({"ok": ok, **report})))
     else:
         print(escape_control("\n".join(lines)))
     return ok
@@ -83,7 +79,6 @@ def lines_of(found: Diagnosis) -> Iterator[str]:
     which = f"mean of {found.tokens} tokens (largest {found.largest:.2e})"
     yield f"{found.mean:.2e}  {which}: {verdict}, allowed {found.threshold:.1e}"
     yield f"{found.own:.2e}  the trainer against the model's own forward pass"
-    yield f"{found.own_noise:.2e}  the trainer against itself, with one completion in a row"
     for cause in found.tried:
         yield f"{cause.left:.2e}  remains with {cause.name}: {cause.what}"
     for cause in found.causes:
@@ -96,7 +91,7 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     """Parse the command-line arguments.
 
     Args:
-        words: A model, URLs of vLLM servers, and settings `key=value`, in any order.
+        words: A model, URLs of vLLM servers, and settings of the form `key=value`, in any order.
 
     Returns:
         The model or None, the doctor's settings, and the configuration. The configuration is None

@@ -1,4 +1,4 @@
-"""Comparison of the log-probabilities of engine and trainer, and the cause of a difference."""
+"""Compare the log-probabilities of engine and trainer, and find the cause of a difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_fast.data import Prompt
 from grpo_fast.doctor.attempts import Case, attempts
 from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Cause
-from grpo_fast.doctor.recompute import measure_noise, trainer_logps
+from grpo_fast.doctor.recompute import trainer_logps
 from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
@@ -20,14 +20,15 @@ from grpo_fast.train.models.policy import Policy
 
 # Mean difference, in nats per token, that two correct forward passes may have in each dtype.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-# A difference between engine and trainer counts as noise if it is at most MARGIN times the mean
-# difference between the trainer and the model's own forward pass.
+# `own` is the mean difference between the trainer and the model's own forward pass. Rounding
+# explains a mean difference between engine and trainer of up to MARGIN times `own`.
 MARGIN = 1.5
 UNEXPLAINED = 0.1  # fraction of the difference that the right cause may leave unexplained
-# An attempt is rejected unless at least this fraction of the tokens has a probability above 0.
+# An attempt is rejected unless it gives at least this fraction of the sampled tokens a probability
+# above 0.
 KNOWN = 0.95
-# A dtype is reported as the cause if its rounding changes the log-probabilities in a similar way as
-# the engine does. This is the smallest cosine similarity of the two changes.
+# A dtype is reported as the cause if the cosine similarity between its change of the trainer's
+# log-probabilities and the engine's difference from them is at least this value.
 SIMILAR = 0.5
 SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 
@@ -44,8 +45,7 @@ class Diagnosis:
     threshold: float  # largest mean difference that is allowed
     causes: list[Cause]  # the causes that were found
     tried: list[Cause]  # the best attempt of each cause, sorted by the remaining difference
-    own_noise: float  # mean difference between the trainer's packed and single rows
-    ok: bool  # True if the mean is allowed and all weight versions and ends are right
+    ok: bool  # True if the mean is allowed and all weight versions and endings are right
 
 
 def diagnose(
@@ -66,15 +66,15 @@ def diagnose(
     Args:
         policy: The trainer's policy. Its weights are sent to the engine with the number `version`.
         engine: Any `grpo_fast.rollout.Engine`.
-        prompts: Texts or chat messages.
+        prompts: Strings or lists of chat messages.
         sampling: The sampling settings to request from the engine.
         group_size: Number of completions of each prompt.
         seed: Seed of the rollout.
         version: Number that identifies the policy's weights.
-        temperature: Temperature of the loss. None uses the temperature of `sampling`.
+        temperature: Temperature of the loss. Default: the temperature of `sampling`.
         uses_kept: True if the loss is computed over the tokens that the sampler kept. This requires
             an engine that reports them.
-        threshold: Allowed mean difference in nats per token. None uses the noise of the policy's
+        threshold: Allowed mean difference in nats per token. Default: the noise of the policy's
             dtype.
 
     Returns:
@@ -107,14 +107,13 @@ def diagnose(
     own = float((plain - trainers).abs().mean())
     gap = (samples.logps - trainers).abs()
     mean = float(gap.mean())
-    # 2. Choose the largest difference that counts as noise. The rounding errors of a model with
-    # large logits are larger, which also increases the difference between the trainer and the
-    # model's own forward pass. This difference therefore raises the limit. However, a wrong trainer
-    # could also cause the difference, so the limit is at most doubled.
+    # 2. Choose the largest difference that counts as noise. A model with large logits has larger
+    # rounding errors, which show in `own`. Raise the limit to MARGIN times `own`. At most double
+    # it, because a wrong trainer also increases `own`.
     noise = min(max(noise_of(policy), MARGIN * own), 2 * noise_of(policy))
     threshold = noise if threshold is None else threshold
-    # 3. If the difference exceeds the noise, try each cause alone. Always count the completions
-    # with a wrong weight version or a wrong end.
+    # 3. If the difference exceeds the noise, test each cause alone. Always count the completions
+    # with a wrong weight version or ending.
     found: list[Cause] = []
     tried: list[Cause] = []
     if mean > noise:
@@ -124,12 +123,12 @@ def diagnose(
     counted = wrong_versions_and_ends(samples, policy, version, sampling.max_new_tokens)
     return Diagnosis(
         len(gap), mean, float(gap.max()), own, noise, threshold, found + counted, tried,
-        measure_noise(policy, samples, temperature), mean <= threshold and not counted,
+        mean <= threshold and not counted,
     )  # fmt: skip
 
 
 def noise_of(policy: Policy) -> float:
-    """Return the largest mean difference (nats per token) that the policy's dtype explains."""
+    """Return the mean difference (nats per token) that rounding in the policy's dtype may cause."""
     return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
@@ -143,8 +142,8 @@ def explain(
         kept: The samples with the tokens that the sampler kept, if the engine reports them.
         trainers: The trainer's log-probabilities, shape (R,).
         plain: Log-probabilities of the model's own forward pass, shape (R,).
-        rounding: Difference in nats per token that rounding alone explains. A cause may leave this
-            difference.
+        rounding: Difference in nats per token that rounding alone explains. It may remain after a
+            cause is taken into account.
 
     Returns:
         Two lists. The first contains the cause, or nothing if no cause explains the difference. The
@@ -166,12 +165,12 @@ def explain(
                 similarity = value
                 similar = [cause]
     tried = sorted(best.values(), key=lambda cause: cause.left)
-    # 2. If the best cause leaves at most a small part of the difference, return this cause.
+    # 2. If the best cause leaves only a small part of the difference unexplained, return it.
     if tried[0].left <= min(max(UNEXPLAINED * mean, rounding), mean / 2):
         return tried[:1], tried
-    # 3. Otherwise, a wrong dtype may be the cause. Two 16-bit kernels round differently, so about
-    # half of the difference remains even with the right dtype. It is therefore enough that the
-    # difference correlates with the rounding of that dtype.
+    # 3. Otherwise, accept a dtype as the cause if the difference correlates with the rounding of
+    # that dtype. About half of the difference remains even with the right dtype, because two 16-bit
+    # kernels round differently.
     return similar, tried
 
 
@@ -189,9 +188,9 @@ def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
 def wrong_versions_and_ends(
     samples: Samples, policy: Policy, version: int, longest: int
 ) -> list[Cause]:
-    """Count the completions with a wrong weight version, and the completions with a wrong end.
+    """Count the completions with a wrong weight version, and those with a wrong ending.
 
-    A completion must stop at its first EOS or have `longest` tokens.
+    A completion must end at its first EOS or after `longest` tokens.
 
     Returns:
         One cause for each count that is not 0.

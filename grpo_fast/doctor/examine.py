@@ -30,7 +30,7 @@ class DoctorSettings(Section):
 
 
 def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
-    """Build policy and engine from a configuration, and compare their log-probabilities."""
+    """Build the policy and the engine of a run, and compare their log-probabilities."""
     torch.manual_seed(config.seed)
     splits = Splits(config.data, config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, splits))

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, computed again with the code of the trainer."""
+"""Log-probabilities of sampled tokens, recomputed with the trainer's code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ BUDGET = 8192  # largest number of tokens in a packed row
 
 
 @torch.no_grad()
-def trainer_logps(
-    policy: Policy, samples: Samples, temperature: float, budget: int = BUDGET
-) -> Tensor:
+def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tensor:
     """Recompute the log-probabilities of all sampled tokens with the code that training uses.
 
     Args:
@@ -25,33 +23,19 @@ def trainer_logps(
         samples: The completions. If they record a support (the tokens that the sampler kept), the
             log-probabilities are computed over the support.
         temperature: Temperature of the loss.
-        budget: Largest number of tokens in a packed row. With 1, each row has one completion.
 
     Returns:
         Log-probabilities in fp32 on the CPU, shape (R,).
     """
     table = dataclasses.replace(samples, advantages=torch.zeros(len(samples)))
     batch = StepBatch(
-        table, group_size=1, minibatches=1, budget=budget, device=policy.device,
+        table, group_size=1, minibatches=1, budget=BUDGET, device=policy.device,
         shared=policy.unshared is None,
     )  # fmt: skip
     for micro in batch.micro_batches:
         micro.write("old_logps", policy.logps(micro.packed, temperature, support=micro.support))
     assert batch.samples.old_logps is not None
     return batch.samples.old_logps.float().cpu()
-
-
-def measure_noise(policy: Policy, samples: Samples, temperature: float) -> float:
-    """Measure how much the trainer's log-probabilities depend on how the samples are packed.
-
-    Returns:
-        The mean absolute difference between rows that contain many completions and rows that
-        contain one completion, in nats per token.
-    """
-    unmasked = dataclasses.replace(samples, support=None)
-    packed = trainer_logps(policy, unmasked, temperature)
-    alone = trainer_logps(policy, unmasked, temperature, budget=1)
-    return float((packed - alone).abs().mean())
 
 
 def cast(policy: Policy, dtype: torch.dtype) -> Policy:

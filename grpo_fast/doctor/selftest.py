@@ -1,4 +1,4 @@
-"""Self-tests of this machine. They check kernels, attention, a rollout and a resumed run."""
+"""Self-tests for this machine, which check kernels, attention, a rollout and a resumed run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Return True if the error is allowed or the self-test cannot run on this machine."""
+        """Return True if the error is within the bound or the self-test cannot run here."""
         return self.error is None or self.error <= self.bound
 
     @property
@@ -156,7 +156,7 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
 
 
 def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float, float]:
-    """Measure the three errors of a backend that `ERRORS` names, in the same order.
+    """Measure the errors of a backend. Return one number for each name in `ERRORS`.
 
     If a result of the backend is NaN, the error is NaN.
     """
@@ -168,7 +168,7 @@ def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float
     pairs = list(zip(first, fused_results(exact, "torch"), strict=True))
     values = torch.stack([(a - b).abs().max() for a, b in pairs[:2]]).max()
     gradients = torch.stack([(a - b).norm() / b.norm() for a, b in pairs[2:]]).max()
-    # 2. Count the numbers that change in a second run, and the logps that change if a completion is
+    # 2. Count the values that change in a second run, and the logps that change if a completion is
     # computed alone. Results must not depend on the run or on the rest of the batch, so both counts
     # must be 0.
     again = fused_results(inputs, backend)

@@ -1,4 +1,4 @@
-"""Import and call of a reward function, in this process or in a worker process.
+"""Import and call a reward function, in this process or in a worker process.
 
 `isolated.py` runs this file as the worker. The file imports only the standard library, so that a
 worker starts in a fraction of a second.
@@ -41,22 +41,17 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFai
 
 
 class RewardFailure(RuntimeError):
-    """Exception for a failed call of a reward function. The metrics show the reason `why`."""
+    """Exception for a failed call of a reward function.
+
+    Args:
+        message: the error message.
+        why: the reason in the metrics. For example, `rewards/<fn>/failed/timeout` counts the
+            samples that have no reward for the reason "timeout".
+    """
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
         self.why = why
-
-
-def why_of(error: BaseException) -> str:
-    """Return the reason that the metrics give for an exception of a reward function.
-
-    For example, the reason for a TimeoutError is "timeout". The metric
-    `rewards/<fn>/failed/timeout` then counts the samples that have no reward because of it.
-    """
-    if isinstance(error, RewardFailure):
-        return error.why
-    return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
 def import_function(path: str) -> RewardFunction:
@@ -103,19 +98,22 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
     """Call a reward function and check its result.
 
     Args:
-        function: the reward function. It may return an awaitable.
+        function: the reward function, or a functools.partial that binds its options. It may return
+            an awaitable.
         count: number of completions.
         arguments: keyword arguments of the call.
 
     Returns:
         For each completion a number, a list of numbers (one per token), or None if the function
-        does not apply. Any other value is replaced by a text that describes it.
+        does not apply. Any other value is replaced by a string that describes it.
 
     Raises:
         RewardFailure: the function did not return one value per completion.
-        BaseException: any error that the function raises.
+        BaseException: an error of any class that the function raised.
     """
-    result = function(**arguments)
+    # A column of the data must not replace an option that has the same name.
+    options = getattr(function, "keywords", {})
+    result = function(**{**arguments, **options})
     if inspect.isawaitable(result):
         result = _awaited(result)
     return [_score_or_text(value) for value in _values(result, count)]
@@ -154,7 +152,7 @@ def _values(result: Any, count: int) -> list[Any]:
     values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, numbers.Number):
         raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
-    # Refuse a dict or a set. Its order does not say which completion a value belongs to.
+    # Refuse dicts and sets, because their order does not say which completion a value belongs to.
     is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
     if is_unordered or not hasattr(values, "__iter__"):
         raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
@@ -174,7 +172,7 @@ def _score_or_text(value: Any) -> Score | str:
 
 
 def _number_or_text(value: Any) -> float | str:
-    if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a text
+    if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a string
         with contextlib.suppress(Exception):
             return float(value)
     return text_of(value, 60)
@@ -200,7 +198,7 @@ def serve(path: str, pipe: Connection) -> None:
             else:
                 reply = _reply(loaded, **request)
         except BaseException as error:  # a user's function may raise anything
-            reply = {"error": describe(error), "why": why_of(error)}
+            reply = {"error": describe(error), "why": getattr(error, "why", "error")}
         pipe.send_bytes(json.dumps(reply, default=text_of).encode())
 
 
@@ -210,22 +208,22 @@ def _reply(
     log = conventions.RunLog()
     if state is not None:
         arguments |= loaded.parameters.select(log.objects(state))
-    scores = call(loaded.function, count, {**arguments, **loaded.options})
+    scores = call(loaded.function, count, arguments)
     return {"scores": scores, "extra": log.extra, "metrics": log.metrics}
 
 
 def _end_with_the_caller(lifeline: int) -> None:
     """Make the kernel kill this process group when the caller ends.
 
-    `lifeline` is a file descriptor of this process for the pipe that closes when the caller ends. A
-    thread that watches the pipe would need the interpreter lock, which a backtracking regular
-    expression never releases. PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of a
-    thread of the caller and not to the end of its process.
+    `lifeline` is the read end of a pipe that closes when the caller ends. A thread that watches the
+    pipe would need the interpreter lock, which a backtracking regular expression never releases.
+    PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of a thread of the caller and not
+    to the end of its process.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # If the pipe was closed before the signal was requested, the kernel sends no signal. Exit here.
+    # If the pipe was closed before O_ASYNC was set, the kernel sends no signal. Exit here.
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
 

@@ -2,7 +2,7 @@
 
 Each column has one entry per completion:
 
-- `prompts`, `completions` (texts) and `answers`.
+- `prompts`, `completions` (strings) and `answers`.
 - `completion_ids` (tokens, with EOS if the completion ended) and `completion_lengths`.
 - `prefills`: the beginning of the assistant's turn that the prompt contains, such as `<think>`.
 - Every other field of the examples, under its name.
@@ -16,10 +16,9 @@ from typing import Any
 
 from grpo_fast.data import Example, Prompt
 from grpo_fast.errors import argument_error
-from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, TRL, VERL, VERLS
+from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, SAMPLED, TRL, VERL, VERLS
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
-SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
 # GOLD: the parameter that receives the gold answer, for each convention. GIVEN: the parameters that
 # this package fills, so that the data needs no column for them.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
@@ -42,7 +41,7 @@ def score(
     Args:
         rewards: the reward functions.
         examples: N examples. `completions[i]` is the completion of `examples[i]`.
-        completions: N texts.
+        completions: N strings.
         completion_ids: N lists of token ids.
         prompt_texts: N prompts as the model received them, after the chat template was applied.
     """
@@ -62,7 +61,7 @@ def score(
 
 
 def label_of(example: Example) -> Any:
-    """Return the gold answer in the form that the row of the data has, before parsing."""
+    """Return the gold answer as it appears in the data row, before parsing."""
     return example.answer if example.label is None else example.label
 
 
@@ -70,7 +69,7 @@ def prefill_of(prompt: Prompt, text: str) -> str:
     """Return the beginning of the assistant's turn that a prompt contains, or "".
 
     Args:
-        prompt: a text or a list of messages. The last message may have the role "assistant".
+        prompt: a string or a list of messages. The last message may have the role "assistant".
         text: the prompt as the model received it. The chat template may have added `<think>`.
     """
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":

@@ -1,7 +1,7 @@
 """Conventions of grpo_fast, TRL, verl and OpenRLHF for the arguments of reward functions.
 
-A worker (`calling.py`) imports this file without the package. Therefore this file imports only the
-standard library.
+A worker (`calling.py`) imports this file without the package, so it may use only the standard
+library.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
+# Columns that a function for grpo_fast can request, in addition to those of the data.
+SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
 # Parameters by which a convention is recognised, because no other convention has them.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
@@ -24,48 +26,31 @@ VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 class Parameters(NamedTuple):
     """Names of the columns that a function accepts, and of the columns that it requires."""
 
-    takes: list[str] | None  # None for a function with `**columns`, which accepts all columns
+    takes: list[str]
     needs: list[str]
+    takes_all: bool  # True for a function with `**columns`, which accepts all columns
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns that the function accepts."""
-        chosen = columns if self.takes is None else self.takes
-        return {name: columns[name] for name in chosen if name in columns}
-
-
-# Assumed parameters of a callable without a signature.
-USUAL = Parameters(["prompts", "completions", "answers"], [])
+        return {name: x for name, x in columns.items() if self.takes_all or name in self.takes}
 
 
 def parameters_of(function: RewardFunction) -> Parameters:
     """Return the columns that a function accepts and requires.
 
     Raises:
-        ValueError: a parameter is positional-only.
+        ValueError: a parameter is positional-only, or the function has no signature.
     """
-    by_name, takes_all = _signature(function)
-    if by_name is None:
-        return USUAL
-    needs = [p.name for p in by_name if p.default is p.empty]
-    return Parameters(None if takes_all else [p.name for p in by_name], needs)
-
-
-def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None, bool]:
-    """Return the parameters of a function, and True if it has a `**columns` parameter.
-
-    The parameters are None for a callable without a signature.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None, False
+    parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise ValueError("rewards: expected parameters that can be given by name, got one before /")
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return by_name, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    needs = [p.name for p in by_name if p.default is p.empty]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return Parameters([p.name for p in by_name], needs, takes_all)
 
 
-def convention_of(function: RewardFunction) -> str:
+def convention_of(parameters: Parameters) -> str:
     """Return OURS or TRL, depending on the parameters of a function.
 
     A function with `**kwargs` is assumed to be written for TRL, which passes all columns to every
@@ -75,26 +60,23 @@ def convention_of(function: RewardFunction) -> str:
         ValueError: the parameters mix two conventions, or belong to verl or OpenRLHF. The
             configuration must then name the convention.
     """
-    by_name, takes_all = _signature(function)
-    names = [p.name for p in by_name or ()]
     for name, word in (("solution_str", VERL), ("queries", OPENRLHF)):
-        if name in names:
+        if name in parameters.takes:
             conflict = f"{name!r} is a parameter of {word}'s convention"
             raise ValueError(f"rewards: {conflict}; write {{{word}: FUNCTION}} instead of FUNCTION")
-    ours = [name for name in names if name in ONLY_OURS]
-    trls = [name for name in names if name in ONLY_TRL]
+    ours = [name for name in parameters.takes if name in ONLY_OURS]
+    trls = [name for name in parameters.takes if name in ONLY_TRL]
     if ours and trls:
         conflict = f"{ours[0]!r} is a parameter of our convention, and {trls[0]!r} of TRL's"
         raise ValueError(f"rewards: {conflict}; write {{trl: FUNCTION}} or {{grpo_fast: FUNCTION}}")
-    return TRL if trls or (takes_all and not ours) else OURS
+    return TRL if trls or (parameters.takes_all and not ours) else OURS
 
 
 class Loaded(NamedTuple):
-    """Reward function that accepts lists as keyword arguments, with its convention and options."""
+    """Reward function that accepts lists as keyword arguments, and how it must be called."""
 
     function: RewardFunction
     convention: str
-    options: dict[str, Any]
     parameters: Parameters
 
 
@@ -105,22 +87,30 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
         function: a function, or a class whose instances can be called.
         convention: one of CONVENTIONS. None detects OURS or TRL; see `convention_of`.
         options: arguments of every call, or of the constructor of a class.
+
+    Raises:
+        ValueError: the function does not accept an option, or its convention must be named.
     """
-    options = dict(options)
+    takes, _, takes_all = parameters_of(function)
+    unknown = [option for option in options if option not in takes]
+    if unknown and not takes_all:
+        names = [name for name in takes if name not in (*SAMPLED, "answers")]
+        expected = f"expected options among {', '.join(names) or 'none'}"
+        got = f"unexpected keyword argument {unknown[0]!r}"
+        raise ValueError(f"rewards: {getattr(function, '__name__', 'f')}: {got}, {expected}")
+    bound: Any = functools.partial(function, **options)
     if inspect.isclass(function):
-        instance: Any = function(**options)
-        function = instance
-        options = {}
-    convention = convention or convention_of(function)
+        bound = bound()
+    convention = convention or convention_of(parameters_of(bound))
     if convention == VERL:
-        function = _of_verl(function)
+        bound = _of_verl(bound)
     elif convention == OPENRLHF:
-        function = _of_openrlhf(function)
-    return Loaded(function, convention, options, parameters_of(function))
+        bound = _of_openrlhf(bound)
+    return Loaded(bound, convention, parameters_of(bound))
 
 
 def _of_verl(compute_score: RewardFunction) -> RewardFunction:
-    """Wrap `compute_score` of verl, which scores one completion, so that it accepts lists."""
+    """Wrap verl's `compute_score`, which scores one completion, so that it accepts lists."""
 
     async def one(**arguments: Any) -> Any:
         result = compute_score(**arguments)
@@ -128,11 +118,9 @@ def _of_verl(compute_score: RewardFunction) -> RewardFunction:
         return float(result["score"] if isinstance(result, Mapping) else result)
 
     @functools.wraps(compute_score)
-    async def of_batch(**given: Any) -> list[Any]:
-        columns = {name: value for name, value in given.items() if name in VERLS}
-        options = {name: value for name, value in given.items() if name not in VERLS}
+    async def of_batch(**columns: Any) -> list[Any]:
         rows = zip(*columns.values(), strict=True)
-        each = [one(**dict(zip(columns, row, strict=True)), **options) for row in rows]
+        each = [one(**dict(zip(columns, row, strict=True))) for row in rows]
         return await asyncio.gather(*each)
 
     of_batch.per_sample = True  # type: ignore[attr-defined]
@@ -140,10 +128,10 @@ def _of_verl(compute_score: RewardFunction) -> RewardFunction:
 
 
 def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
-    """Wrap `reward_func` of OpenRLHF, so that its positional arguments can be passed by name."""
+    """Wrap OpenRLHF's `reward_func` so that its positional arguments can be passed by name."""
 
-    async def of_batch(queries: Any, prompts: Any, labels: Any, **options: Any) -> Any:
-        result = reward_func(queries, prompts, labels, **options)
+    async def of_batch(queries: Any, prompts: Any, labels: Any) -> Any:
+        result = reward_func(queries, prompts, labels)
         result = await result if inspect.isawaitable(result) else result
         return result["rewards"] if isinstance(result, Mapping) else result
 
@@ -151,7 +139,7 @@ def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
 
 
 class RunLog:
-    """Record of the columns and metrics that reward functions log as in TRL."""
+    """Columns and metrics that reward functions logged through the functions that TRL passes."""
 
     def __init__(self) -> None:
         self.extra: dict[str, list[Any]] = {}  # columns of the table of completions
@@ -180,15 +168,15 @@ def columns_of_others(
     """Build the arguments of functions that were written for TRL, verl or OpenRLHF.
 
     Args:
-        prompts: N prompts, each a text or a list of messages.
+        prompts: N prompts, each a string or a list of messages.
         completions: N completions.
-        answers: N gold answers as texts.
+        answers: N gold answers as strings.
         columns: the other columns of the data.
         labels: N gold answers as they are in the rows of the data.
         prompt_texts: N prompts as the model received them.
 
     Returns:
-        A dict for each convention, with the columns keyed by parameter name.
+        For each convention (TRL, verl, OpenRLHF), a dict that maps parameter names to columns.
     """
     messages = []
     for prompt, text in zip(prompts, completions, strict=True):
@@ -214,6 +202,4 @@ def is_per_sample(function: RewardFunction) -> bool:
     With this attribute, a function declares that each value depends on only one completion. If a
     call of it fails, it is called again for each sample. Other functions are not called again.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    return bool(getattr(function, "per_sample", False))
+    return bool(getattr(getattr(function, "func", function), "per_sample", False))

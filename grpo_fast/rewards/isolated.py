@@ -4,8 +4,8 @@ If a function hangs, crashes or uses all memory, its samples get no reward, but 
 The worker is a new Python process that runs `calling.py`. It starts at the first call. If it does
 not reply to a call, it is ended, and a new worker starts at the next call.
 
-Multiprocessing, and pebble which builds on it, are not suitable. They would import the user's main
-script and torch in each worker, and would not end the programs that a function has started.
+`multiprocessing`, and pebble, which builds on it, are not suitable. They would import the user's
+main script and torch in each worker, and would not kill the programs that a function has started.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ START_LIMIT_S = 120.0  # time limit for importing the user's module before the f
 
 
 class IsolatedReward:
-    """Reward function that runs in a worker process. Concurrent calls wait for each other.
+    """Reward function that runs in a worker process. Concurrent calls run one after another.
 
     Args:
         path: "package.module:function" or "file.py:function".
         timeout: time limit for a call in seconds.
         options: arguments of every call, or of the constructor if `path` names a class. They must
             be JSON values.
-        bounded: True multiplies `timeout` by the number of completions of a call.
+        bounded: if True, `timeout` is multiplied by the number of completions of a call.
         convention: one of `conventions.CONVENTIONS`. None detects it from the parameters.
 
     Raises:
-        TimeoutError: a call took longer than the time limit.
-        RewardFailure: the function raised an error, or the worker ended.
+        RewardFailure: the function raised an error, a call took longer than the time limit, or the
+            worker ended.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class IsolatedReward:
         self.timeout = float(timeout)
         self.options = options or {}
         self.bounded = bounded
+        self.per_sample = False  # set by the worker; see `conventions.is_per_sample`
         self._convention = convention
         self._lock = threading.Lock()
         self._child: subprocess.Popen | None = None
-        self._loaded: dict[str, Any] = {}
 
     def __call__(self, **columns: Any) -> list[Any]:
         objects = {}
         with self._lock:
-            parameters = self._start()
-            if self._loaded["convention"] == TRL:
+            self._start()
+            if self._convention == TRL:
                 # These objects cannot be sent to the worker. The worker replaces them, and returns
                 # all that the function has logged.
                 objects = {name: columns.pop(name) for name in ONLY_TRL if name in columns}
             state = vars(objects["trainer_state"]) if objects else None
-            arguments = parameters.select(columns)
+            arguments = self._parameters.select(columns)
             count = len(next(iter(columns.values())))
             limit = self.timeout * max(1, count) if self.bounded else self.timeout
             reply = self._request({"count": count, "arguments": arguments, "state": state}, limit)
@@ -89,13 +89,9 @@ class IsolatedReward:
             RewardFailure: the function cannot be imported.
         """
         with self._lock:
-            parameters = self._start()
-            return Loaded(self, self._loaded["convention"], self._loaded["options"], parameters)
-
-    @property
-    def per_sample(self) -> bool:
-        """True if the function declares that each value depends on only one completion."""
-        return self._loaded.get("per_sample", False)
+            self._start()
+        assert self._convention is not None
+        return Loaded(self, self._convention, self._parameters)
 
     def close(self) -> None:
         """End the worker and all programs that it has started. The next call starts a new one."""
@@ -106,15 +102,15 @@ class IsolatedReward:
             self._pipe.close()
             self._lifeline.close()
 
-    def _start(self) -> Parameters:
-        """Start the worker if it is not running. Return the parameters of the function."""
+    def _start(self) -> None:
+        """Start the worker if it is not running, and learn how to call the function."""
         if self._child is None:
             # 1. Open a pipe for requests, and a second pipe that closes when this process ends.
             self._pipe, theirs = Pipe()
             read_end, write_end = os.pipe()
             # Nothing is written to the second pipe. The kernel closes it, even after a crash.
             self._lifeline = os.fdopen(write_end, "wb", 0)
-            # 2. Start Python on calling.py. It gets the search path of this process.
+            # 2. Run calling.py in a new Python process with this process's module search path.
             search = os.pathsep.join(p or os.getcwd() for p in sys.path)
             # Close our copies of the worker's ends of the pipes. Otherwise the pipes would stay
             # open after the worker has ended, and we would wait forever for a reply.
@@ -131,11 +127,13 @@ class IsolatedReward:
             # 3. Let the worker import the function and describe its parameters.
             first = {"convention": self._convention, "options": self.options}
             try:
-                self._loaded = self._request(first, START_LIMIT_S)
+                loaded = self._request(first, START_LIMIT_S)
             except RewardFailure:
                 self.close()
                 raise
-        return Parameters(*self._loaded["parameters"])
+            self.per_sample = loaded["per_sample"]
+            self._convention = loaded["convention"]
+            self._parameters = Parameters(*loaded["parameters"])
 
     def _request(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         """Send a request to the worker and return its reply. Fail after `limit` seconds."""
@@ -152,7 +150,8 @@ class IsolatedReward:
             # request.
             self.close()
             if time.monotonic() >= end:
-                raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None
+                message = f"reward {self.path} took longer than {limit:g} s"
+                raise RewardFailure(message, "timeout") from None
             if isinstance(error, (EOFError, OSError)):
                 message = f"the process of reward {self.path} ended in the middle of a call"
                 raise RewardFailure(message, "died") from None

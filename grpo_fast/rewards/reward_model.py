@@ -1,14 +1,11 @@
-"""Reward function that uses a sequence classification model with one output as reward model."""
+"""Reward function that scores with a sequence classification model with one output."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.data import reason
 from grpo_fast.data.example import Prompt
@@ -44,45 +41,30 @@ class RewardModel:
         self.batch_size = batch_size
         model, self.tokenizer = _load(path)
         self.model = model.to(device).eval().requires_grad_(False)
-        self.pad_id = set_padding(self.model, self.tokenizer)
+        pad = self.tokenizer.pad_token or self.tokenizer.eos_token
+        require(pad is not None, "tokenizer", "a padding or end token", "one with neither")
+        self.tokenizer.pad_token = pad
+        # The model reads the score at the last non-padding token. If EOS is the padding token, this
+        # is the token before EOS. transformers uses the same token when it trains a reward model.
+        for config in (model.config, model.config.get_text_config()):
+            config.pad_token_id = self.tokenizer.pad_token_id
 
+    @torch.no_grad()
     def __call__(self, *, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
         ids = encode_pairs(self.tokenizer, prompts, completions)
         room = positions(self.model.config.get_text_config())
         fitting = [i for i in range(len(ids)) if len(ids[i]) <= room]
         fitting.sort(key=lambda i: len(ids[i]))
-        scores = [math.nan] * len(ids)
+        scores = torch.full((len(ids),), torch.nan)
         for first in range(0, len(fitting), self.batch_size):
             chosen = fitting[first : first + self.batch_size]
-            values = self.score([ids[i] for i in chosen]).tolist()
-            for i, value in zip(chosen, values, strict=True):
-                scores[i] = value
-        return scores
-
-    @torch.no_grad()
-    def score(self, ids: Sequence[list[int]]) -> Tensor:
-        """Return the scores of B lists of token ids, (B,) fp32."""
-        batch = padded(ids, self.pad_id, self.model.device)
-        return self.model(**batch).logits[:, 0].float()
-
-
-def padded(ids: Sequence[list[int]], pad_id: int, device: torch.device | str) -> dict[str, Tensor]:
-    """Return the inputs of a model for lists of token ids, padded on the right.
-
-    Args:
-        ids: B lists of token ids.
-        pad_id: token id of the padding.
-        device: device of the result.
-
-    Returns:
-        `input_ids` and `attention_mask`, both (B, L) int64.
-    """
-    rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
-    mask = [torch.ones_like(row) for row in rows]
-    return {
-        "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad_id).to(device),
-        "attention_mask": pad_sequence(mask, batch_first=True).to(device),
-    }
+            batch = self.tokenizer.pad(
+                {"input_ids": [ids[i] for i in chosen]}, padding_side="right",
+                return_attention_mask=True, return_tensors="pt",
+            )  # fmt: skip
+            logits = self.model(**batch.to(self.model.device)).logits
+            scores[chosen] = logits[:, 0].float().cpu()
+        return scores.tolist()
 
 
 def encode_pairs(
@@ -91,7 +73,7 @@ def encode_pairs(
     """Return the token ids of each prompt together with its completion.
 
     Each list of ids ends with a special token. If the prompt is a list of messages, the chat
-    template adds the completion as the assistant's turn. If the prompt is a text, the prompt and
+    template adds the completion as the assistant's turn. If the prompt is a string, the prompt and
     the completion are tokenized separately, as in a rollout.
     """
     encoded = []
@@ -108,22 +90,6 @@ def encode_pairs(
             ids.append(tokenizer.eos_token_id)
         encoded.append(ids)
     return encoded
-
-
-def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Set the model's padding token to that of the tokenizer, and return its id.
-
-    The model reads the score at the last token that is not padding. If the padding token is EOS,
-    this is the token before EOS. transformers reads the score at the same token when it trains a
-    reward model.
-    """
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = tokenizer.eos_token_id
-    require(pad is not None, "tokenizer", "a padding or end token", "one with neither")
-    model.config.pad_token_id = pad
-    model.config.get_text_config().pad_token_id = pad
-    return int(pad)
 
 
 def _load(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

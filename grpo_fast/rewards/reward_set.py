@@ -4,9 +4,9 @@ If a call raises an error or takes too long, its samples have no reward. Only a 
 declares itself per-sample is then called again, once for each sample. The values of any other
 function could differ if it were called with a part of the batch.
 
-A sample without a reward has the reward NaN. The trainer excludes it from the baseline and gives it
-no advantage. The run ends with a RewardError if too many samples have no reward. It ends at once if
-a function does not return one value per completion.
+If a sample has no reward, its entry in the result is NaN. The trainer excludes it from the baseline
+and gives it no advantage. The run ends with a RewardError if too many samples have no reward. It
+ends at once if a function does not return one value per completion.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class RewardResult(NamedTuple):
             if none applies.
         per_fn: the rewards (N,) of each function, keyed by name. A value is NaN if the function
             failed or does not apply.
-        reasons: why samples have no reward in this call: the number of samples for each reason, for
-            each function by name.
+        reasons: for each function, by name, a count of the samples without a reward in this call
+            for each reason.
         per_token: the rewards of the tokens of each completion, which add up to the total. If a
             function returned one number for a completion, the last token gets this number. None if
             no function returned rewards per token.
@@ -91,7 +91,7 @@ class RewardResult(NamedTuple):
 
 
 class RewardSet:
-    """Set of weighted reward functions that can be called.
+    """Callable set of weighted reward functions.
 
     Args:
         rewards: the functions. Their names must differ.
@@ -108,8 +108,8 @@ class RewardSet:
         require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
         self.max_failures = max_failures
-        # For each function, the number of samples without a reward and of all samples, in the
-        # latest calls.
+        # For each function and each of its latest calls, the number of samples without a reward and
+        # the number of all samples.
         self.recent: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
         self.last_error = dict.fromkeys(names, "")
         # Fields of TRL's `trainer_state`: how many steps have finished, and how many the run has.
@@ -128,12 +128,12 @@ class RewardSet:
         """Score N completions.
 
         Args:
-            prompts: N prompts, each a text or a list of messages.
-            completions: N texts.
-            answers: N gold answers. An entry is None for an example without an answer.
+            prompts: N prompts, each a string or a list of messages.
+            completions: N strings.
+            answers: N gold answers as strings. An entry is None for an example without an answer.
             columns: further lists of N values, which functions can request by parameter name.
-            labels: N gold answers as they are in the rows of the data. Functions for TRL, verl and
-                OpenRLHF receive them.
+            labels: N gold answers as they are in the data rows, of any type, for functions for TRL,
+                verl and OpenRLHF. Default: `answers`.
             prompt_texts: N prompts as the model received them, for functions of OpenRLHF.
 
         Raises:
@@ -154,7 +154,7 @@ class RewardSet:
         given = columns_of_others(prompts, completions, answers, columns, raw, texts)
         given[OURS] = lists
         scores = {r.name: self._scores(r, given[r.convention], run_log) for r in self.rewards}
-        # 2. A sample has no reward if no function applies. Functions of weight 0 do not count.
+        # 2. A sample has no reward if no function applies. Functions with weight 0 do not count.
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
             if weights and all(scores[name][i] is None for name in weights):
@@ -208,17 +208,17 @@ class RewardSet:
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
         run_log: RunLog,
     ) -> list[Score | str] | str:  # fmt: skip
-        """Call a function.
+        """Call a reward function, and check its scores.
 
         Returns:
-            For each completion its score, or the reason why it has none. If the call failed, the
-            reason alone.
+            A list with the score of each completion, or the reason why it has none. If the call
+            failed, a string with the reason instead of the list.
         """
         lists = {name: list(column) for name, column in columns.items()}
         try:
             parameters = parameters_of(reward.function)
-            # Copy the arguments. A function could change the messages of a prompt, which later
-            # functions get.
+            # Copy the arguments, because a function could modify the messages of a prompt, which
+            # are also passed to later functions.
             arguments = copy.deepcopy(parameters.select(lists))
             if reward.convention == TRL:
                 arguments |= parameters.select(run_log.objects(self.progress))
@@ -228,7 +228,7 @@ class RewardSet:
         except KeyboardInterrupt:  # the user ends the run
             raise
         except BaseException as error:  # includes sys.exit() and a cancelled coroutine
-            why = calling.why_of(error)
+            why = getattr(error, "why", "error")
             if why == calling.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
             self._note(reward.name, calling.describe(error))

@@ -51,10 +51,10 @@ def sort_inclusion_ordering(*, completions: Texts, answers: Texts) -> list[float
     """Return the sum of two fractions for each completion, between 0 and 2.
 
     The first is the fraction of the gold answer's symbols that occur in the completion. As in the
-    lecture, a symbol counts if it occurs at least once, so `0 0 1` gets the full fraction for
-    `0 1 1`. The second is the fraction of adjacent pairs of the completion that are in order. A
-    pair with a symbol that is not a number is not in order. The denominator is the number of pairs
-    of the longer text. Therefore neither a single symbol nor an endless tail is rewarded.
+    lecture, repetitions do not matter, so the completion `0 0 1` gets 1 for the answer `0 1 1`. The
+    second is the fraction of adjacent pairs of the completion that are in order. A pair with a
+    symbol that is not a number is not in order. The denominator is the number of pairs of the
+    completion or of the answer, whichever is larger, so that a short completion gains nothing.
     """
     return [_inclusion_ordering(*pair) for pair in _symbol_pairs(completions, answers)]
 
@@ -115,8 +115,8 @@ def format_tags(
             count, too.
         tags: the tags in the right order.
         per_tag: reward for each tag.
-        number: True gives the last `per_tag` for an answer that is a number, instead of for the
-            order of the tags.
+        number: if True, the last `per_tag` is for an answer that is a number, and not for the order
+            of the tags.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]
 

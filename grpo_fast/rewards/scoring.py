@@ -4,16 +4,16 @@ r"""Judge completions in an evaluation. The rule depends on the question's gold 
 |----------------------------|------------------------------|-----------------------------------|
 | number: 18, 1,080, 1/2     | is exactly that number       | the number at the last mark, or   |
 |                            |                              | the last number, is that number   |
-| expression: x^2, \sqrt{2}  | is equal, by math-verify     | any marked answer, or the last    |
+| expression: x^2, \sqrt{2}  | is equal, by math-verify     | the marked answer, or the last    |
 |                            |                              | line, is equal                    |
-| other text                 | is that text                 | any marked answer, or the last    |
+| other text                 | is that text                 | the marked answer, or the last    |
 |                            |                              | line, is that text except for     |
 |                            |                              | case, parentheses and full stops  |
 | symbols of a generated task| (no marks) the same symbols  | as strict                         |
 
-"Strict" accepts the marks (`####`, `<answer>`, `\boxed`) that occur in the prompt or in the data's
-solutions. If none occurs, the full completion must be the answer. All comparisons ignore the amount
-of whitespace.
+An answer is marked by `####`, `<answer>` or `\boxed`. "Strict" accepts only the kinds of marks that
+occur in the prompt or in the data's solutions. If none occurs, the full completion must be the
+answer. "Lenient" accepts every kind. All comparisons ignore the amount of whitespace.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from grpo_fast.data.answers import (
     parse_number,
     unwrapped,
 )
+from grpo_fast.data.example import text_of
 from grpo_fast.errors import require
 from grpo_fast.rewards import workers
 from grpo_fast.rewards.calling import RewardFailure
@@ -65,7 +66,7 @@ class Scorer(NamedTuple):
     is_expression: bool = False
 
     def is_right(self, answer: Hashable | None) -> bool:
-        """Return True if an answer from `strict` or `lenient` equals the gold answer."""
+        """Return True if an answer that `strict` or `lenient` extracted equals the gold answer."""
         if answer is None or self.gold is None:
             return False
         return answer == self.gold or (
@@ -91,7 +92,8 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
 
     Args:
         answer: the gold answer. With None, answers are extracted as text, and all count as wrong.
-        marks: marks that a strict answer may have. If empty, the full completion is the answer.
+        marks: kinds of marks that `strict` accepts, a subset of `answers.MARKS`. If empty, the full
+            completion is the answer.
     """
     number = None if answer is None else parse_number(answer)
     if number is not None:
@@ -123,22 +125,20 @@ def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[st
 
 
 def shown_answer(answer: Hashable | None) -> str | None:
-    """Return an answer that a scorer has extracted as text. None stays None."""
+    """Convert an answer that a scorer extracted to text. None stays None."""
     if answer is None:
         return None
     return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
 
 
 def is_expression(answer: str) -> bool:
-    """Return True if an answer without a number value looks like mathematics, not like words."""
+    """Return True if an answer that is not a number looks like mathematics, not like words."""
     return bool(_MATHEMATICS.search(answer)) and not _WORD.search(answer)
 
 
 def _marks_shown(task: str, example: Example) -> tuple[str, ...]:
-    """Return the answer marks, such as `####`, that occur in an example's prompt or solution."""
-    prompt = example.prompt
-    shown = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    text = "\n".join([*shown, example.solution or ""]).casefold()
+    """Return the kinds of answer marks that occur in an example's prompt or solution."""
+    text = f"{text_of(example.prompt)}\n{example.solution or ''}".casefold()
     usual = USUAL_MARKS if task == "gsm8k" or any(mark in text for mark in USUAL_MARKS) else ()
     return (*usual, *([BOXED] if BOXED in text else []))
 
@@ -160,7 +160,7 @@ def _are_equal(answer: str, gold: str) -> bool:
     columns = {"completions": [f"\\boxed{{{answer}}}"], "answers": [gold]}
     try:
         return _worker()(**columns) == [1.0]
-    except (RewardFailure, TimeoutError) as error:
+    except RewardFailure as error:
         if "math_verify" in str(error):
             _say_that_it_is_missing()
         return False

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.data import load_splits, read_examples
+from grpo_fast.data import read_examples
 from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.records import gold_answer, strip_calculator
@@ -25,9 +25,10 @@ needs_gsm8k = pytest.mark.skipif(
 
 
 def load(split: str = "train", seed: int = 0, task: str = "jsonl", **fields: Any) -> Any:
-    """Return one split of a data set. Tokens are counted as words."""
-    both = load_splits(DataConfig(task=task, **fields), seed, lambda text: len(text.split()))
-    return both[("train", "test").index(split)]
+    """Return one split of a data set. Each word counts as one token."""
+    data = DataConfig(task=task, **fields)
+    splits = Splits(data, seed, lambda text, **_: {"input_ids": text.split()})
+    return getattr(splits, split)
 
 
 def read(path: Path, task: str = "jsonl", **fields: Any) -> Any:
@@ -167,8 +168,7 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     test = load("test", seed=1, **data)
     train = {seed: load(seed=seed, **data) for seed in (1, 2)}
     assert test == load("test", seed=2, **data) and len(test) == 12
-    # A prompt that occurs twice in the file must be either in the training split or in the test
-    # split.
+    # A prompt that occurs twice in the file must not be in both splits.
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load(seed=1, **data)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])

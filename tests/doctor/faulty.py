@@ -103,8 +103,8 @@ class FaultyEngine(Engine):
 def tokenizer_with_bos() -> Any:
     """Return a BPE tokenizer that adds a BOS token to every text.
 
-    Its chat template adds BOS, too. An engine that tokenizes the result of the template as a text
-    would add BOS twice.
+    Its chat template adds BOS, too. An engine that tokenizes the rendered template as plain text
+    would therefore add BOS twice.
     """
     from tokenizers.processors import TemplateProcessing
 

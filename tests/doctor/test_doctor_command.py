@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 def test_a_model_and_its_own_engine(model):
     done = invoke("doctor", model, "rollout.top_p=0.5", *QUICK)
     assert done.exit_code == 0 and "Cause" not in done.output, done.output
-    for part in ("mean of ", "ok, allowed 1.0e-04", "the trainer against itself"):
+    for part in ("mean of ", "ok, allowed 1.0e-04", "the trainer against the model"):
         assert part in done.output, done.output
 
 

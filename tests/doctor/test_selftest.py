@@ -33,8 +33,9 @@ def no_kernel(*_):
     raise RuntimeError("no such kernel\nsecond line")
 
 
-# Maps the name of a fault to a field of the result of a loss call, to a function of (value, number
-# of the call, weight) that returns a wrong value, and to the self-tests that must fail.
+# For each fault: the field of the loss function's result that becomes wrong, a function that gets
+# (correct value, number of the call, weight) and returns the wrong value, and the self-tests that
+# must fail.
 FAULTS = {
     "logps": ("logps", lambda x, *_: x + 1e-4, [VALUES]),
     "NaN": ("logps", lambda x, *_: x * torch.nan, [VALUES, BITS]),

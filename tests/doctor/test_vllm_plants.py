@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
-# Maps a planted fault to the causes that the doctor must name. The fault is a dictionary of
-# additional fields of the request, or a function that changes the token ids of the prompt.
+# For each planted fault: how to plant it, and the causes that the doctor must name. A fault is a
+# dictionary of additional request fields, or a function that changes the token ids of the prompt.
 REQUESTED: dict[str, tuple[Any, list[str]]] = {
     "nothing": ({}, []),
     "temperature lost": ({"temperature": 1.0}, [causes.TEMPERATURE]),
@@ -82,7 +82,7 @@ def test_causes_are_named_against_vllm(tmp_path, monkeypatch):
             found[name] = found_by(policy, engine, SAMPLING, MESSAGES, version=3)[1]
         link.generate = ask
         engine.update = lambda _, version: update(smaller(seed=1), version)
-        # Use a new version number. The engine does not send weights again under a number that the
+        # Use a new version number, because the engine sends no weights under a version that the
         # server already has.
         found["other weights"] = found_by(policy, engine, SAMPLING, MESSAGES, version=4)[1]
         right["other weights"] = [causes.STALE]

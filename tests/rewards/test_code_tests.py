@@ -22,23 +22,14 @@ HOSTILE = {
     "threads": "import threading\nwhile True:\n    threading.Thread(target=print).start()",
     "endless output": "import sys\nwhile True:\n    print('x' * 9999)\n"
     "    sys.stderr.write('x' * 9999)",
-    "output everywhere": """
-import os
-for fd in range(64):
-    try:
-        while True:
-            os.write(fd, b"x" * 9999)
-    except OSError:
-        pass
-""",
+    "output everywhere": "import os\nfor fd in range(64):\n    try:\n"
+    "        while True: os.write(fd, b'x' * 9999)\n    except OSError: pass",
     "deletes": "import os\nos.unlink(VICTIM)",
     "empties": "open(VICTIM, 'w')",
     "moves": "import os\nos.rename(VICTIM, VICTIM + '.moved')",
-    "removes folders": "import shutil, os\nshutil.rmtree(os.path.dirname(VICTIM))",
     "writes": "open(VICTIM + '.new', 'w').write('x')",
     "memory of others": "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')",
     "socket": "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
-    "socket pair": "import socket\nsocket.socketpair()",
     "starts a program": "import subprocess\nsubprocess.run(['touch', VICTIM + '.new'])",
     "becomes a program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 0'])",
     "exit handler": "import atexit\natexit.register(lambda: 1 / 0)\nraise KeyboardInterrupt",
@@ -104,7 +95,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
 def _session(leader: int) -> set[int]:
     """Return the ids of all processes in the session of the worker process `leader`.
 
-    A process that an answer starts cannot leave this session, so these are all processes.
+    Processes that an answer starts cannot leave this session, so the result includes all of them.
     """
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -184,9 +175,9 @@ def test_limits_out_of_range_are_refused(options):
 
 @pytest.fixture
 def changed(monkeypatch, tmp_path):
-    """Return a function that builds the reward `code_tests` from modified copies of its files.
+    """Return a function that builds the reward `code_tests` from edited copies of its files.
 
-    The arguments of the function are pairs (text, replacement).
+    Each argument of the function is a pair of a text to replace and its replacement.
     """
     folder = tmp_path / "workers"
     folder.mkdir()
@@ -213,6 +204,5 @@ def test_a_kernel_without_landlock_is_announced(changed, capfd):
         ("CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444", "CREATE_RULESET, *_ = 9444")
     )
     assert ask(rewards, GOOD, "def add(a, b): return 7").total.tolist() == [1.0, 0.0]
-    rewards.rewards[0].function.close()
     said = "code_tests: this kernel has no Landlock: answers can read files"
     assert said in capfd.readouterr().err

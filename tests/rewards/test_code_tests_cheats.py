@@ -7,8 +7,8 @@ from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.rewards.workers import sandbox
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# Every right result contains this text, which only the tests contain. Some of the answers below
-# return it if they find the text of the tests in a file or in memory.
+# Every correct result contains this number, which an answer can only learn from the tests. Some of
+# the answers below return it if they find the source of the tests in a file or in memory.
 SECRET = "4711"
 TESTS = f"""
 import math
@@ -64,12 +64,11 @@ SAY = (
     + """
 import json
 def say(message):
-    data = json.dumps(message).encode()
-    everywhere(len(data).to_bytes(4, "big") + data)
+    everywhere(json.dumps(message).encode() + b"\n")
 """
 )
 CHEATS = {
-    # These answers got the reward 1 from an earlier version of `code_tests`.
+    # An earlier version of `code_tests` gave these answers the reward 1.
     "prints the mark of a caller's frame": EVERYWHERE + """
 import sys
 frame = sys._getframe()
@@ -156,7 +155,8 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "lines for the tests that hold": EVERYWHERE + "everywhere(b'held\\n' * 99)",
     "lines for the tests, later": EVERYWHERE + "def f(x): everywhere(b'held\\n' * 99)\ng = h = f",
     "garbage on the channel": EVERYWHERE + "everywhere(b'\\xff' * 5000)",
-    "a huge message": EVERYWHERE + "everywhere(b'\\x00\\xff\\xff\\xff' + b'[' * (1 << 24))",
+    "a huge message": EVERYWHERE + "everywhere(b'1' * (1 << 25))",
+    "a deep message": EVERYWHERE + "everywhere(b'[' * (1 << 20) + b'\\n')",
     "a message of objects": SAY + "say('defined')\n"
     "for m in (['value', None, None], {}, [], ['value', {'__eq__': 1}, None], ['held'], 'defined',\n"
     "          ['value', ['name', 'eval'], None], ['call', 'call', ['list', ['list', ['own', 0]], ['dict']]],\n"
@@ -182,7 +182,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "calls back what it was not given": EVERYWHERE + "import gc\n"
     "for o in gc.get_objects():\n    if type(o).__name__ == 'Answer': s = o\n"
     "def f(x): return s.call_back(0, (), {})\ng = h = f",
-    # These answers search for the text of the tests in files, in memory or in other processes.
+    # These answers search for the source of the tests in files, in memory or in other processes.
     "reads the tests on the disk": "import os\ntext = ''\nfor root in ('/home', '/root', '/tmp', '/work', '.'):\n"
     "    for d, _, files in os.walk(root):\n        for n in files[:99]:\n"
     "            try: text += open(os.path.join(d, n)).read()\n            except Exception: pass\n"

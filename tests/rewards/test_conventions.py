@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from grpo_fast.data import Example
 from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import build_rewards, check_examples, score
-from grpo_fast.rewards.conventions import convention_of
+from grpo_fast.rewards.conventions import convention_of, parameters_of
 from grpo_fast.train.config import RewardConfig
 from grpo_fast.train.config.recipes import load_recipe
 from tests.reward_specs import spec
@@ -81,18 +81,11 @@ def file(tmp_path_factory):
 
 @pytest.fixture(params=[False, True], ids=["worker", "here"])
 def build(file, request):
-    made = []
-
     def make(name, convention=None, **options):
-        made.append(build_rewards([spec(f"{file}:{name}", convention=convention,
-                                        in_process=request.param, **options)]))  # fmt: skip
-        return made[-1]
+        options |= {"convention": convention, "in_process": request.param}
+        return build_rewards([spec(f"{file}:{name}", **options)])
 
-    yield make
-    for rewards in made:
-        close = getattr(rewards.rewards[0].function, "close", None)
-        if close:
-            close()
+    return make
 
 
 ROWS = [
@@ -179,9 +172,9 @@ def openrlhf(queries, prompts, labels): ...
 def test_a_convention_is_recognised_or_must_be_named(function, expected):
     if "write" in expected:
         with pytest.raises(ValueError, match=expected):
-            convention_of(function)
+            convention_of(parameters_of(function))
     else:
-        assert convention_of(function) == expected
+        assert convention_of(parameters_of(function)) == expected
 
 
 def test_a_column_answers_makes_our_convention_unsure(tmp_path):

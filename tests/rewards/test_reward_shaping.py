@@ -1,7 +1,5 @@
 """Tests of length and format rewards against explicit formulas, and of rewards per token."""
 
-from fractions import Fraction
-
 import pytest
 import torch
 
@@ -18,26 +16,10 @@ def found(name, *, texts=None, lengths=None, **options):
     return result.total.tolist()
 
 
-def punishment(length, longest, cache):
-    """Compute the soft overlong punishment of the DAPO paper, equation 13.
-
-    Args:
-        length: number of tokens of the completion.
-        longest: length from which on the punishment is -1.
-        cache: number of tokens before `longest` at which the punishment begins.
-    """
-    if length <= longest - cache:
-        return Fraction(0)
-    if length <= longest:
-        return Fraction(longest - cache - length, cache)
-    return Fraction(-1)
-
-
 def test_overlong_is_the_papers_and_lengths_and_tags_have_a_price():
-    lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 1000]
-    expected = [float(punishment(n, 100, 20)) for n in lengths]
+    lengths = [0, 79, 80, 81, 90, 99, 100, 101, 1000]
+    expected = [0, 0, 0, -1 / 20, -10 / 20, -19 / 20, -1, -1, -1]  # equation 13 of the DAPO paper
     assert found("overlong", lengths=lengths, max_length=100, buffer=20) == pytest.approx(expected)
-    assert expected[4] == -1 / 20 and expected[7] == -1
     whole = found("overlong", lengths=[0, 50, 100], max_length=100, buffer=100)
     assert whole == pytest.approx([0, -0.5, -1])
     assert found("length_penalty", lengths=[0, 1, 200], scale=100) == pytest.approx([0, -0.01, -2])

@@ -10,7 +10,6 @@ import pytest
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards, check_examples
 from grpo_fast.rewards import score as score_examples
-from grpo_fast.rewards.isolated import IsolatedReward
 from tests.reward_specs import spec
 
 MODULE = """
@@ -38,7 +37,7 @@ def asks(*, completion_ids, completion_lengths, level, unit=1):
 
 def everything(**columns):
     names = {"answers", "completion_ids", "completion_lengths", "completions", "level", "prompts"}
-    names |= {"answer", "prefills", "trainer_state", "log_extra", "log_metric"}  # as TRL passes
+    names |= {"answer", "prefills", "trainer_state", "log_extra", "log_metric", "unit"}
     return [float({*columns} == names and len(columns["level"]) == len(columns["prompts"]))
             for _ in columns["prompts"]]
 
@@ -61,23 +60,14 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def build(file):
-    """Return a function that builds a `RewardSet` with one reward function.
-
-    The worker processes end after the test.
-    """
-    made = []
+    """Return a function that builds a `RewardSet` with one reward function."""
 
     def make(name, **keywords):
         options = {"timeout": 20, **keywords}
         path = name if name in ("format_pattern", "math_equal", "math_close") else f"{file}:{name}"
-        made.append(build_rewards([spec(path, **options)], max_failures=1.0))
-        return made[-1]
+        return build_rewards([spec(path, **options)], max_failures=1.0)
 
-    yield make
-    for rewards in made:
-        function = rewards.rewards[0].function
-        if isinstance(function, IsolatedReward):
-            function.close()
+    return make
 
 
 def ask(rewards, *completions, answers=None):
@@ -97,7 +87,6 @@ def test_a_file_is_found_without_being_importable(file, build, monkeypatch, tmp_
     rewards = build_rewards([spec("~/some_rewards.py:none_of_them")])
     assert [reward.name for reward in rewards.rewards] == ["none_of_them"]
     assert ask(rewards, "a", "b").total.tolist() == [0.5, 0.25]
-    rewards.rewards[0].function.close()
     for wrong, why in (
         (f"{file}:nothing", "function 'nothing' in .*found no such name; functions: pid"),
         (f"{tmp_path}/no.py:f", "/no.py:f cannot be used: no such file: "),
@@ -123,7 +112,7 @@ def test_options_that_a_function_does_not_take(build, here):
         build("asks", in_process=here, units=2)
 
 
-# -------------------------------------------------------- Reasons for which a sample gets no reward
+# ------------------------------------------------------------ Reasons why a sample gets no reward
 @pytest.mark.parametrize(
     ("completion", "why"),
     [
@@ -146,7 +135,8 @@ def test_after_three_hanging_samples_the_rest_is_lost_unasked(build):
 # ----------------------------------------------------- Columns of the data that a function receives
 @pytest.mark.parametrize("here", [False, True])
 def test_functions_get_what_they_name(build, here):
-    examples = [Example(f"p{i}", None, None, {"level": i}) for i in range(3)]
+    # The option unit=2 of `asks` must win over the column `unit` of the data.
+    examples = [Example(f"p{i}", None, None, {"level": i, "unit": 9}) for i in range(3)]
     ids = [[5], [5, 6], [5, 6, 7]]
     rewards = build("asks", in_process=here, unit=2)
     found = score_examples(rewards, examples, ["a"] * 3, ids)

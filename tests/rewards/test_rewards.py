@@ -121,7 +121,7 @@ def test_gsm8k_rewards():
     assert score("gsm8k_correct", "it is 18", "18") == 0.0
     assert score("gsm8k_correct_lenient", "it is 18", "18") == 1.0
     assert score("gsm8k_format", "", "18") == score("gsm8k_correct_lenient", "", "18") == 0.0
-    assert score("gsm8k_correct", "#### one", "one") == 1.0  # gold answers may be texts
+    assert score("gsm8k_correct", "#### one", "one") == 1.0  # gold answers may be text
     assert score("gsm8k_correct", "#### 1", "one") == 0.0
 
 
@@ -267,7 +267,7 @@ def test_run_ends_above_the_threshold_only():
     with pytest.raises(RewardError, match=r"f: 16 of the last 28 samples .*not a finite number"):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
-    # The error must come at the 7th call. After it, for the first time, more than half of the
+    # The error must come at the 7th call. It is the first call after which more than half of the
     # latest samples have no reward.
     assert next(failing, None) == 4
 

@@ -146,12 +146,8 @@ def module(tmp_path_factory):
 @pytest.fixture(scope="module", params=["here", "isolated"])
 def odd(request, module):
     """Return the reward function `odd`, which runs in this process or in a worker."""
-    isolated = request.param == "isolated"
-    options = {"timeout": 30} if isolated else {"in_process": True}
-    function = build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
-    yield function
-    if isolated:
-        function.close()
+    options = {"timeout": 30, "in_process": request.param == "here"}
+    return build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
 
 
 def ask(function, what, n):
@@ -241,7 +237,7 @@ def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):
 
 
 def test_the_users_interrupt_gets_through():
-    # Restore Python's handler of SIGINT. A process in the background of a shell ignores SIGINT.
+    # Install Python's handler of SIGINT, because a background process of a shell ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*, prompts, completions, answers):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_fast.rewards import build_rewards
+from grpo_fast.rewards.calling import RewardFailure
 from grpo_fast.rewards.isolated import IsolatedReward
 from tests.reward_specs import spec
 
@@ -69,21 +70,10 @@ def half_a_reply(*, prompts, completions, answers):
 
 @pytest.fixture
 def isolated(tmp_path, monkeypatch):
-    """Return a function that starts a worker process for a reward function of `MODULE`.
-
-    The worker processes end after the test.
-    """
+    """Return a function that builds an `IsolatedReward` for a reward function of `MODULE`."""
     (tmp_path / "tried_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = []
-
-    def make(name, timeout=30.0):
-        made.append(IsolatedReward(f"tried_rewards:{name}", timeout=timeout))
-        return made[-1]
-
-    yield make
-    for reward in made:
-        reward.close()
+    return lambda name, timeout=30.0: IsolatedReward(f"tried_rewards:{name}", timeout=timeout)
 
 
 def ask(reward, *completions, prompt="p"):
@@ -133,11 +123,8 @@ def test_four_threads_on_one_set(isolated):
         texts = [[str(value) for value in pair] for pair in asked]
         return [rewards(["p"] * 2, pair, ["x"] * 2).total.tolist() for pair in texts] == asked
 
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(calls, range(4)))
-    finally:
-        rewards.rewards[0].function.close()
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(calls, range(4)))
 
 
 def test_an_error_of_the_function_keeps_the_worker(isolated):
@@ -153,8 +140,8 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
 def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
     """Check that all worker processes and their child processes end if their caller is killed.
 
-    One worker each is idle, sleeps, holds the interpreter lock, waits for a child process, and
-    imports a module.
+    One worker is idle, one sleeps, one holds the interpreter lock, one waits for a child process,
+    and one imports a module.
     """
     (tmp_path / "import_hangs.py").write_text(
         "import os, time\nopen('import', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
@@ -192,12 +179,12 @@ def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
 
 
 def test_a_call_that_takes_too_long_ends_what_the_function_started(isolated, tmp_path):
-    with pytest.raises(TimeoutError, match="took longer than 2 s"):
+    with pytest.raises(RewardFailure, match="took longer than 2 s"):
         ask(isolated("hang", timeout=2), "child", prompt=str(tmp_path / "pids"))
     pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     wait_until(lambda: not any(alive(pid) for pid in pids), 5)
-    with pytest.raises(TimeoutError, match="took longer than 1 s"):
+    with pytest.raises(RewardFailure, match="took longer than 1 s"):
         ask(isolated("half_a_reply", timeout=1), "a")
 
 
@@ -210,7 +197,7 @@ def test_a_worker_that_does_not_read_takes_too_long(isolated):
     reward = isolated("stuck_afterwards", timeout=2.0)
     assert ask(reward, "a") == [1.0]
     time.sleep(0.5)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(RewardFailure, match="took longer than 2 s"):
         ask(reward, "a" * 10**6)  # sending blocks, because the pipe is full
     assert ask(reward, "a") == [1.0]
 

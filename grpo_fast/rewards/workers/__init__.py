@@ -1,1 +1,1 @@
-"""Reward functions for worker processes, because a completion can make them run forever."""
+"""Reward functions that run in worker processes, because a completion may make them hang."""

@@ -17,20 +17,12 @@ import wire
 
 
 class Answer(wire.Peer):
-    """Connection to the judge, the process that runs the tests. Its requests are executed here."""
+    """Connection to the judge, the process that runs the tests. Executes the judge's requests."""
 
     def __init__(self, descriptor, names):
         super().__init__(descriptor)
-        self.names = names
-
-    def operation(self, name):
-        own = {"call": operator.call, "plain": plain, "lookup": self.lookup}
-        return own.get(name) or getattr(builtins, name, None) or getattr(operator, name)
-
-    def lookup(self, name):
-        if name not in self.names:
-            raise NameError(f"name {name!r} is not defined")
-        return self.names[name]
+        own = {"plain": plain, "lookup": names.__getitem__}
+        self.operations = {**vars(operator), **vars(builtins), **own}
 
     def refer(self, value):
         if isinstance(value, type):
@@ -51,7 +43,7 @@ class Answer(wire.Peer):
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
     def call_back(self, key, args, kwargs):
-        """Call a function that the tests passed as an argument. It may call the code in turn."""
+        """Call a function that the tests passed as an argument. It may call the answer's code."""
         arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
         kind, parts = self.request("call", arguments)
         if kind == "value":
@@ -69,13 +61,13 @@ def plain(value):
 
 
 def module(name):
-    """Create a module and return its namespace. Dataclasses look it up in sys.modules."""
+    """Create a module in sys.modules, where dataclasses look it up, and return its namespace."""
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name].__dict__
 
 
 def serve(request):
-    """Run the code of the answer. Then execute requests of the judge until the judge ends."""
+    """Run the answer's code. Then execute the judge's requests until the judge exits."""
     names = module("answer")
     answer = Answer(sandbox.take(0), names)
     answer.receive()  # wait until the judge has made its memory unreadable

@@ -1,9 +1,9 @@
 """Reward for code: the fraction of unit tests that the code of a completion passes.
 
-The code of a completion is called its answer. Each answer runs in a separate process (`answer.py`),
-which never contains the tests. A second process (`judge.py`) runs the tests, and calls the
-functions of the answer. If the answer is a program, this module compares its output. A misbehaving
-answer can only lower its own reward, because a test that was not reached counts as failed.
+The code in a completion is called the answer. Each answer runs in a separate process (`answer.py`),
+which never contains the tests. A second process (`judge.py`) runs the tests, and calls the answer's
+functions. If the answer is a program, this module compares its output. A misbehaving answer can
+only lower its own reward, because a test that was not reached counts as failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MIB = 1 << 20
 _OUTPUT = 1 << 16  # smallest output limit of a process in bytes
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
-# each start. Then remove the folder from sys.path, so that the answer cannot import from it.
+# each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
 LAUNCH = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -49,9 +49,9 @@ def code_tests(
     Args:
         completions: N completions. The code is the last fenced block of each completion.
         tests: the tests of each completion, as Python source or as inputs and outputs. Python
-            source (a text or a list of texts) has asserts, setup statements, and calls of functions
-            that the tests define, such as `check(f)`. Inputs and outputs are for a program that
-            reads stdin and writes stdout: a list of `{"input": …, "output": …}`, or
+            source (a string or a list of strings) has asserts, setup statements, and calls of
+            functions that the tests define, such as `check(f)`. Inputs and outputs are for a
+            program that reads stdin and writes stdout: a list of `{"input": …, "output": …}`, or
             `{"inputs": […], "outputs": […]}`.
         seconds: limit of processor time and of elapsed time, for each completion with its tests.
         memory: memory limit in MiB of each process, including the interpreter.
@@ -83,7 +83,7 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
     Raises:
         ValueError: there is no test, or the tests have an unknown form.
     """
-    # 1. Try to read inputs and outputs of programs. Data sets may store them as JSON text.
+    # 1. Try to read the inputs and outputs of a program, which data sets may store as JSON text.
     with contextlib.suppress(TypeError, ValueError):
         entry = json.loads(entry)
     listed = list(entry) if isinstance(entry, (list, tuple)) else [entry]
@@ -108,7 +108,7 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
 
 
 def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs of the test of a program, or [] for any other value."""
+    """Return the (input, output) pairs of a program's test, or [] for any other value."""
     if not isinstance(part, dict):
         return []
     inputs = part.get("inputs", [part.get("input")])
@@ -122,7 +122,7 @@ def _pairs(part: Any) -> list[tuple[str, str]]:
 
 
 def code_of(text: str) -> str:
-    """Return the last fenced block of a text, or the full text if it has no fence.
+    """Return the last fenced block of a completion, or the full text if it has no fence.
 
     A block that is not closed ends at the end of the text.
     """
@@ -145,8 +145,8 @@ def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
         request = {"code": code, "program": False, **limits}
         with _process("answer", request, left, subprocess.DEVNULL):
             with _process("judge", {"tests": tests, **limits}, right, results) as judge:
-                # Close our copies of the sockets. With them, neither process would notice the end
-                # of the other.
+                # Close our copies of the sockets. While they are open, neither process notices the
+                # end of the other.
                 left.close()
                 right.close()
                 _wait(judge, seconds)
@@ -157,7 +157,7 @@ def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
 def share_of_programs(
     code: str, pairs: list[tuple[str, str]], seconds: float, memory: int
 ) -> float:
-    """Run the code as a program on each input. Return the fraction of right outputs."""
+    """Run the code as a program on each input. Return the fraction of correct outputs."""
     right = 0
     end = time.monotonic() + seconds
     for given, expected in pairs:
@@ -193,7 +193,7 @@ def _process(
 ) -> Iterator[subprocess.Popen]:
     """Run a script with an empty environment, and kill its process at the end.
 
-    No other process remains, because the sandbox forbids starting processes.
+    The script cannot leave other processes running, because the sandbox forbids starting them.
 
     Raises:
         OSError: the sandbox does not work on this machine.
@@ -216,15 +216,15 @@ def _process(
 
 
 def _wait(child: subprocess.Popen, seconds: float) -> None:
-    """Wait until a process ends, for `seconds` plus the time limit for its start.
+    """Wait until a process ends, for at most `seconds` plus the time limit for its start.
 
-    The sandbox ends the process after `seconds`, so this limit is not normally reached.
+    Normally, the sandbox ends the process after `seconds`, before this function gives up.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(seconds + START_S)
 
 
-# Try the sandbox at import, so that the run does not start on a machine that does not support it.
+# Try the sandbox at import, so that a run fails at its start on a machine without sandbox support.
 if share_of_tests("def f(): return 1", "assert f() == 1", 60.0, 512) != 1:
     raise OSError("code_tests: the sandbox does not run an answer")
 if not sandbox.landlock_version():

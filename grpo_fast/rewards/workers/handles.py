@@ -1,4 +1,4 @@
-"""Handles, with which the tests use objects that stay in the process of the code under test."""
+"""Handles through which the tests use objects that stay in the process of the answer's code."""
 
 import operator
 
@@ -11,8 +11,8 @@ JUDGING = frozenset(
     "intersection union index rindex find rfind count replace strip lstrip rstrip removeprefix "
     "removesuffix split rsplit partition rpartition translate".split()
 )
-# Roles of a handle. The answer can return an object in place of plain data. Such an object is
-# always a VALUE.
+# Roles of a handle; see `Handle`. If the code under test returns an object where the tests expect
+# plain data, the role of the object is VALUE.
 CLASS, OBJECT, VALUE = "class", "object", "value"
 
 
@@ -20,16 +20,16 @@ class Handle:
     """Handle of an object in the process of the code under test.
 
     The object may be a function, class, instance or iterator. Calls, attribute accesses and
-    iteration are executed in that process. `==`, `<` and arithmetic with plain data are not,
-    because an object could claim to be equal to everything. If the class of the object extends a
-    builtin class, these operators use the builtin value.
+    iteration are executed in that process. `==`, `<` and arithmetic with plain data are not
+    executed there, because an object could claim to be equal to everything. If the class of the
+    object extends a builtin class, these operators use the builtin value.
 
     Args:
         judge: the connection to that process.
         number: number of the object in that process.
         role: CLASS for a class that the tests name, OBJECT for an object that such a class has
-            returned, and VALUE for every other object. The tests may expect plain data instead of a
-            VALUE. A VALUE therefore has no methods whose argument is the expected value.
+            returned, and VALUE for every other object. A VALUE has no method whose argument could
+            be an expected value, because an answer may return it in place of plain data.
     """
 
     __slots__ = ("__state",)
@@ -47,9 +47,6 @@ class Handle:
 
     def __setattr__(self, name, value):
         ask(self, "setattr", name, value)
-
-    def __delattr__(self, name):
-        ask(self, "delattr", name)
 
     def __getitem__(self, key):
         if isinstance(key, int) or may_judge(self):
@@ -79,28 +76,28 @@ class Handle:
 
 
 def state_of(handle):
-    """Return the judge, the number and the role of a handle."""
+    """Return the arguments from which a handle was built: judge, number and role."""
     return object.__getattribute__(handle, "_Handle__state")
 
 
 def made_by(handle):
-    """Return the role of the objects that calls and attributes of this handle yield."""
+    """Return the role of an object that comes from a call or an attribute of this handle."""
     return OBJECT if state_of(handle)[2] == CLASS else VALUE
 
 
 def may_judge(handle):
-    """Return True if methods of the object may receive the tests' keys and expected values."""
+    """Return True if the object's methods may receive keys and expected values of the tests."""
     judge, _, role = state_of(handle)
     return judge.uses_objects and role != VALUE
 
 
 def ask(handle, operation, *args):
-    """Apply a function of `builtins` or `operator` to the object, in the object's process."""
+    """Apply a function of `builtins` or `operator` to the object, in the process that holds it."""
     return state_of(handle)[0].ask(operation, [handle, *args])
 
 
 def plain(handle):
-    """Return the builtin value of an object, or MISSING if its class extends no builtin class."""
+    """Return an object as its builtin base class, such as list, or MISSING if it has none."""
     try:
         value = ask(handle, "plain")
     except TypeError:
@@ -122,7 +119,8 @@ def _binary(operation, is_reflected=False):
         if value is not MISSING:
             return compute(other, value) if is_reflected else compute(value, other)
         judge, _, role = state_of(self)
-        # Allow the product of a vector and a number. Tests never multiply by an expected value.
+        # Allow the product of a vector and a number. The number is not an expected value, because
+        # tests compare with expected values and do not multiply by them.
         if operation == "mul" and role == OBJECT and type(other) in (int, float):
             pair = [other, self] if is_reflected else [self, other]
             return judge.ask("mul", pair, role=OBJECT)

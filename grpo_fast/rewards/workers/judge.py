@@ -1,4 +1,4 @@
-"""Process that runs the tests of an answer, whose code runs in a different process.
+"""Process that runs the tests of an answer. The code of the answer runs in a different process.
 
 Calls of the answer's functions exchange plain data, which this process decodes. An object of the
 answer stays in the other process, and is represented by a handle here. The handle never lets the
@@ -16,13 +16,16 @@ import wire
 from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-# Builtin classes whose names the answer may send. Builtin functions such as `eval` are excluded.
+# Builtin classes that the answer's process may name in a message. Builtin functions such as `eval`
+# are excluded.
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
          and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
 
 
 class Judge(wire.Peer):
-    """Connection to the process of the code under test, which the tests call through it."""
+    """Connection to the process of the code under test, through which the tests call that code."""
+
+    operations = {"call": operator.call}
 
     def __init__(self, descriptor):
         super().__init__(descriptor)
@@ -30,10 +33,6 @@ class Judge(wire.Peer):
         self.errors = {}  # number → class that represents an exception class of the answer
         self.changes = []  # (arguments before a call, arguments after the call)
         self.uses_objects = False  # True if the tests use objects that are not plain data
-
-    def operation(self, name):
-        """Return the function for a request of the other process, which may only request calls."""
-        return {"call": operator.call}[name]
 
     def ask(self, operation, args, kwargs=None, role=VALUE):
         """Execute an operation in the process of the code under test, and return its result.
@@ -66,8 +65,8 @@ class Judge(wire.Peer):
     def error_of(self, kind, args, attributes, is_next):
         """Rebuild an exception that the code under test has raised, from its decoded parts."""
         is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        # Only next() may raise StopIteration. In a `map` over test cases, it would skip the other
-        # cases.
+        # Only next() may raise StopIteration. If a call in a `map` over test cases raised it, the
+        # remaining cases would be skipped.
         if not is_error or (issubclass(kind, ENDS) and not is_next):
             return RuntimeError(f"the answer raised {kind}")
         try:
@@ -78,10 +77,10 @@ class Judge(wire.Peer):
         return error
 
     def apply_changes(self):
-        """Make the changes of arguments visible in the tests.
+        """Apply the changes that the answer's code made to its arguments.
 
-        A call of the answer's code receives copies of its arguments. Its changes of the copies are
-        applied to the variables of the tests.
+        The answer's code receives copies of its arguments. Changes of the copies are applied to the
+        variables of the tests.
         """
         changes = self.changes
         self.changes = []
@@ -156,7 +155,7 @@ def run(source, judge, out):
     for name in sources.names_of_answer(source):
         # A name in CapWords is a class, whose instances are objects that the tests expect.
         is_class = name[0].isupper() and "_" not in name
-        with contextlib.suppress(NameError):
+        with contextlib.suppress(KeyError):  # the answer does not define the name
             namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
     # 2. Run the statements.
     for statement, is_test in sources.statements_of(source):

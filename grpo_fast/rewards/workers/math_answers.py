@@ -1,4 +1,4 @@
-"""Rewards for mathematical equality, which use the package math-verify.
+"""Reward functions that check mathematical equality with the package math-verify.
 
 A comparison may never end, so these functions must run in a worker process. The time limits of
 math-verify use signals, which only the main thread of a process receives.

@@ -12,7 +12,7 @@ def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = Fa
     Args:
         completions: N completions.
         pattern: regular expression, in which a dot also matches a line end.
-        whole: True requires that the pattern matches the full completion.
+        whole: if True, the pattern must match the full completion.
     """
     compiled = re.compile(pattern, re.DOTALL)
     find = compiled.fullmatch if whole else compiled.search

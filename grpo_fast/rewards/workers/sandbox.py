@@ -15,8 +15,8 @@ import signal
 import struct
 import sys
 
-# Allowed system calls, with their numbers on (x86-64, arm64). Calls that ignore or block a signal
-# are not allowed, because a signal ends a process at its time limit.
+# Allowed system calls, each with its numbers on x86-64 and on arm64. Calls that ignore or block a
+# signal are not allowed, because a signal kills the process at its time limit.
 CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
@@ -116,7 +116,7 @@ def restrict_files():
 
 
 def filter_calls():
-    """Make the kernel reject system calls that are not in CALLS, and files opened for writing."""
+    """Make the kernel reject system calls that are not in CALLS, and opening files for writing."""
     name = os.uname().machine
     if sys.platform != "linux" or name not in MACHINES:
         expected = "expected Linux on x86-64 or arm64 for its sandbox"
@@ -126,14 +126,14 @@ def filter_calls():
     if name == "x86_64":
         allowed += ONLY_X86
     # An instruction is (operation, steps to skip if true, steps to skip if false, operand).
-    # 1. Kill a process that makes calls of a different architecture, such as 32-bit calls. Their
-    # numbers have different meanings.
+    # 1. Kill a process that makes system calls of a different architecture, such as 32-bit calls,
+    # because the same number means a different call there.
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL)]
-    # 2. Allow the listed calls.
+    # 2. Allow the listed system calls.
     program += [(LOAD, 0, 0, NUMBER)]
     for number in allowed:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
-    # 3. Deny all other calls except openat. Deny openat if any of its flags allows writing.
+    # 3. Deny all other system calls except openat. Deny openat if any of its flags allows writing.
     program += [(EQUAL, 1, 0, OPENAT[column]), (RETURN, 0, 0, DENY)]
     program += [(LOAD, 0, 0, FLAGS), (ANY_BIT, 0, 1, WRITES)]
     program += [(RETURN, 0, 0, DENY), (RETURN, 0, 0, ALLOW)]

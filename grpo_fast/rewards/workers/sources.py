@@ -27,7 +27,7 @@ def statements_of(source):
 
     A test is an assert, or a call such as `check(f)` or `case.assertEqual(f(1), 2)`. The called
     function must be defined by the tests, or its name must begin with "assert". All other
-    statements are setup, also calls of the answer such as `stack.push(1)`.
+    statements are setup, including calls of the answer's code such as `stack.push(1)`.
     """
     tree = ast.parse(source)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -57,8 +57,8 @@ def names_of_answer(source):
     """Return the names that the answer must define: names that the tests use but do not define.
 
     The answer must not define functions that judge it, such as `isinstance`, `math` or `Counter`.
-    Names of builtins, modules and well-known types are therefore left out. They count only if the
-    tests use no other undefined name, as in `assert sum(10, 15) == 6`.
+    Names of builtins, modules and well-known types are therefore left out, unless the tests use no
+    other undefined name, as in `assert sum(10, 15) == 6`.
     """
     free = free_names(source) - modules_of(source)
     known = vars(builtins).keys() | MODULE_OF.keys()
@@ -67,7 +67,7 @@ def names_of_answer(source):
 
 
 def borrowed(source):
-    """Return the modules and types that the tests use without an import, keyed by name.
+    """Return the modules and types that the tests use without importing them, keyed by name.
 
     Names that the answer must define are left out.
     """
@@ -96,7 +96,8 @@ def modules_of(source):
 def uses_objects(source):
     """Return True if the tests use an object that is not plain data.
 
-    They do so if they read an attribute that no builtin class has, or call a method as a statement.
+    This is the case if they read an attribute that no builtin class has, or if a statement consists
+    of a method call, such as `stack.push(1)`.
     """
     nodes = list(ast.walk(ast.parse(source)))
     modules = modules_of(source)
@@ -116,7 +117,7 @@ def uses_objects(source):
 
 
 def free_names(source):
-    """Return the global names that a source reads without defining them."""
+    """Return the global names that Python source code reads without defining them."""
     top = symtable.symtable(source, "<tests>", "exec")
     names = set()
     tables = [top]
@@ -133,9 +134,9 @@ def free_names(source):
 class _ApplyChanges(ast.NodeTransformer):
     """AST transformer that adds a call of APPLY_CHANGES after each statement.
 
-    A function f of the answer receives copies of its arguments. Changes of a copy are applied to
-    the variable of the tests after the statement, not earlier. Therefore `assert f(x) == sorted(x)`
-    sorts the original x, even if f has emptied its copy.
+    The answer's function f receives a copy of x. If f changes its copy, the tests' variable x is
+    changed only after the statement. In `assert f(x) == sorted(x)`, `sorted` therefore still sees
+    the original x, even if f has emptied its copy.
     """
 
     def generic_visit(self, node):
@@ -153,5 +154,5 @@ def _apply_after(statement):
 
 
 def compiled(statement):
-    """Compile a statement of the tests, with a call of APPLY_CHANGES after each inner statement."""
+    """Compile a statement of the tests. Call APPLY_CHANGES after it and each nested statement."""
     return compile(_ApplyChanges().visit(ast.Module([statement], [])), "<tests>", "exec")

@@ -98,8 +98,8 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
     _log(saver, evaluate)  # in a resumed run, the last finished step may not be logged yet
     for number in range(saver.state.step + 1, saver.config.steps + 1):
         step, metrics = make_step(number, collector, trainer)  # parts 2 to 6
-        # 7. Log the step, and evaluate the model if an evaluation is due. Before that, record the
-        # step and its log rows, so that an error in logging or evaluation does not lose the step.
+        # 7. Record the step and its log rows first, so that an error in logging or evaluation does
+        # not lose the step. Then evaluate the model if an evaluation is due, and log the step.
         saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
         _log(saver, evaluate)
         # 8. Save a checkpoint if one is due.
@@ -110,7 +110,7 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
 
 
 def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
-    """Run one training step. Return the step and its metrics. Collective call.
+    """Run one training step, and return the step and its metrics. All ranks must call this.
 
     Args:
         number: number of the step, counted from 1.
@@ -132,7 +132,10 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
 
 
 def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Collect the metrics of a step and, if due, its table of completions. Collective call."""
+    """Return the log rows of a step: its metrics and, if due, its table of completions.
+
+    All ranks must call this function.
+    """
     config = trainer.config
     number = step.number
     rows = Rows(finite(metrics), [])

@@ -56,7 +56,7 @@ class Apart(ranks.Apart):
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Make runs build engines of class `Apart`, and return the list of these engines.
+    """Make training runs build engines of class `Apart`, and return the list of these engines.
 
     Each optimizer update sets the event `moved` of the newest engine.
     """

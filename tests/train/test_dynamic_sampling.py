@@ -31,7 +31,7 @@ def configured(*words):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace `generate` by a function without a model, and return the list of its calls.
+    """Replace `generate` with a function that needs no model, and return the list of its calls.
 
     A call is recorded as (prompts, seed). The text of completion i of prompt "p" is "p i".
     """
@@ -174,8 +174,8 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
 
 # ------------------------------------------------------------------------------------ Complete runs
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # `judged_by` must select exact_match, which has equal rewards in nearly every group. The
-    # weighted sum of the rewards differs within every group, so it would drop no group.
+    # A group is dropped if its rewards are equal. Within nearly every group, the rewards of
+    # exact_match are equal, but the weighted sums differ. Without `judged_by`, no group is dropped.
     words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
              "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",

@@ -56,7 +56,7 @@ def test_options_change_no_gradient(family, options):
 
 
 def compare(found, expected, tolerance):
-    """Check that gradients agree to a tolerance, relative to the largest entry of each gradient."""
+    """Check gradients within a tolerance, relative to the largest entry of each gradient."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         atol = tolerance * float(gradient.abs().max())
@@ -87,7 +87,7 @@ def test_options_are_in_force(spied):
 def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
     """Check that the attention kernel can be selected inside a checkpointed layer.
 
-    The selection runs a self-test of the kernel at the first input of each kind.
+    The selection runs a self-test of the kernel when it first sees an input of a new kind.
     """
     dispatch.choose.cache_clear()
     policy = fp64_policy(gradient_checkpointing="offload" if offload else True)
@@ -109,7 +109,7 @@ def test_tiles_see_no_more_rows_than_asked_for():
 
 
 def owner(module):
-    """Return the module to which the replaced `forward` of a tiled MLP or fast layer is bound."""
+    """Return the module whose `forward` a tiled MLP or a fast layer has replaced."""
     forward = module.forward
     return forward.__self__ if hasattr(forward, "__self__") else forward.args[0]
 

@@ -57,7 +57,7 @@ def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
     Args:
         critic: Computes the values.
         batch: The samples.
-        kls: For each completion a list with the weighted KL of each token. None means 0.
+        kls: For each completion, the list of the weighted KL of its tokens. None means 0.
         gamma: The discount factor γ.
         lam: The parameter λ of GAE.
         bootstrap: If True, a truncated completion ends with the critic's value instead of 0.
@@ -299,7 +299,7 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
-    """Check that the reported KL is the mean over the tokens that have a loss."""
+    """Check that the reported KL is the mean over the tokens that contribute to the loss."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():

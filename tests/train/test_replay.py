@@ -76,9 +76,9 @@ def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
 
 
 def test_who_is_not_asked_hands_on_nothing(policy):
-    """Check that an evaluation and replay_support=off store no sets of tokens the sampler kept.
+    """Check that an evaluation and a rollout with replay_support=off store no supports.
 
-    The sampled tokens must be the same as in a rollout that stores the sets.
+    The sampled tokens must be the same as in a rollout that stores the supports.
     """
     rollout, _ = sampled(policy, top_p=0.6)
     off, _ = sampled(policy, top_p=0.6, replay_support="off")
@@ -91,7 +91,7 @@ def test_who_is_not_asked_hands_on_nothing(policy):
 
 
 def masked_logps(policy, micro, temperature):
-    """Compute log-probabilities (R, V) in plain torch, with −inf for tokens that were not kept."""
+    """Compute log-probabilities (R, V) in plain torch, with −inf for ids outside the support."""
     hidden, head = policy.hidden(micro.packed)[micro.packed.predicting], policy.head
     z = hidden @ head.weight.T / temperature
     kept = torch.zeros_like(z, dtype=torch.bool)

@@ -19,7 +19,7 @@ from tests.train.test_completions import row
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Train three steps on the command line. Return the printed output and the run's folder."""
+    """Train for three steps from the command line. Return the output and the run's folder."""
     folder = tmp_path_factory.mktemp("a run")
     result = invoke("train", write_recipe(folder), "steps=3")
     assert result.exit_code == 0, result.output
@@ -115,7 +115,7 @@ def test_no_cell_of_a_plan_is_cut_in_80_columns(model):
 
 @pytest.fixture
 def online(monkeypatch):
-    """Remove the settings with which the tests disable the network, as on a machine with internet.
+    """Remove the settings that disable network access in the tests.
 
     Return the module of huggingface_hub that stores the settings.
     """

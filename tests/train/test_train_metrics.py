@@ -46,7 +46,7 @@ def test_every_name_is_there(tmp_path):
     assert "policy_grad_norm" in steps_of(tmp_path / "alone", "loss.entropy_coef=0")[0]
 
 
-# --------------------------------------- The warning if sampler and trainer compute different logps
+# ------------------------------------ The warning about different log-probs of sampler and trainer
 PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]
 
 

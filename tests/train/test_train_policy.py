@@ -84,7 +84,7 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
     moved = policy.logps(batch.packed)
     assert (moved - start).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
-    # The attention of training is not saved.
+    # The attention implementation that training uses is not saved.
     assert "attn" not in (tmp_path / "merged" / "config.json").read_text()
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
     torch.testing.assert_close(merged.logps(batch.packed), moved, rtol=0, atol=1e-4)

@@ -109,5 +109,5 @@ def logits_of(
 
 
 def taken(logits: Tensor, completion: list[int]) -> Tensor:
-    """Return the log-probabilities (tokens,) that the logits give to the completion's tokens."""
+    """Return the log-probability of each token of the completion, shape (tokens,)."""
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]

@@ -15,7 +15,7 @@ from grpo_fast.train.config.run import GAE
 
 
 class Advantages:
-    """Calculator of the advantages of completions, with the running baseline that some modes use.
+    """Advantage computation of a run, with the running baseline that some modes use.
 
     Args:
         mode: value of the setting `advantages`.
@@ -61,7 +61,7 @@ class Advantages:
             options = {"weights": list(self.weights.values()), **options}
             each = torch.stack([scores[name] for name in self.weights])
             # NaN in `each` means that a function does not apply to a sample. NaN in `rewards` means
-            # that a function failed, so the sample must not have a reward from any function.
+            # that a function failed. Set all rewards of such a sample to NaN, so that none counts.
             rewards = each.masked_fill(rewards.isnan(), torch.nan)
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)

@@ -71,7 +71,7 @@ class Collector:
     def next(self, step: int, clock: Clock) -> Collected:
         """Return the samples of a step.
 
-        With `rollout.dynamic`, groups with equal rewards are replaced with groups of the next
+        With `rollout.dynamic`, groups with equal rewards are replaced with groups from the next
         prompts. If groups are still missing after `rollout.dynamic.rounds` rounds of replacement,
         groups with equal rewards complete the batch.
 
@@ -96,7 +96,7 @@ class Collector:
         with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
             places = self.queue.take(wanted)
             samples, lost = self._scored(places, (self.seed, step), clock, ahead)
-            # 2. Replace groups whose rewards are all equal with groups of the next prompts.
+            # 2. Replace groups whose rewards are all equal with groups from the next prompts.
             if dynamic is not None:
                 rounds = 0
                 uses = uses_of(self._judged(samples), wanted)
@@ -154,9 +154,10 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for the samples that `begin_ahead` draws in a thread. Collective call.
+        """Wait for the samples that `begin_ahead` draws in a thread.
 
-        If the thread failed on any rank, all ranks raise its error.
+        All ranks must call this method. If the thread failed on any rank, all ranks raise its
+        error.
         """
         coming = self.coming
         self.coming = None
@@ -185,7 +186,10 @@ class Collector:
         self.advantages.load_state_dict(state["baseline"])
 
     def take_ahead(self, samples: Samples | None) -> None:
-        """Restore the samples that were drawn ahead from a checkpoint. None means there are none.
+        """Restore the samples of the next step from a checkpoint.
+
+        Args:
+            samples: the samples that were drawn ahead, or None if the checkpoint has none.
 
         Raises:
             ValueError: the samples do not belong to the next prompts.
@@ -261,7 +265,7 @@ class Collector:
         return judged.view(-1, self.config.group_size)
 
     def _warn_without_spread(self, fraction: float) -> None:
-        """Log a warning if most groups of WATCHED_STEPS steps in a row had equal rewards.
+        """Log a warning if most groups had equal rewards in each of the last WATCHED_STEPS steps.
 
         Args:
             fraction: fraction of this step's groups in which all rewards are equal.

@@ -14,7 +14,7 @@ Use = Literal["kept", "filled", "dropped"]
 
 
 class PromptQueue:
-    """Endless sequence of training prompts, which repeats the training set in its order.
+    """Endless sequence of training prompts, which cycles through the training set in order.
 
     A place is an index into this sequence. It is also the number of the prompt's group.
 

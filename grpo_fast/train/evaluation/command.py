@@ -171,7 +171,7 @@ def _check_out(out: str | None) -> None:
 
 
 def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Sequence[Example]:
-    # If the user names a file, evaluate on all its lines. Otherwise use the test split.
+    # If the user names a file, evaluate on all its examples. Otherwise use the test split.
     data = config.data
     is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
     if is_named and data.path and os.path.isfile(data.path):

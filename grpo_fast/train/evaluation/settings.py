@@ -75,7 +75,8 @@ def read_settings(
     """Return the settings of an evaluation and the configuration that selects its questions.
 
     Args:
-        sources: the models. Without a recipe, the first run among them provides settings.
+        sources: the models. If no recipe is named, the settings of the first model that is the
+            folder of a run are used.
         words: settings as key=value.
         allow_code: allow reward functions from outside the package.
 
@@ -125,7 +126,7 @@ def read_settings(
 
 
 def _with_section(word: str) -> str:
-    """Add the section to the key of a `key=value` argument, unless the user has written it."""
+    """Add the section to the key of a `key=value` argument, unless the key contains it."""
     name = split_word(word)[0].partition(".")[0]
     above = next((x for x, kind in SHORT.items() if name in kind.model_fields), None)
     return word if above is None else f"{above}.{word}"

@@ -12,8 +12,8 @@ from torch import Tensor
 from grpo_fast.train.ranks import distributed
 
 # How each metric is reduced over micro-batches. A metric that is not listed is a mean over tokens.
-# The values of a metric with "parts" are already divided by the normalizer of their optimizer step.
-# They are summed within an optimizer step, and then averaged over optimizer steps.
+# "parts": each micro-batch reports its part of the value of an optimizer step. The parts are summed
+# within an optimizer step, and the sums are averaged over the optimizer steps.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
@@ -44,7 +44,7 @@ class LossMetrics:
         self.parts.append((part, tokens))
 
     def of_all_ranks(self) -> LossMetrics:
-        """Collect the metrics of the micro-batches of all ranks. Collective call."""
+        """Gather the metrics of the micro-batches of all ranks. All ranks must call this."""
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)

@@ -52,9 +52,10 @@ def reward_metrics(
 
 
 def completion_metrics(samples: Samples) -> dict[str, float]:
-    """Return statistics of the completion lengths in tokens, including EOS, as `completions/…`.
+    """Compute the metrics `completions/…`: statistics of the completion lengths in tokens.
 
-    The metrics with `terminated` cover only the completions that ended before the length limit.
+    The lengths include EOS. The metrics with `terminated` cover only the completions that ended
+    before the length limit.
     """
     lengths = samples.lengths
     ended = [n for n, cut in zip(lengths, samples.truncated.tolist(), strict=True) if not cut]
@@ -67,7 +68,7 @@ def completion_metrics(samples: Samples) -> dict[str, float]:
 
 
 def support_metrics(samples: Samples) -> dict[str, float]:
-    """Return statistics of the tokens' supports as `sampling/…`.
+    """Compute the metrics `sampling/…` of the tokens' supports.
 
     The support of a token is the set of token ids that top_k and top_p kept when the token was
     sampled. The metrics are the size of the support and its total probability.
@@ -87,7 +88,7 @@ def support_metrics(samples: Samples) -> dict[str, float]:
 
 
 def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
-    """Compute how old the weights were that sampled the completions, as `sampling/staleness/…`.
+    """Compute the metrics `sampling/staleness/…`: the age of the weights that sampled.
 
     Args:
         samples: the samples, with the version of the weights that sampled each of them.

@@ -1,4 +1,4 @@
-"""Functions that find, check and add LoRA adapters. An adapter is new, or peft has saved it."""
+"""Functions that find, check and add LoRA adapters, which are either new or saved by peft."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _is_on_hub(path: str) -> bool:
 def check_trainable(found: PeftConfig, path: str) -> None:
     """Raise a ValueError if an adapter has parts that cannot be trained further.
 
-    These parts are DoRA, biases and saved modules.
+    These parts are DoRA, biases and complete modules (`modules_to_save` in peft).
     """
     is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
     came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"

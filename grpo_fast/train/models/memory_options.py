@@ -33,7 +33,7 @@ def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
     """Recompute every layer in the backward pass instead of storing its activations.
 
     Args:
-        model: a model of transformers.
+        model: a transformers model.
         offload: store the inputs of the layers in host memory. The corresponding option of
             transformers is not used, because it requires pinned memory and therefore a GPU.
     """
@@ -46,7 +46,7 @@ def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
 def tile_mlps(model: nn.Module, rows: int) -> None:
     """Make every dense MLP compute at most `rows` tokens at a time.
 
-    Error messages name the setting `model.tiled_mlp`.
+    Errors refer to the setting `model.tiled_mlp`.
     """
     with named_in("model"):
         memory.tile_mlps(model, rows)

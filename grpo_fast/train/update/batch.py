@@ -25,9 +25,9 @@ FIXED = (
 
 
 class Totals(NamedTuple):
-    """Counts of an optimizer step over all ranks. They normalize the losses of the step."""
+    """Counts of one optimizer step, summed over all ranks. They normalize the step's losses."""
 
-    items: int  # tokens with a loss
+    items: int  # tokens that contribute to the loss
     completions: int
     micro_batches: int
     trunk_tokens: int
@@ -56,9 +56,9 @@ class StepBatch:
         minibatches: optimizer steps per pass, a divisor of the number of samples.
         budget: maximum number of trunk tokens of a micro-batch.
         device: device of the packed tensors.
-        shared: store the prompt of a group once in a micro-batch.
-        trees: the samples are recorded rollouts. Equal prefixes of any samples are stored once.
-        mask_truncated: exclude samples without an EOS from the loss.
+        shared: if True, store the prompt of a group only once in a micro-batch.
+        trees: if True, store equal prefixes of any samples only once, as recorded rollouts need.
+        mask_truncated: if True, exclude samples without an EOS from the loss.
         rank: number of this rank.
         ranks: number of ranks.
     """
@@ -88,7 +88,7 @@ class StepBatch:
         self.budget = budget
         self.mask_truncated = mask_truncated
         self.advantages = samples.advantages
-        # A NaN advantage marks a sample without a reward. Such a sample has no loss.
+        # A NaN advantage marks a sample without a reward, which does not contribute to the loss.
         self.counts = ~(samples.truncated & mask_truncated | self.advantages.isnan())
         self.has_fixed = False
         self.parts: list[list[int]] = []
@@ -112,7 +112,7 @@ class StepBatch:
 
     @property
     def completion_mask(self) -> Tensor:
-        """Mask that is True for completion tokens with a loss, bool of shape (R,) on the CPU."""
+        """Mask of the completion tokens that contribute to the loss, bool (R,) on the CPU."""
         lengths = torch.tensor(self.samples.lengths)
         return self.counts.repeat_interleave(lengths)
 
@@ -125,11 +125,11 @@ class StepBatch:
         self.pack(self.budget)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Redistribute the samples in a random order, and pack them.
+        """Distribute the samples over the minibatches in a random order, and pack them.
 
         Args:
             seed: seed of the order.
-            by_group: keep the samples of each group together.
+            by_group: if True, keep the samples of each group together.
         """
         size = self.group_size if by_group else 1
         blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
@@ -137,9 +137,9 @@ class StepBatch:
         self.deal([i for block in blocks for i in block])
 
     def pack(self, budget: int) -> None:
-        """Distribute the samples over micro-batches and pack them. Collective call.
+        """Distribute the samples over micro-batches and pack them. All ranks must call this.
 
-        If `has_fixed` is True, the columns that `precompute` has computed keep their values.
+        The columns in `FIXED` keep their values if `precompute` has already computed them.
 
         Args:
             budget: maximum number of trunk tokens of a micro-batch.
@@ -154,12 +154,12 @@ class StepBatch:
         self.totals = [totals for _, totals in packed]
 
     def exchange(self, names: Sequence[str]) -> None:
-        """Give every rank the values of all ranks in the named columns. Collective call."""
+        """Copy the named columns' values of all ranks to every rank. All ranks must call this."""
         if self.ranks == 1:
             return
-        # Collect the values by a sum over the ranks. The other ranks add zeros to a value, so the
-        # sum keeps every bit. Start with an empty tensor, because `cat` fails without an input, and
-        # all micro-batches of a rank can be idle.
+        # Gather the values with a sum over the ranks. Each value comes from one rank, and all other
+        # ranks contribute 0, so the sum is exact. Begin the list of rows with an empty tensor,
+        # because all micro-batches of a rank can be idle and `cat` fails without an input.
         own = torch.zeros(0, dtype=torch.int64, device=self.device)
         own = torch.cat([own, *(x.rows for x in self.micro_batches if not x.is_idle)])
         for name in names:
@@ -172,7 +172,7 @@ class StepBatch:
                 setattr(self.samples, name, sum_(every).to(column.dtype))
 
     def used_advantages(self) -> tuple[Tensor, ...]:
-        """Return the advantages of each sample's tokens, one tensor per sample. Collective call."""
+        """Return one tensor of token advantages per sample. All ranks must call this."""
         lengths = self.samples.lengths
         if self.samples.token_advantages is not None:
             self.exchange(["token_advantages"])
@@ -202,9 +202,9 @@ class StepBatch:
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # 3. Count the tokens with a loss. The aggregation `prompt_mean` assumes len(part) / G
-        # prompts. A shuffled minibatch can have completions of more prompts, so multiply its
-        # divisors by the ratio of the two numbers.
+        # 3. Count the tokens that contribute to the loss. The aggregation `prompt_mean` assumes
+        # len(part) / G prompts. A shuffled minibatch can have completions of more prompts than
+        # that, so multiply its divisors by the ratio of the two numbers.
         tokens = [n if counts else 0 for n, counts in
                   zip(self.samples.lengths, self.counts.tolist(), strict=True)]  # fmt: skip
         scale = len(groups) * self.group_size / len(part)
@@ -247,7 +247,7 @@ def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
         ranks: number of ranks.
 
     Returns:
-        For each rank the sorted indices of its items.
+        For each rank, the sorted indices of its items.
     """
     # Every rank must compute the same assignment. It does, because `sorted` is stable and `min`
     # returns the first minimum.

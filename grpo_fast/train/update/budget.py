@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 40
 GIB = 2**30
 
-# Parts of the messages of errors that also mean "out of memory", but have a different class than
+# Substrings of error messages that mean "out of memory" although the error is not a
 # torch.OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -78,14 +78,14 @@ class TokenBudget:
         return failure
 
     def lower(self, batch: StepBatch, reason: str) -> None:
-        """Halve the budget. Collective call.
+        """Halve the budget. All ranks must call this.
 
-        Call this after the exception has been released, because its frames hold the tensors of the
-        failed pass.
+        Call this method after the exception has been released, because its frames hold the tensors
+        of the failed pass.
 
         Args:
             batch: the batch that did not fit into memory.
-            reason: message of the error.
+            reason: the error message.
 
         Raises:
             ValueError: every micro-batch already consists of a single completion.

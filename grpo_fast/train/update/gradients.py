@@ -133,7 +133,7 @@ def packed_loss(
 
 
 def policy_term(config: LossConfig) -> LossConfig:
-    """Return the loss configuration without an exact KL, because a DivergenceTerm computes it."""
+    """Return the loss configuration without an exact KL, which a DivergenceTerm adds."""
     if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
@@ -142,7 +142,7 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Build the term of the loss for the divergence from a teacher or from the reference.
+    """Build the loss term for the divergence from a teacher or from the reference.
 
     Returns:
         The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
@@ -169,13 +169,12 @@ def token_weights(
 ) -> Tensor:  # (R,)
     """Return the weight of each token in the policy's loss, fp32 of shape (R,).
 
-    Tokens without a loss have weight 0.
+    Masked tokens have weight 0.
 
     Args:
         batch: the micro-batch with R completion tokens.
         config: configuration of the loss, which sets the aggregation.
-        items: number of tokens with a loss in the optimizer step, or one divisor for each
-            completion.
+        items: number of unmasked tokens in the optimizer step, or one divisor for each completion.
         completions: number of completions of the optimizer step.
     """
     ends = batch.packed.cu_seqlens.long()

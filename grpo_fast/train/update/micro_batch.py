@@ -26,11 +26,11 @@ class MicroBatch:
     chosen: list[int]  # indices of the B samples
     rows: Tensor  # (R,) int64, index of each completion token in the columns of the step
     packed: PackedTree
-    completion_mask: Tensor  # (R,) bool, True for tokens with a loss
-    advantages: Tensor  # (B,) fp32, 0 for samples without a loss
+    completion_mask: Tensor  # (R,) bool, True for tokens that contribute to the loss
+    advantages: Tensor  # (B,) fp32, 0 for samples without a reward
     support: Support | None  # token ids that the sampler kept, for the R tokens
     prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
-    is_idle: bool = False  # True: no token has a loss, see `idle`
+    is_idle: bool = False  # True if no token contributes to the loss, see `idle`
 
     @classmethod
     def pack(
@@ -48,10 +48,11 @@ class MicroBatch:
         Args:
             samples: all samples of the step.
             groups: indices of the samples to pack. Each group has samples of one prompt.
-            counts: bool of shape (samples of the step,), True for samples with a loss.
+            counts: bool of shape (samples of the step,), True for samples that contribute to the
+                loss.
             device: device of the packed tensors.
-            shared: store the prompt of a group once.
-            trees: store equal prefixes of any samples once.
+            shared: if True, store the prompt of a group only once.
+            trees: if True, store equal prefixes of any samples only once.
         """
         chosen = [i for group in groups for i in group]
         packed: PackedTree
@@ -75,7 +76,7 @@ class MicroBatch:
         )
 
     def column(self, name: str) -> Tensor | None:
-        """Return a column of the samples for the completion tokens of this row.
+        """Return the values of a column of `Samples` at the completion tokens of this row.
 
         Returns:
             Tensor of shape (R, …), or None if the samples do not have the column.
@@ -88,7 +89,7 @@ class MicroBatch:
         self.samples.write(name, self.rows, values)
 
     def idle(self) -> MicroBatch:
-        """Return a copy that runs the same passes, but in which no token has a loss.
+        """Return a copy that runs the same passes, but whose tokens do not contribute to the loss.
 
         A rank with too few micro-batches runs such copies, because FSDP2 requires the same number
         of passes on all ranks.

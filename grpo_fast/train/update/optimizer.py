@@ -61,7 +61,7 @@ class Optimizer:
         If the norm is infinite or NaN, the step is skipped.
 
         Raises:
-            NonFiniteGradient: this is the third skipped step in a row.
+            NonFiniteGradient: three steps in a row were skipped.
         """
         sum_gradients(self.parameters)  # the norm must include all ranks
         norm = float(
@@ -128,7 +128,7 @@ class Optimizer:
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """Return the factor of the learning rate in a step.
+    """Return the factor by which the learning rate is multiplied at a step.
 
     Args:
         kind: constant, linear or cosine. The last two decrease to 0 at `total`.

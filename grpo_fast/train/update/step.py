@@ -24,8 +24,8 @@ def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
 
     Args:
         updates: the updates of the step.
-        per_pass: updates per pass over the batch. The result has the log-probs of the first pass
-            only.
+        per_pass: updates per pass over the batch. The result contains only the log-probs of the
+            first pass.
     """
     seen = LossMetrics(optimizer_steps=len(updates))
     for index, each in enumerate(updates):
@@ -37,7 +37,7 @@ def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
 
 @dataclass
 class Step:
-    """Data of one training step. A checkpoint never contains a Step."""
+    """Samples, metrics and updates of one training step."""
 
     number: int
     clock: Clock

@@ -32,8 +32,8 @@ from grpo_fast.train.update.step import Step, Update, merge_losses
 
 log = logging.getLogger(__name__)
 
-# In this number of first steps, the loss checks all its inputs. In later steps, it only makes the
-# checks that need no GPU sync.
+# Number of steps at the start of a run in which the loss checks all its inputs. In later steps, the
+# loss makes only the checks that need no GPU sync.
 FULLY_VALIDATED_STEPS = 2
 
 
@@ -138,7 +138,7 @@ class Trainer:
         while losses is None:
             self.budget.note(batch)
             try:
-                # 1. In the first update of a step, compute old and reference log-probs and values.
+                # 1. In the first update of a step, compute the columns that all its updates use.
                 precompute(
                     batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
                     reference=self.reference if self.reads_reference else None,
@@ -234,8 +234,8 @@ class Trainer:
 
         Args:
             weights: result of `weights()`.
-            stored: names of the tensors in a checkpoint. Moments with these names are created
-                first, so that the checkpoint can be loaded into them.
+            stored: names of the tensors in a checkpoint. If they are given, all moments are
+                replaced with zero tensors of these names, into which the checkpoint can be loaded.
         """
         names = {weight: f"optimizer.{name}" for name, weight in weights.items()}
         moments: dict[str, Tensor] = {}
@@ -246,7 +246,7 @@ class Trainer:
         return moments
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and settings that a checkpoint stores, except weights and moments."""
+        """Return the counters for a checkpoint. Weights and moments are not included."""
         return {
             "num_tokens": self.num_tokens,
             "beta": self.beta.value,

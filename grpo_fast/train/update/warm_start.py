@@ -57,7 +57,7 @@ def warm_start(
 
 
 def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
-    """Pack prompts into one row. The completion of each prompt is its solution with an EOS."""
+    """Pack examples into one row. The completion of a prompt is its solution followed by EOS."""
     prompts = [example.prompt for example in examples]
     prompt_ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)

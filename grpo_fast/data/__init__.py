@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_fast.data.escape import escape_control, reason
 from grpo_fast.data.example import Example, Prompt
-from grpo_fast.data.files import load_file_splits, read_examples
+from grpo_fast.data.files import Survey, file_splits, read_examples, read_splits
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.traces import load_traces, read_traces, trace_examples
 
@@ -31,7 +31,7 @@ TASKS = ("sort", "open", *FILES, TRACES)
 
 
 def load_splits(
-    data: Any, seed: int, count_tokens: Callable[[str], int], *, test_only: bool = False
+    data: Any, seed: int, count_tokens: Callable[[str], int], found: Survey | None = None
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """Return the training examples and the test examples of a data set.
 
@@ -44,8 +44,7 @@ def load_splits(
             that runs can be compared.
         count_tokens: function that returns the number of tokens of a text. It is called only if
             `data.shots_tokens` is set.
-        test_only: True does not read the training split of files if the test split and worked
-            examples can do without it. The training split is then empty.
+        found: result of `read_splits` for the tasks that read files. None reads the files.
 
     Raises:
         ValueError: a file or package is missing, or a row is bad (`file:line: reason`).
@@ -59,4 +58,4 @@ def load_splits(
     if data.task == TRACES:  # nothing is sampled, so the splits may be equal
         examples = trace_examples(data.path)
         return examples, examples
-    return load_file_splits(data, seed, count_tokens, test_only)
+    return file_splits(found or read_splits(data), data, seed, count_tokens)

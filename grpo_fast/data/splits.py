@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import FILES, TRACES, Example, load_splits
 from grpo_fast.data.example import words_of
+from grpo_fast.data.files import Survey, read_splits
 from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.tokenizer import has_chat_template, token_counter
@@ -29,7 +30,8 @@ class Splits:
         seed: seed of the training split's order.
         tokenizer: the tokenizer that counts the tokens of worked examples (`data.shots_tokens`).
             With None, the prompts contain no worked examples.
-        test_only: see `load_splits`.
+        test_only: see `read_splits`.
+        found: the data that was already read from files. None reads it.
     """
 
     def __init__(
@@ -39,13 +41,16 @@ class Splits:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         test_only: bool = False,
+        found: Survey | None = None,
     ) -> None:
         self.data = data
         self.seed = seed
+        if found is None and data.task in FILES:
+            found = read_splits(data, test_only)
+        self.found = None if data.shots_tokens is None else found  # only `with_shots` needs it
         if tokenizer is None:
             data = data.model_copy(update={"shots_tokens": None})
-        count_tokens = token_counter(tokenizer)
-        self.train, self.test = load_splits(data, seed, count_tokens, test_only=test_only)
+        self.train, self.test = load_splits(data, seed, token_counter(tokenizer), found)
 
     def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
@@ -62,7 +67,9 @@ class Splits:
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with worked examples before each question if `shots_tokens` is set."""
-        return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
+        if self.data.shots_tokens is None:
+            return self
+        return Splits(self.data, self.seed, tokenizer, found=self.found)
 
     @property
     def listed(self) -> Sequence[Example]:

@@ -60,7 +60,7 @@ class Collector:
     seed: int  # seed of the run
     steps: int  # steps of the run
     sampled: Samples | None = None  # unscored samples of the next step
-    seconds: float = 0.0  # time that sampling them took, which a checkpoint does not store
+    seconds: float = math.nan  # time that sampling them took; NaN if a checkpoint provided them
     logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
     steps_without_spread: int = 0  # latest steps in which most groups had equal rewards
     coming: Future[tuple[Samples | None, float]] | None = None  # result of the sampling thread

@@ -24,9 +24,7 @@ from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import run_start
 from grpo_fast.train.runs.saving import Rows, Saver
 from grpo_fast.train.runs.stopping import Stopping
-from grpo_fast.train.update.budget import host_peak
-from grpo_fast.train.update.step import Step
-from grpo_fast.train.update.trainer import Trainer
+from grpo_fast.train.update.trainer import Step, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,6 @@ def train(config: RunConfig) -> dict[str, Any]:
         Stopped: a signal ended the run. This exception is a SystemExit.
     """
     started = time.perf_counter()
-    memory_before = host_peak()
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), run_start(config) as start:
         # 1. Load rewards, data and models. Invalid input raises an error here, before any step.
@@ -77,7 +74,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 _make_steps(saver, loaded.evaluate, stopping)
                 summary = {
                     "before": saver.state.before, "after": saver.state.after, **kernels,
-                    **saver.trainer.summary(memory_before),
+                    **saver.trainer.summary(),
                     "seconds": time.perf_counter() - started,
                 }  # fmt: skip
                 report.finish(summary)

@@ -12,7 +12,7 @@ from grpo_fast.data import Example
 from grpo_fast.rewards import RewardSet, WeightedReward
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect import collector as module
-from grpo_fast.train.collect.groups import PromptQueue, uses_of
+from grpo_fast.train.collect.groups import PromptQueue, used_groups
 from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import Clock
@@ -88,11 +88,9 @@ def queue_of(count):
 # -------------------------------------------------------- Kept, dropped and filled groups of a step
 def test_what_becomes_of_each_group():
     rewards = [[0, 1], [1, 1], [NAN, NAN], [1, NAN], [0, 0], [2, -1], [NAN, 0], [3, 4]]
-    judged = torch.tensor(rewards)
-    kept = ["kept", "dropped", "dropped", "dropped", "dropped", "kept", "dropped", "kept"]
-    assert uses_of(judged, 3) == kept
-    filled = ["kept", "filled", "filled", "dropped", "dropped", "kept", "dropped", "kept"]
-    assert uses_of(judged, 5) == filled
+    for wanted, used, filled in ((3, [0, 5, 7], 0), (5, [0, 1, 2, 5, 7], 2)):
+        is_used, count = used_groups(torch.tensor(rewards), wanted)
+        assert is_used.nonzero()[:, 0].tolist() == used and count == filled
 
 
 def test_without_it_nothing_is_dropped(asked):

@@ -13,7 +13,7 @@ from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.memory_options import apply_options, tile_mlps
+from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
@@ -105,7 +105,7 @@ def test_tiles_see_no_more_rows_than_asked_for():
     # the backward pass.
     assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
     with pytest.raises(ValueError, match="model.tiled_mlp: Linear has no dense MLP"):
-        tile_mlps(torch.nn.Linear(2, 2), 4)
+        apply_options(torch.nn.Linear(2, 2), ModelConfig(path="x", tiled_mlp=4))
 
 
 def owner(module):

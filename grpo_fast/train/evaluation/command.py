@@ -59,11 +59,11 @@ def run_eval(
     sources = [Source.of(model) for model in models]
     own, config = read_settings(sources, words, allow_code)
     _check_out(own.out)
-    trusted = [allow_code and (not x.run or x.run.model.trust_remote_code) for x in sources]
-    model_configs = [
-        config.model.model_copy(update={"path": x.path, "trust_remote_code": trust})
-        for x, trust in zip(sources, trusted, strict=True)
-    ]
+    model_configs = []
+    for source in sources:
+        trust = allow_code and (not source.run or source.run.model.trust_remote_code)
+        changes = {"path": source.path, "trust_remote_code": trust}
+        model_configs.append(config.model.model_copy(update=changes))
     tasks = {source.run.data.task: source.name for source in sources if source.run}
     listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
     require(len(tasks) <= 1, "task", "two runs of one task", listed)

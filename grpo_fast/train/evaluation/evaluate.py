@@ -72,7 +72,6 @@ def evaluate(
     """
     require(len(examples), "examples", "at least one", "none")
     per_question: dict[str, list[float]] = {}
-    accuracies: dict[str, list[float]] = {}
     seconds = 0.0
     tokens = 0
     first = ""
@@ -92,25 +91,24 @@ def evaluate(
         )  # fmt: skip
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
-        # 2. Compare the answers with the gold answers. If a prompt ends with the start of the
-        # answer, such as an opening tag, prepend this start to the completion.
+        # 2. Compute the rewards.
         repeated = [e for e in batch for _ in range(samples)]
         sent = [text for text in rollout.prompt_texts(policy, prompts) for _ in range(samples)]
-        prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]
-        judged = turns(done.texts, prefills)
-        for i, example in enumerate(batch):
-            said = judged[i * samples : (i + 1) * samples]
-            for name, value in _accuracies(scorer_for(task, example), said, asked.k).items():
-                accuracies.setdefault(name, []).append(value)
-        # 3. Compute the rewards.
         result = rollouts.score(rewards, repeated, done.texts, done.completion_ids, sent)
         scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
         for name, score in {"reward": result.total, **scores}.items():
             means = score.view(-1, samples).nanmean(dim=1).tolist()
             per_question.setdefault(name, []).extend(means)
+        # 3. Compare the answers with the gold answers. If a prompt ends with the start of the
+        # answer, such as an opening tag, prepend this start to the completion.
+        prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]
+        judged = turns(done.texts, prefills)
+        for i, example in enumerate(batch):
+            said = judged[i * samples : (i + 1) * samples]
+            for name, value in _accuracies(scorer_for(task, example), said, asked.k).items():
+                per_question.setdefault(name, []).append(value)
         first = first or _sample_line(scorer_for(task, batch[0]), judged[0])
     # 4. Average over the questions.
-    per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])

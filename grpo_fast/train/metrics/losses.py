@@ -48,16 +48,15 @@ class LossMetrics:
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)
-        parts = [(dict(zip(part, _on_host(part), strict=True)), n) for part, n in self.parts]
+        parts = []
+        for part, tokens in self.parts:
+            values = torch.stack(list(part.values())).cpu()  # copies all values with one GPU sync
+            parts.append((dict(zip(part, values, strict=True)), tokens))
         logps = [(own.cpu(), theirs.cpu()) for own, theirs in self.logps]
         for of_rank in distributed.gather((parts, logps)):
             every.parts += of_rank[0]
             every.logps += of_rank[1]
         return every
-
-    def mean(self, name: str) -> float:
-        """Reduce one metric over all micro-batches."""
-        return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
         """Reduce all metrics over all micro-batches."""
@@ -80,11 +79,6 @@ class LossMetrics:
             return values.min() if kind == "min" else values.max()
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
         return (values * weights).sum() / weights.sum().clamp(min=1)
-
-
-def _on_host(part: Mapping[str, Tensor]) -> Tensor:
-    """Stack 0-d tensors and copy them to the CPU with one GPU sync."""
-    return torch.stack(list(part.values())).cpu()
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -126,12 +127,12 @@ def _mean(values: Tensor) -> float:
     return float(values.double().nanmean())
 
 
+@dataclass
 class SamplerWatch:
     """Monitor that warns once per run if the log-probs of sampler and trainer differ."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.truncates = sampling.truncates
-        self.has_warned = False
+    sampling: Sampling
+    has_warned: bool = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Warn if the log-probs of trainer and sampler differ by more than MOST_DIFFERENCE.
@@ -146,7 +147,7 @@ class SamplerWatch:
             return
         self.has_warned = True
         causes = "stale weights, another dtype or temperature, or another prompt"
-        if self.truncates:
+        if self.sampling.truncates:
             causes = f"the mass that top_k and top_p leave out, {causes}"
         log.warning(
             "step %d: the sampler's and the trainer's logps are %.2g nats apart per token "

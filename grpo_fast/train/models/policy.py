@@ -97,12 +97,13 @@ class Policy(SampledModel):
 
     def hidden(self, packed: PackedTree) -> Tensor:
         """Return the final hidden states of a packed row, shape (T, H)."""
-        return self.inside(lambda: self._hidden(packed))
 
-    def _hidden(self, packed: PackedTree) -> Tensor:
-        with self._autocast():
-            states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
-        return states if self.autocast is None else states.to(self.autocast)
+        def hidden() -> Tensor:
+            with self._autocast():
+                states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
+            return states if self.autocast is None else states.to(self.autocast)
+
+        return self.inside(hidden)
 
     def logps(
         self,

@@ -25,8 +25,7 @@ from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import sharding
 from grpo_fast.train.ranks.distributed import sum_
-from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.micro_batch import MicroBatch
+from grpo_fast.train.update.batch import MicroBatch, StepBatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,9 +117,8 @@ class Critic:
         is_cut = batch.samples.truncated.tolist()
         following = torch.zeros(len(is_cut))
         for micro in batch.micro_batches:
-            cut = [i for i in micro.chosen if is_cut[i] and not batch.mask_truncated]
-            if micro.is_idle:
-                cut = []
+            is_read = not (micro.is_idle or batch.mask_truncated)
+            cut = [i for i in micro.chosen if is_read and is_cut[i]]
             if cut:
                 following[cut] = self._last_values(batch, cut).cpu()
             # Run a forward pass and ignore its result. All ranks with sharded weights must run the
@@ -257,22 +255,18 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
 def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Tensor:
     """Return the reward of each token minus its weighted KL divergence, shape (R,).
 
-    If there are no rewards per token, the last token of a sample receives the sample's reward.
-
     Args:
-        batch: the samples of the step.
+        batch: the samples of the step with their token rewards.
         beta: weight of the KL divergence. If it is None, nothing is subtracted.
         estimator: estimator of the KL divergence.
     """
     samples = batch.samples
-    rewards = torch.zeros_like(samples.logps)
-    if beta is not None:
-        assert samples.ref_logps is not None and samples.old_logps is not None
-        rewards = -beta * KL_ESTIMATORS[estimator](samples.ref_logps - samples.old_logps)[0]
-    if samples.token_rewards is not None:
-        return rewards + samples.token_rewards.to(rewards)
-    rewards[samples.rows[1:] - 1] += batch.advantages.to(rewards)
-    return rewards
+    assert samples.token_rewards is not None
+    if beta is None:
+        return samples.token_rewards
+    assert samples.ref_logps is not None and samples.old_logps is not None
+    kl, _ = KL_ESTIMATORS[estimator](samples.ref_logps - samples.old_logps)
+    return samples.token_rewards - beta * kl
 
 
 def value_metrics(batch: StepBatch) -> dict[str, float]:
@@ -282,9 +276,8 @@ def value_metrics(batch: StepBatch) -> dict[str, float]:
     counts = batch.completion_mask.to(samples.values.device)
     values = samples.values[counts]
     returns = samples.returns[counts]
-    metrics: dict[str, Any] = {
-        "value/mean": values.double().mean(),
-        "value/error": (values - returns).double().square().mean(),
-        "value/explained_variance": explained_variance(values, returns),
+    return {
+        "value/mean": float(values.double().mean()),
+        "value/error": float((values - returns).double().square().mean()),
+        "value/explained_variance": float(explained_variance(values, returns)),
     }
-    return {name: float(value) for name, value in metrics.items()}

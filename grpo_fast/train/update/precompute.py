@@ -12,9 +12,8 @@ from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.ranks.distributed import together
-from grpo_fast.train.update.batch import FIXED, StepBatch
+from grpo_fast.train.update.batch import FIXED, MicroBatch, StepBatch
 from grpo_fast.train.update.critic import Critic
-from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 @torch.no_grad()

@@ -38,8 +38,8 @@ def warm_start(
     """
     # 1. Select the examples, and build a separate optimizer for the supervised training.
     usable = [e for e in examples if e.solution]
-    remedy = "; warm_start=null starts without a supervised phase"
-    require(usable, "warm_start", "examples with a solution", f"none{remedy}")
+    came = "none; warm_start=null starts without a supervised phase"
+    require(usable, "warm_start", "examples with a solution", came)
     optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=WARMUP, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
     # 2. Train on random batches of solutions.

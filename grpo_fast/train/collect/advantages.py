@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import group_advantages
+from grpo_fast.objective.advantages import Options
 from grpo_fast.objective.baseline import running_baseline, split_options
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
@@ -26,11 +27,7 @@ class Advantages:
     """
 
     def __init__(
-        self,
-        mode: str,
-        options: Mapping[str, object],
-        group_size: int,
-        weights: Mapping[str, float],
+        self, mode: str, options: Options, group_size: int, weights: Mapping[str, float]
     ) -> None:
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.mode = mode

@@ -69,7 +69,7 @@ def load_policy(
         # 3. Add the saved adapter. If `config.lora` is set, add a new adapter.
         if saved is not None:
             with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
-                model = with_saved(model, str(config.path), saved, config.lora, empty)
+                model = with_saved(model, saved, config, empty)
         if config.lora is not None:
             model = with_new(model, config.lora)
     # 4. Build the policy. Then compare its log-probs with the model's logits on random tokens.

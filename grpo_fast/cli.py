@@ -132,7 +132,7 @@ def export(
     out: Annotated[str, typer.Argument(help="A new folder.")],
     debug: Debug = False,
 ) -> None:
-    """Export the model of a checkpoint in the format of transformers. A LoRA adapter is merged."""
+    """Export the model of a checkpoint in transformers format. A LoRA adapter is merged."""
     from grpo_fast.train.runs.export import export as write
 
     with told(debug, OSError):
@@ -219,8 +219,7 @@ def plan(
     """Predict how many tokens of a micro-batch fit into memory with different options.
 
     No weights are loaded. Without gpu=…, the prediction is for this machine's GPU, or for its main
-    memory if it has no GPU.
-    Without a model, the command says for each known model what fits.
+    memory if it has no GPU. Without a model, the command predicts what fits for each known model.
     """
     from rich.console import Console
 
@@ -245,7 +244,7 @@ def plot(
     out: Annotated[str | None, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Draw the metrics of one or several runs as curves in one picture."""
+    """Draw the metrics of one or more runs as curves in a single figure."""
     with told(debug, OSError, code=USAGE_ERROR):
         from grpo_fast.train.report.curves import plot_runs
 

@@ -29,7 +29,7 @@ def argument_error(
 
     Args:
         name: the argument.
-        expected: description of the allowed values, which follows the word "expected".
+        expected: description of the allowed values. It follows "expected" in the message.
         came: the actual value.
         kind: the exception class.
     """
@@ -39,7 +39,7 @@ def argument_error(
 def require(
     fits: object, name: str, expected: str, came: object, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise the error of `argument_error` unless `fits` is true.
+    """Raise `argument_error(name, expected, came, kind)` unless `fits` is true.
 
     Do not call this function in code that torch.compile traces. The arguments of the message are
     evaluated even if the condition holds, which can break the graph. Use an `if` statement and
@@ -48,7 +48,7 @@ def require(
     Args:
         fits: the condition, evaluated as a bool.
         name: the argument.
-        expected: description of the allowed values, which follows the word "expected".
+        expected: description of the allowed values. It follows "expected" in the message.
         came: the actual value.
         kind: the exception class.
     """
@@ -116,10 +116,9 @@ Target = TypeVar("Target", bound=Callable[..., object])
 
 
 def names_nearest(target: Target) -> Target:
-    """Make a function, dataclass or NamedTuple suggest a keyword in place of an unknown keyword.
+    """Decorate a function, dataclass or NamedTuple to give better errors for unknown keywords.
 
-    Use this function as a decorator. The error for an unknown keyword argument then names the most
-    similar known keyword.
+    The TypeError for an unknown keyword argument then suggests the most similar known keyword.
     """
     if not isinstance(target, type):
         return cast(Target, _checks_keywords(target, target.__name__))
@@ -167,7 +166,7 @@ def kind_of(x: object) -> str:
 class RunError(RuntimeError):
     """Base class of errors that end a run.
 
-    The message and its notes say why the run ended, and where it was saved if it was.
+    The message and its notes say why the run ended. If the run was saved, they also say where.
     """
 
 

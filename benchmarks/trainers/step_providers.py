@@ -95,7 +95,7 @@ class Ours:
         self.model = self.policy.model.train()
         self.optimizer = _adam(self.model)
         self.batch = StepBatch(
-            problem.samples, group_size=problem.group_size, minibatches=1, shared=shared,
+            problem.samples, group_size=problem.group_size, shared=shared,
             budget=options.tokens_per_microbatch, device=self.policy.device,
         )  # fmt: skip
 

@@ -27,28 +27,35 @@ class Survey(NamedTuple):
     notes: list[str]
 
 
-def load_file_splits(
-    data: Any, seed: int, tokenizer: Any, test_only: bool
-) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Return both splits of a file, folder or hub dataset. See `splits.Splits`."""
-    # 1. Read the splits, and check that they have examples. The worked examples are taken from the
-    # training split.
-    form = Form.of(data)
-    needs_train = not test_only or data.shots_tokens is not None
-    train, test, notes = survey(data, needs_train)
-    for note in notes:
+def read_splits(data: Any, test_only: bool = False) -> Survey:
+    """Read both splits of a data source, log its warnings, and check that it has examples.
+
+    Args:
+        data: the section `data` of a configuration.
+        test_only: True skips the training split if neither the test split nor `data.shots_tokens`
+            needs it. The training split is then empty.
+    """
+    needs_train = not test_only or data.shots_tokens is not None  # shots are training examples
+    found = survey(data, needs_train)
+    for note in found.notes:
         log.warning("data: %s", note)
-    require(test, "data", f"at least one test example in {data.path}", "none")
-    require(
-        train or not needs_train, "data", f"at least one training example in {data.path}", "none"
-    )
-    ordered = list(train)
+    require(found.test, "data", f"at least one test example in {data.path}", "none")
+    fits = found.train or not needs_train
+    require(fits, "data", f"at least one training example in {data.path}", "none")
+    return found
+
+
+def file_splits(
+    found: Survey, data: Any, seed: int, tokenizer: Any
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Return both splits of a file, folder or hub dataset with prompts. See `splits.Splits`."""
+    form = Form.of(data)
+    test = found.test[: data.n_test]
+    ordered = list(found.train)
     random.Random(f"{seed}/order").shuffle(ordered)
-    # 2. Write the prompts, with worked examples from the training split if the settings request it.
-    test = test[: data.n_test]
     if data.shots_tokens is None:
         return [form.apply(e) for e in ordered], [form.apply(e) for e in test]
-    pool = [e for e in train if isinstance(e.prompt, str)]
+    pool = [e for e in found.train if isinstance(e.prompt, str)]
     options = {"budget": data.shots_tokens, "tokenizer": tokenizer}
     shown = ShotPrompts(ordered, pool, form, seed=seed, **options)
     # Do not use the run's seed for the worked examples of test prompts. They must be the same in

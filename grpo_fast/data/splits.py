@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import FILES, TRACES, Example
 from grpo_fast.data.example import text_of
-from grpo_fast.data.files import load_file_splits
+from grpo_fast.data.files import Survey, file_splits, read_splits
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.tokenizer import has_chat_template
@@ -37,6 +37,7 @@ class Splits:
             With None, the prompts contain no worked examples.
         test_only: if True, skip reading a file's training split, unless the test split or the
             worked examples are taken from it. The training split is then empty.
+        found: the data that was already read from files. None reads it.
 
     Raises:
         ValueError: a file or package is missing, or a row is bad (`file:line: reason`).
@@ -52,9 +53,11 @@ class Splits:
         tokenizer: Callable[..., Any] | None = None,
         *,
         test_only: bool = False,
+        found: Survey | None = None,
     ) -> None:
         self.data = data
         self.seed = seed
+        self.found: Survey | None = None
         if data.task == "sort":
             options = {"seed": seed, "n_test": data.n_test}
             self.train = SortTask(data.digits, split="train", **options)
@@ -64,9 +67,12 @@ class Splits:
         elif data.task == TRACES:  # nothing is sampled, so the splits may be equal
             self.train = self.test = trace_examples(data.path)
         else:
+            found = found or read_splits(data, test_only)
+            if data.shots_tokens is not None:
+                self.found = found  # only `with_shots` needs it
             if tokenizer is None:
                 data = data.model_copy(update={"shots_tokens": None})
-            self.train, self.test = load_file_splits(data, seed, tokenizer, test_only)
+            self.train, self.test = file_splits(found, data, seed, tokenizer)
 
     def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
@@ -82,8 +88,10 @@ class Splits:
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
-        """Return the splits. If `shots_tokens` is set, worked examples precede each question."""
-        return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
+        """Return the splits with worked examples before each question if `shots_tokens` is set."""
+        if self.data.shots_tokens is None:
+            return self
+        return Splits(self.data, self.seed, tokenizer, found=self.found)
 
     @property
     def listed(self) -> Sequence[Example]:

@@ -29,9 +29,8 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
     """
     table = dataclasses.replace(samples, advantages=torch.zeros(len(samples)))
     batch = StepBatch(
-        table, group_size=1, minibatches=1, budget=BUDGET, device=policy.device,
-        shared=policy.unshared is None,
-    )  # fmt: skip
+        table, group_size=1, budget=BUDGET, device=policy.device, shared=policy.unshared is None
+    )
     for micro in batch.micro_batches:
         micro.write("old_logps", policy.logps(micro.packed, temperature, support=micro.support))
     assert batch.samples.old_logps is not None

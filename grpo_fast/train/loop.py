@@ -24,9 +24,7 @@ from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import run_start
 from grpo_fast.train.runs.saving import Rows, Saver
 from grpo_fast.train.runs.stopping import Stopping
-from grpo_fast.train.update.budget import host_peak
-from grpo_fast.train.update.step import Step
-from grpo_fast.train.update.trainer import Trainer
+from grpo_fast.train.update.trainer import Step, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,6 @@ def train(config: RunConfig) -> dict[str, Any]:
         Stopped: a signal ended the run. This exception is a SystemExit.
     """
     started = time.perf_counter()
-    memory_before = host_peak()
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), run_start(config) as start:
         # 1. Load rewards, data and models. Invalid input raises an error here, before any step.
@@ -77,7 +74,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 _make_steps(saver, loaded.evaluate, stopping)
                 summary = {
                     "before": saver.state.before, "after": saver.state.after, **kernels,
-                    **saver.trainer.summary(memory_before),
+                    **saver.trainer.summary(),
                     "seconds": time.perf_counter() - started,
                 }  # fmt: skip
                 report.finish(summary)
@@ -98,8 +95,8 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
     _log(saver, evaluate)  # in a resumed run, the last finished step may not be logged yet
     for number in range(saver.state.step + 1, saver.config.steps + 1):
         step, metrics = make_step(number, collector, trainer)  # parts 2 to 6
-        # 7. Log the step, and evaluate the model if an evaluation is due. Before that, record the
-        # step and its log rows, so that an error in logging or evaluation does not lose the step.
+        # 7. Record the step and its log rows first, so that an error in logging or evaluation does
+        # not lose the step. Then evaluate the model if an evaluation is due, and log the step.
         saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
         _log(saver, evaluate)
         # 8. Save a checkpoint if one is due.
@@ -110,7 +107,7 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
 
 
 def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
-    """Run one training step. Return the step and its metrics. Collective call.
+    """Run one training step, and return the step and its metrics. All ranks must call this.
 
     Args:
         number: number of the step, counted from 1.
@@ -132,7 +129,10 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
 
 
 def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Collect the metrics of a step and, if due, its table of completions. Collective call."""
+    """Return the log rows of a step: its metrics and, if due, its table of completions.
+
+    All ranks must call this function.
+    """
     config = trainer.config
     number = step.number
     rows = Rows(finite(metrics), [])

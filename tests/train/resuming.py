@@ -78,8 +78,8 @@ class Leave:
     """Patch that sends SIGTERM to a run at the `at`-th call of `Stopping.raise_if_asked`.
 
     A run calls `raise_if_asked` at each forward pass and at the end of each step. The attribute
-    `passes` counts the calls. Calls of the self-check and of a warm start do not count, because
-    the run cannot save a checkpoint yet. If `before` is True, only these early calls count.
+    `passes` counts the calls. Early calls, which the self-check and a warm start make before the
+    run can save a checkpoint, do not count. If `before` is True, only the early calls count.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Leave:
         self.passes = 0
 
         def ask(stopping: Stopping) -> None:
-            # The early calls end when a `Saver` exists, which replaces the function `may_stop`.
+            # A call is early if no `Saver` exists yet. A new `Saver` replaces `may_stop`.
             has_saver = stopping.may_stop.__module__ == Saver.__module__
             if has_saver != before:
                 self.passes += 1

@@ -14,6 +14,7 @@ from grpo_fast.train.runs.checkpoint import checkpoints_in, stored_in
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.train import ranks
 from tests.train.resuming import Leave, config_of, run
+from tests.train.tiny_runs import logged
 
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
 PROMPT_S = 60  # timeout in seconds of a wait for an update; no test takes this long
@@ -56,7 +57,7 @@ class Apart(ranks.Apart):
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Make runs build engines of class `Apart`, and return the list of these engines.
+    """Make training runs build engines of class `Apart`, and return the list of these engines.
 
     Each optimizer update sets the event `moved` of the newest engine.
     """
@@ -164,6 +165,9 @@ def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart):
     [saved] = checkpoints_in(tmp_path / "left")
     assert saved.name == "step_000001" and holds(saved)
     assert run(tmp_path / "left", *AHEAD, "resume=auto") == whole
+    # The resumed process has not sampled the completions of step 2, so it logs no speed for them.
+    has_speed = [row.get("perf/rollout_tok_s", 0) > 0 for row in logged(tmp_path / "left")]
+    assert has_speed == [False, True, False, True]  # the first row is the evaluation
 
 
 def test_completions_of_weights_that_are_older_are_refused(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from grpo_fast.data import Example
 from grpo_fast.rewards import RewardSet, WeightedReward
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect import collector as module
-from grpo_fast.train.collect.groups import PromptQueue, uses_of
+from grpo_fast.train.collect.groups import PromptQueue, used_groups
 from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.clock import Clock
@@ -31,7 +31,7 @@ def configured(*words):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace `generate` by a function without a model, and return the list of its calls.
+    """Replace `generate` with a function that needs no model, and return the list of its calls.
 
     A call is recorded as (prompts, seed). The text of completion i of prompt "p" is "p i".
     """
@@ -88,11 +88,9 @@ def queue_of(count):
 # -------------------------------------------------------- Kept, dropped and filled groups of a step
 def test_what_becomes_of_each_group():
     rewards = [[0, 1], [1, 1], [NAN, NAN], [1, NAN], [0, 0], [2, -1], [NAN, 0], [3, 4]]
-    judged = torch.tensor(rewards)
-    kept = ["kept", "dropped", "dropped", "dropped", "dropped", "kept", "dropped", "kept"]
-    assert uses_of(judged, 3) == kept
-    filled = ["kept", "filled", "filled", "dropped", "dropped", "kept", "dropped", "kept"]
-    assert uses_of(judged, 5) == filled
+    for wanted, used, filled in ((3, [0, 5, 7], 0), (5, [0, 1, 2, 5, 7], 2)):
+        is_used, count = used_groups(torch.tensor(rewards), wanted)
+        assert is_used.nonzero()[:, 0].tolist() == used and count == filled
 
 
 def test_without_it_nothing_is_dropped(asked):
@@ -174,8 +172,8 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
 
 # ------------------------------------------------------------------------------------ Complete runs
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # `judged_by` must select exact_match, which has equal rewards in nearly every group. The
-    # weighted sum of the rewards differs within every group, so it would drop no group.
+    # A group is dropped if its rewards are equal. Within nearly every group, the rewards of
+    # exact_match are equal, but the weighted sums differ. Without `judged_by`, no group is dropped.
     words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
              "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",

@@ -91,11 +91,6 @@ def test_chat_is_switched_off_by_a_setting():
     assert not settings_of("chat=false", recipe=recipe).data.chat
     task = ["data=x.jsonl", "task=jsonl"]
     assert not settings_of(*task).data.chat and settings_of(*task, "chat=true").data.chat
-    plain = settings_of(*task)
-    assert (plain.eval.samples, plain.rollout.max_new_tokens) == (1, 256)
-    assert settings_of(recipe="sort").rollout.max_new_tokens == 4
-    tiny = settings_of("n=7", recipe="gsm8k-tiny").eval
-    assert (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
     smol = settings_of("k=2", recipe="gsm8k-smollm2-1.7b").eval
     assert smol.samples == 8 and smol.k == [2]
     assert settings_of("eval.samples=2", recipe="gsm8k-smollm2-1.7b").eval.k == []
@@ -112,9 +107,7 @@ def test_rewards_of_the_words_replace_the_default_rewards():
     assert [reward.name for reward in settings_of(*words).rewards] == ["distinct_words"]
 
 
-@pytest.mark.parametrize("word", [
-    "model=x", "model.path=x", "model.trust_remote_code=true", "trust_remote_code=true",
-])  # fmt: skip
+@pytest.mark.parametrize("word", ["model=x", "trust_remote_code=true"])
 def test_a_setting_does_not_name_the_model(word):
     with pytest.raises(ValueError, match="model: expected the model as the first argument"):
         settings_of(word, recipe="sort")
@@ -141,19 +134,17 @@ def test_a_recipes_code_needs_leave(models, recipe, tmp_path, monkeypatch):
 
 
 def test_two_models_get_the_same_questions_and_random_numbers(models, recipe, asked):
-    found = run_eval(models, [f"recipe={recipe}", "n=3", "dtype=float32"])
+    words = [f"recipe={recipe}", "n=3"]
+    found = run_eval(models, words)
     first, second = ([(c.args[1], c.options["group_size"], c.options["seed"]) for c in calls]
                      for calls in (asked[:2], asked[2:]))  # fmt: skip
     assert first == second
-    assert set(found) == {"greedy", "sampled"}
     assert {"accuracy_strict", "accuracy_lenient", "reward", "pass@4"} <= found["sampled"].keys()
     same = run_eval([models[0], models[0]], [f"recipe={recipe}"])
     for metrics in same.values():
         for metric in metrics.values():
             assert (metric.difference, metric.p, metric.n) == (0.0, 1.0, 2)
             assert metric.a == metric.b
-    words = [f"recipe={recipe}", "n=3"]
-    found = run_eval(models, words)
     for letter, model in zip("ab", models, strict=True):
         alone = run_eval([model], words)
         for mode, metrics in found.items():

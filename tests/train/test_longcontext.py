@@ -13,7 +13,7 @@ from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.memory_options import apply_options, tile_mlps
+from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
@@ -56,7 +56,7 @@ def test_options_change_no_gradient(family, options):
 
 
 def compare(found, expected, tolerance):
-    """Check that gradients agree to a tolerance, relative to the largest entry of each gradient."""
+    """Check gradients within a tolerance, relative to the largest entry of each gradient."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         atol = tolerance * float(gradient.abs().max())
@@ -87,7 +87,7 @@ def test_options_are_in_force(spied):
 def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
     """Check that the attention kernel can be selected inside a checkpointed layer.
 
-    The selection runs a self-test of the kernel at the first input of each kind.
+    The selection runs a self-test of the kernel when it first sees an input of a new kind.
     """
     dispatch.choose.cache_clear()
     policy = fp64_policy(gradient_checkpointing="offload" if offload else True)
@@ -105,11 +105,11 @@ def test_tiles_see_no_more_rows_than_asked_for():
     # the backward pass.
     assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
     with pytest.raises(ValueError, match="model.tiled_mlp: Linear has no dense MLP"):
-        tile_mlps(torch.nn.Linear(2, 2), 4)
+        apply_options(torch.nn.Linear(2, 2), ModelConfig(path="x", tiled_mlp=4))
 
 
 def owner(module):
-    """Return the module to which the replaced `forward` of a tiled MLP or fast layer is bound."""
+    """Return the module whose `forward` a tiled MLP or a fast layer has replaced."""
     forward = module.forward
     return forward.__self__ if hasattr(forward, "__self__") else forward.args[0]
 

@@ -50,14 +50,13 @@ def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
 @pytest.mark.parametrize("estimator", ["k3", "exact", "exact_reference_first"])
 def test_the_notebooks_recipe_with_tiny_models(tmp_path, models, estimator):
     rows = run_notebook(tmp_path / "a", models, f"loss.kl_estimator={estimator}")
-    # The KL is positive already in step 1, because the reference is a different model than the
-    # policy.
+    # The KL is already positive in step 1, because the reference differs from the policy.
     assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
 
 
 def test_the_notebooks_rewards_have_room(tmp_path, models):
-    """Check the rewards of the recipe, which need no answers.
+    """Check the rewards of the recipe, which need no gold answers.
 
     A tiny model must increase its mean reward within 24 steps.
     """

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from grpo_fast import LossConfig
-from grpo_fast.attention import pack_groups
+from grpo_fast.rewards import RewardResult
+from grpo_fast.train.collect.advantages import token_rewards
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update.critic import Critic, value_metrics
@@ -37,7 +37,9 @@ def make_critic(policy, **options):
 
 
 def make_batch(scores=SCORES, **options):
-    return batch_of(rollout_of(SHAPES, cut=CUT), scores, **options)
+    samples = rollout_of(SHAPES, cut=CUT)
+    samples.token_rewards = token_rewards(RewardResult(scores, {}, {}, None), samples)
+    return batch_of(samples, scores, **options)
 
 
 def dense_values(critic, rollout, i):
@@ -57,7 +59,7 @@ def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
     Args:
         critic: Computes the values.
         batch: The samples.
-        kls: For each completion a list with the weighted KL of each token. None means 0.
+        kls: For each completion, the list of the weighted KL of its tokens. None means 0.
         gamma: The discount factor γ.
         lam: The parameter λ of GAE.
         bootstrap: If True, a truncated completion ends with the critic's value instead of 0.
@@ -86,14 +88,9 @@ def fixed(batch, policy, critic, **options):
     return batch
 
 
-def column(batch, name):
-    """Return a column of the batch's samples, a tensor with one entry per completion token."""
-    return getattr(batch.samples, name)
-
-
 def of_each(batch, name):
     """Return a column of the batch's samples as one tensor per completion."""
-    return column(batch, name).split(batch.samples.lengths)
+    return getattr(batch.samples, name).split(batch.samples.lengths)
 
 
 def check(batch, **expected):
@@ -103,7 +100,7 @@ def check(batch, **expected):
     """
     for name, lists in expected.items():
         wanted = torch.tensor([x for row in lists for x in row], dtype=torch.float64)
-        got = column(batch, name).double()
+        got = getattr(batch.samples, name).double()
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
 
 
@@ -177,15 +174,15 @@ def test_whitening_is_over_the_whole_batch_after_masking():
     counts = raw.completion_mask
     lengths = enumerate(raw.samples.lengths)
     assert int(counts.sum()) == sum(n for i, n in lengths if i not in (*CUT, 7))
-    a = column(raw, "token_advantages").double()
+    a = raw.samples.token_advantages.double()
     assert a.isfinite().all() and (a[~counts] == 0).all()
     expected = torch.where(counts, (a - a[counts].mean()) / a[counts].std(correction=0), 0.0)
     for budget in (1, 10**6):
-        batch = make_batch(scores, mask_truncated=True, minibatches=3, budget=budget)
-        got = column(fixed(batch, policy, make_critic(policy)), "token_advantages")
-        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+        batch = make_batch(scores, mask_truncated=True, updates=3, budget=budget)
+        got = fixed(batch, policy, make_critic(policy)).samples.token_advantages.double()
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     # Whitening changes only the advantages. The returns must stay the same.
-    mine, theirs = (column(each, "returns") for each in (batch, raw))
+    mine, theirs = batch.samples.returns, raw.samples.returns
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -299,7 +296,7 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
-    """Check that the reported KL is the mean over the tokens that have a loss."""
+    """Check that the reported KL is the mean over the tokens that contribute to the loss."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():
@@ -317,7 +314,7 @@ def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
 def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
     policy = tiny_policy()
     critic = make_critic(policy)
-    batch = fixed(make_batch(minibatches=3, budget=14), policy, critic)
+    batch = fixed(make_batch(updates=3, budget=14), policy, critic)
     names = ("old_logps", "values", "returns", "token_advantages")
     before = {name: of_each(batch, name) for name in names}
     dealt = set()
@@ -342,16 +339,3 @@ def test_what_is_fixed_follows_its_completion_through_a_shuffle(by_group):
     first = batch.parts
     batch.shuffle("0/1/0", by_group)
     assert len(dealt) > 1 and batch.parts == first
-
-
-def test_a_critic_starts_at_zero_and_trains_its_own_parameters():
-    policy = tiny_policy()
-    shared = Critic(policy, CriticConfig())
-    assert [p.shape for p in shared.parameters()] == [(1, 32), (1,)]
-    with torch.no_grad():
-        assert (shared.values(pack_groups([([3], [[4, 5]])])) == 0).all()
-    own = Critic(policy, CriticConfig(kind="model"), policy.trainable_copy())
-    ids = {id(p) for p in own.parameters()}
-    assert not ids & {id(p) for p in policy.trainable()}
-    assert id(own.trunk.lm.get_output_embeddings().weight) not in ids
-    assert isinstance(own.head, nn.Linear) and len(ids) == len(policy.trainable()) + 1

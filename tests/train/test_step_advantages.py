@@ -11,10 +11,9 @@ from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect.advantages import Advantages, token_rewards
-from grpo_fast.train.update.critic import rewards_with_kl
 from tests.train.resuming import run
 from tests.train.tiny_runs import sort
-from tests.train.tiny_steps import batch_of, table_of
+from tests.train.tiny_steps import table_of
 
 RUNNING = ["advantages=baseline", "advantage_options.running=true"]
 
@@ -131,16 +130,6 @@ def test_every_token_has_a_reward():
     assert rows[:5] == [[0.0, 0.0, 1.0], [], [1.0, 2.0], [4.0], [1.0, 2.0]]
     assert rows[5][0] == 0 and math.isnan(rows[5][1])
     assert both[[2, 3]].token_rewards.tolist() == [1.0, 2.0, 4.0]
-
-
-def test_the_kl_comes_on_top_of_the_rewards():
-    batch = batch_of(table_of([[1]], [[7, 7], [7]]), torch.tensor([3.0, 5.0]))
-    assert rewards_with_kl(batch, None, "k3").tolist() == [0.0, 3.0, 5.0]
-    batch.samples.old_logps = torch.tensor([-1.0, -1.0, -1.0])
-    batch.samples.ref_logps = torch.tensor([-1.5, -1.0, -2.0])
-    assert rewards_with_kl(batch, 0.5, "k1").tolist() == [-0.25, 3.0, 4.5]
-    batch.samples.token_rewards = torch.tensor([1.0, 2.0, 5.0])
-    assert rewards_with_kl(batch, 0.5, "k1").tolist() == [0.75, 2.0, 4.5]
 
 
 # --------------------------------------------------- Reward functions that do not apply to a sample

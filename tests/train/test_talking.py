@@ -19,7 +19,7 @@ from tests.train.test_completions import row
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Train three steps on the command line. Return the printed output and the run's folder."""
+    """Train for three steps from the command line. Return the output and the run's folder."""
     folder = tmp_path_factory.mktemp("a run")
     result = invoke("train", write_recipe(folder), "steps=3")
     assert result.exit_code == 0, result.output
@@ -57,10 +57,8 @@ def test_a_reward_of_ones_own_must_be_allowed_and_the_line_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("value", "form", "text"),
     [
-        (-0.0, "{:.4f}", "0.0000"), (-3.5e-24, "{:.4g}", "0"), (1e-8, "{:+.3g}", "0"),
-        (-1e-8, "{:+.3g}", "0"), (-0.00001, "{:.3f}", "0.000"), (0.5, "{:+.3g}", "+0.5"),
-        (-0.5, "{:.3f}", "-0.500"), (2e-6, "{:.4g}", "2e-06"), (float("nan"), "{:.3f}", "nan"),
-        (-100.0, "{:.0f}", "-100"), (float("-inf"), "{:.4g}", "-inf"),
+        (-0.0, "{:.4f}", "0.0000"), (-1e-8, "{:+.3g}", "0"), (0.5, "{:+.3g}", "+0.5"),
+        (2e-6, "{:.4g}", "2e-06"), (float("nan"), "{:.3f}", "nan"), (-100.0, "{:.0f}", "-100"),
     ],
 )  # fmt: skip
 def test_what_rounding_leaves_of_0_is_shown_as_0(value, form, text):
@@ -115,7 +113,7 @@ def test_no_cell_of_a_plan_is_cut_in_80_columns(model):
 
 @pytest.fixture
 def online(monkeypatch):
-    """Remove the settings with which the tests disable the network, as on a machine with internet.
+    """Remove the settings that disable network access in the tests.
 
     Return the module of huggingface_hub that stores the settings.
     """

@@ -121,7 +121,7 @@ def test_hidden_states_and_head_give_the_references_logps(folders, lora, is_anot
 
 
 def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
-    """Check that with β = 0 the exact KL is logged but does not change loss and gradient."""
+    """Check that with β = 0 the exact KL is logged but changes neither loss nor gradient."""
     settings = ["optim.lr=1e-2", "reference.kind=frozen", "loss.kl_estimator=exact"]
     rows = sort(tmp_path / "a", *settings)
     plain = sort(tmp_path / "b", "optim.lr=1e-2")
@@ -183,7 +183,7 @@ def test_a_loss_of_the_teacher_is_the_exact_kl(tmp_path, trained, estimator, kin
 def test_the_teacher_alone(tmp_path, trained):
     """Check training on the divergence from the teacher alone (`distill.task=0`).
 
-    The divergence must fall. If student and teacher are equal, it must be 0 without a gradient.
+    The divergence must fall. If student and teacher are equal, it and its gradient must be 0.
     """
     near = [f"distill.teacher={trained}", "distill.task=0", "loss.entropy_coef=0", "steps=12"]
     rows = taught(tmp_path / "a", *near, "distill.kind=jsd", "distill.beta=0.3")
@@ -229,7 +229,7 @@ def test_a_server_that_says_every_id_is_the_teacher_itself(tmp_path, trained, se
 
 
 def test_a_servers_topk_teaches(tmp_path, server):
-    """Check that the divergence falls if a teacher server returns only the two most likely tokens.
+    """Check that two tokens per position from a teacher server suffice to reduce the divergence.
 
     The step has several minibatches and micro-batches.
     """

@@ -20,14 +20,14 @@ from tests.train.tiny_steps import batch_of, gradients, taken
 NO_VERDICT = 2
 
 
-@pairs(mask_truncated=[False, True], minibatches=[1, 3], ranks=[1, 2, 4])  # 4 ranks: one is idle
-def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
+@pairs(mask_truncated=[False, True], updates=[1, 3], ranks=[1, 2, 4])  # 4 ranks: one is idle
+def test_totals_count_what_the_masks_do(mask_truncated, updates, ranks):
     scores = SCORES.clone()
     scores[NO_VERDICT] = math.nan
-    options = dict(mask_truncated=mask_truncated, minibatches=minibatches, budget=14, ranks=ranks)
+    options = dict(mask_truncated=mask_truncated, updates=updates, budget=14, ranks=ranks)
     steps = [make_batch(scores, rank=rank, **options) for rank in range(ranks)]
     lengths, idle = steps[0].samples.lengths, 0
-    for k in range(minibatches):
+    for k in range(updates):
         everywhere = [micro for step in steps for micro in step.minibatches[k]]
         real = [micro for micro in everywhere if not micro.is_idle]
         chosen = sorted(i for micro in real for i in micro.chosen)
@@ -35,26 +35,26 @@ def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
         left_out = {NO_VERDICT, *(CUT if mask_truncated else [])}
         items = sum(lengths[i] for i in chosen if i not in left_out)
         trunk = sum(micro.trunk_tokens for micro in real)
-        expected = Totals(items, len(chosen), len(real), trunk)
+        expected = Totals(items, len(chosen), trunk)
         assert [step.totals[k] for step in steps] == [expected] * ranks
         assert items == sum(micro.active_tokens for micro in everywhere)
         idle += len(everywhere) - len(real)
     assert (idle > 0) == (ranks > 1)
 
 
-@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_mean_over_prompts(minibatches, ranks):
+def test_the_mean_over_prompts(updates, ranks):
     """Check the token weights of the aggregation `prompt_mean`.
 
     All prompts of a minibatch must have the same weight, and so must all tokens of a prompt.
     """
     config = LossConfig(aggregation="prompt_mean", group_size=GROUP)
-    steps = [make_batch(SCORES, minibatches=minibatches, budget=14, rank=rank, ranks=ranks)
+    steps = [make_batch(SCORES, updates=updates, budget=14, rank=rank, ranks=ranks)
              for rank in range(ranks)]  # fmt: skip
     for step in steps:
         step.shuffle("7")  # distributes the groups over the minibatches
-    for k in range(minibatches):
+    for k in range(updates):
         of_prompt: dict[int, list[float]] = {}
         for micro in (micro for step in steps for micro in step.minibatches[k]):
             weights = token_weights(micro, config, micro.prompt_items, steps[0].totals[k][1])

@@ -1,18 +1,14 @@
 """Tests of the policy: logit transforms, self-check, loading, saving, LoRA and packing."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from grpo_fast.attention import head_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own.engine import compare
-from grpo_fast.train.config import ModelConfig, ReferenceConfig
+from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.models.self_check import self_check
 from tests.pairs import pairs
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
@@ -55,18 +51,8 @@ def test_self_check_finds_an_unknown_head_rule_and_layouts_that_are_ignored(monk
         self_check(policy)
 
 
-def test_head_rules():
-    head = head_of(tiny_policy("gemma2").lm)
-    assert head.softcap == 3.0 and head.logit_scale == 1.0 and head.bias is None
-    assert head_of(tiny_policy("granite").lm).logit_scale == 0.25
-    assert head_of(tiny_policy("cohere").lm).logit_scale == 0.25
-    with pytest.raises(ValueError, match="lm_head: expected torch.nn.Linear"):
-        head_of(SimpleNamespace(get_output_embeddings=lambda: nn.Identity()))
-
-
-def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
+def test_lora_trains_the_adapter_and_saves_a_merged_model(tmp_path):
     folder = tiny_folder(tmp_path / "base", "llama")
-    base = load_policy(ModelConfig(path=folder))
     policy = load_policy(ModelConfig(path=folder, lora={"r": 4}, gradient_checkpointing=True))
     names = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     assert names and all("lora_" in name for name in names)
@@ -78,13 +64,9 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
     with torch.no_grad():
         for p in policy.trainable():
             p.add_(0.1 * torch.ones_like(p))
-    reference = Reference(policy, ReferenceConfig(kind="frozen"))
-    found, start = reference.logps(batch.packed, 1.0), base.logps(batch.packed).detach()
-    torch.testing.assert_close(found, start, rtol=0, atol=1e-6)
     moved = policy.logps(batch.packed)
-    assert (moved - start).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
-    # The attention of training is not saved.
+    # The attention implementation that training uses is not saved.
     assert "attn" not in (tmp_path / "merged" / "config.json").read_text()
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
     torch.testing.assert_close(merged.logps(batch.packed), moved, rtol=0, atol=1e-4)
@@ -124,31 +106,19 @@ def test_models_from_a_config():
         Policy(tiny_model("llama", vocab_size=13, eos_token_id=None), tokenizer)
 
 
-def test_packing():
-    rollout, batch = a_batch()
-    packed = batch.packed
-    assert packed.layout.lengths == (6, 10, 2)  # prompt + completion − 1
-    assert packed.cu_seqlens.tolist() == [0, 4, 10, 11]
-    assert len(batch) == 3 and batch.chosen == [0, 1, 2]
-    assert packed.target_ids.tolist() == sum(rollout.completion_ids, [])
-    masked = batch_of(rollout, torch.arange(3.0), mask_truncated=True).packed([[2], [1]])
-    assert masked.completion_mask.tolist() == [True] + [False] * 6 and masked.active_tokens == 1
-    assert masked.advantages.tolist() == [2.0, 1.0] and masked.chosen == [2, 1]
-
-
 GROUPS = [(9, (2, 5, 3)), (4, (1, 1, 7)), (6, (6, 6, 6)), (3, (12, 1, 1))]
 
 
-def a_step(minibatches=2, budget=40, shared=True):
-    options = {"minibatches": minibatches, "budget": budget, "shared": shared}
+def a_step(updates=2, budget=40, shared=True):
+    options = {"updates": updates, "budget": budget, "shared": shared}
     return batch_of(rollout_of(GROUPS), torch.arange(12.0), **options)
 
 
 # With 3 and 12 minibatches, the samples of one group are in several minibatches.
-@pairs(shared=[True, False], budget=[1, 13, 20, 40, 10**6], minibatches=[1, 2, 3, 4, 12])
-def test_a_step_in_micro_batches(shared, budget, minibatches):
-    step = a_step(minibatches, budget, shared)
-    assert len(step.minibatches) == minibatches
+@pairs(shared=[True, False], budget=[1, 13, 20, 40, 10**6], updates=[1, 2, 3, 4, 12])
+def test_a_step_in_micro_batches(shared, budget, updates):
+    step = a_step(updates, budget, shared)
+    assert len(step.minibatches) == updates
     for part, minibatch in zip(step.parts, step.minibatches, strict=True):
         assert sorted(i for batch in minibatch for i in batch.chosen) == list(part)
     for batch in step.micro_batches:

@@ -16,9 +16,8 @@ from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout import completions as rollouts
 from grpo_fast.rollout.engine import EOS, LENGTH
 from grpo_fast.train.update import gradients as train_gradients
-from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.batch import MicroBatch, StepBatch
 from grpo_fast.train.update.critic import Critic
-from grpo_fast.train.update.micro_batch import MicroBatch
 
 accumulate = partial(train_gradients.accumulate, correct_sampling=False, validate="full")
 
@@ -91,7 +90,7 @@ def batch_of(samples: Samples, advantages: Tensor, **options: Any) -> StepBatch:
     By default it has groups of three completions, one minibatch and one micro-batch. `options`
     override the defaults.
     """
-    settings = dict(group_size=3, minibatches=1, budget=10**6, device="cpu") | options
+    settings = dict(group_size=3, budget=10**6, device="cpu") | options
     return StepBatch(dataclasses.replace(samples, advantages=advantages), **settings)
 
 
@@ -109,5 +108,5 @@ def logits_of(
 
 
 def taken(logits: Tensor, completion: list[int]) -> Tensor:
-    """Return the log-probabilities (tokens,) that the logits give to the completion's tokens."""
+    """Return the log-probability of each token of the completion, shape (tokens,)."""
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]

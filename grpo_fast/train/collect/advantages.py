@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import group_advantages
+from grpo_fast.objective.advantages import Options
 from grpo_fast.objective.baseline import running_baseline, split_options
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
@@ -15,7 +16,7 @@ from grpo_fast.train.config.run import GAE
 
 
 class Advantages:
-    """Calculator of the advantages of completions, with the running baseline that some modes use.
+    """Advantage computation of a run, with the running baseline that some modes use.
 
     Args:
         mode: value of the setting `advantages`.
@@ -26,11 +27,7 @@ class Advantages:
     """
 
     def __init__(
-        self,
-        mode: str,
-        options: Mapping[str, object],
-        group_size: int,
-        weights: Mapping[str, float],
+        self, mode: str, options: Options, group_size: int, weights: Mapping[str, float]
     ) -> None:
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.mode = mode
@@ -61,7 +58,7 @@ class Advantages:
             options = {"weights": list(self.weights.values()), **options}
             each = torch.stack([scores[name] for name in self.weights])
             # NaN in `each` means that a function does not apply to a sample. NaN in `rewards` means
-            # that a function failed, so the sample must not have a reward from any function.
+            # that a function failed. Set all rewards of such a sample to NaN, so that none counts.
             rewards = each.masked_fill(rewards.isnan(), torch.nan)
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages, token_rewards
-from grpo_fast.train.collect.groups import PromptQueue, Use, uses_of
+from grpo_fast.train.collect.groups import PromptQueue, used_groups
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.config.run import GAE
 from grpo_fast.train.metrics.clock import Clock
@@ -60,18 +61,16 @@ class Collector:
     seed: int  # seed of the run
     steps: int  # steps of the run
     sampled: Samples | None = None  # unscored samples of the next step
-    seconds: float = 0.0  # time that sampling them took, which a checkpoint does not store
+    seconds: float = math.nan  # time that sampling them took; NaN if a checkpoint provided them
     logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
     steps_without_spread: int = 0  # latest steps in which most groups had equal rewards
     coming: Future[tuple[Samples | None, float]] | None = None  # result of the sampling thread
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
-    )
+    threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     def next(self, step: int, clock: Clock) -> Collected:
         """Return the samples of a step.
 
-        With `rollout.dynamic`, groups with equal rewards are replaced with groups of the next
+        With `rollout.dynamic`, groups with equal rewards are replaced with groups from the next
         prompts. If groups are still missing after `rollout.dynamic.rounds` rounds of replacement,
         groups with equal rewards complete the batch.
 
@@ -88,7 +87,7 @@ class Collector:
         self.sampled = None
         metrics: dict[str, float] = {}
         self.logged = {}
-        uses: list[Use] = ["kept"] * wanted
+        is_used = torch.ones(wanted, dtype=torch.bool)  # one entry per group
         # 1. Sample and score the prompts of the step. Skip sampling if it was done ahead.
         if ahead is not None:
             clock.seconds["rollout"] = self.seconds
@@ -96,23 +95,28 @@ class Collector:
         with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
             places = self.queue.take(wanted)
             samples, lost = self._scored(places, (self.seed, step), clock, ahead)
-            # 2. Replace groups whose rewards are all equal with groups of the next prompts.
+            # 2. Replace groups whose rewards are all equal with groups from the next prompts.
             if dynamic is not None:
                 rounds = 0
-                uses = uses_of(self._judged(samples), wanted)
-                while "filled" in uses and rounds < dynamic.rounds:
+                is_used, filled = used_groups(self._judged(samples), wanted)
+                while filled and rounds < dynamic.rounds:
                     rounds += 1
                     # Include the queue position in the seed, so that each round draws new random
                     # numbers.
                     seed = (self.seed, step, self.queue.consumed)
-                    places = self.queue.take(uses.count("filled"))
+                    places = self.queue.take(filled)
                     more, also_lost = self._scored(places, seed, clock)
                     samples = Samples.cat([samples, more])
                     lost = {name: lost[name] + also_lost[name] for name in lost}
-                    uses = uses_of(self._judged(samples), wanted)
-                metrics = self._dynamic_metrics(uses, rounds)
+                    is_used, filled = used_groups(self._judged(samples), wanted)
+                metrics = {
+                    "dynamic_sampling/asked": float(len(is_used)),
+                    "dynamic_sampling/dropped": float((~is_used).sum()),
+                    "dynamic_sampling/filled": float(filled),
+                    "dynamic_sampling/rounds": float(rounds),
+                    "prompts_consumed": float(self.queue.consumed),
+                }
         # 3. Compute the advantages of the groups that are used.
-        is_used = torch.tensor([use != "dropped" for use in uses])
         size = self.config.group_size
         chosen = samples[is_used.repeat_interleave(size).nonzero()[:, 0]]
         assert chosen.rewards is not None and samples.rewards is not None
@@ -154,9 +158,10 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for the samples that `begin_ahead` draws in a thread. Collective call.
+        """Wait for the samples that `begin_ahead` draws in a thread.
 
-        If the thread failed on any rank, all ranks raise its error.
+        All ranks must call this method. If the thread failed on any rank, all ranks raise its
+        error.
         """
         coming = self.coming
         self.coming = None
@@ -185,7 +190,10 @@ class Collector:
         self.advantages.load_state_dict(state["baseline"])
 
     def take_ahead(self, samples: Samples | None) -> None:
-        """Restore the samples that were drawn ahead from a checkpoint. None means there are none.
+        """Restore the samples of the next step from a checkpoint.
+
+        Args:
+            samples: the samples that were drawn ahead, or None if the checkpoint has none.
 
         Raises:
             ValueError: the samples do not belong to the next prompts.
@@ -255,13 +263,12 @@ class Collector:
         A group may be dropped if these rewards are all equal. They are the total rewards, or the
         rewards of the function `rollout.dynamic.judged_by` if it is set.
         """
-        dynamic = self.config.dynamic
-        is_total = dynamic is None or dynamic.judged_by is None
-        judged = samples.rewards if is_total else samples.scores[dynamic.judged_by]
+        judge = self.config.dynamic and self.config.dynamic.judged_by
+        judged = samples.scores[judge] if judge else samples.rewards
         return judged.view(-1, self.config.group_size)
 
     def _warn_without_spread(self, fraction: float) -> None:
-        """Log a warning if most groups of WATCHED_STEPS steps in a row had equal rewards.
+        """Log a warning if most groups had equal rewards in each of the last WATCHED_STEPS steps.
 
         Args:
             fraction: fraction of this step's groups in which all rewards are equal.
@@ -274,12 +281,3 @@ class Collector:
                 "them: the prompts may be too easy or too hard (rollout.dynamic={} replaces such "
                 "groups)", WATCHED_STEPS,
             )  # fmt: skip
-
-    def _dynamic_metrics(self, uses: list[Use], rounds: int) -> dict[str, float]:
-        return {
-            "dynamic_sampling/asked": float(len(uses)),
-            "dynamic_sampling/dropped": float(uses.count("dropped")),
-            "dynamic_sampling/filled": float(uses.count("filled")),
-            "dynamic_sampling/rounds": float(rounds),
-            "prompts_consumed": float(self.queue.consumed),
-        }

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grpo_fast.data import Example
 
-Use = Literal["kept", "filled", "dropped"]
-
 
 class PromptQueue:
-    """Endless sequence of training prompts, which repeats the training set in its order.
+    """Endless sequence of training prompts, which cycles through the training set in order.
 
     A place is an index into this sequence. It is also the number of the prompt's group.
 
@@ -41,31 +38,23 @@ class PromptQueue:
         return self.examples[place % len(self.examples)]
 
 
-def uses_of(judged: Tensor, wanted: int) -> list[Use]:
+def used_groups(judged: Tensor, wanted: int) -> tuple[Tensor, int]:
     """Choose the groups that a step uses.
 
-    A group is kept if its rewards are not all equal. If fewer than `wanted` groups are kept, groups
-    with equal rewards complete the batch. All other groups are dropped.
+    A group is used if its rewards are not all equal. If these are fewer than `wanted` groups, the
+    first groups with equal rewards complete the batch. All other groups are dropped.
 
     Args:
         judged: rewards of shape (groups, G). NaN marks samples without a reward, which are ignored.
         wanted: number of groups that the step uses.
 
     Returns:
-        "kept", "filled" or "dropped" for each group.
+        A mask of the used groups, and the number of used groups with equal rewards.
     """
     # If no sample of a group has a reward, the minimum is +inf and the maximum is -inf. The group
     # then counts as a group with equal rewards.
     low = judged.nan_to_num(nan=torch.inf).amin(1)
-    spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
-    missing = wanted - sum(spread)
-    uses: list[Use] = []
-    for has_spread in spread:
-        if has_spread:
-            uses.append("kept")
-        elif missing > 0:
-            uses.append("filled")
-            missing -= 1
-        else:
-            uses.append("dropped")
-    return uses
+    has_spread = judged.nan_to_num(nan=-torch.inf).amax(1) > low
+    missing = wanted - int(has_spread.sum())
+    is_filled = ~has_spread & ((~has_spread).cumsum(0) <= missing)
+    return has_spread | is_filled, int(is_filled.sum())

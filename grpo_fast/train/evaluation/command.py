@@ -13,7 +13,7 @@ from grpo_fast.data import Example, read_examples
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import Splits, asks_in_chat
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.train.config import ModelConfig, RunConfig, require
+from grpo_fast.train.config import EvalConfig, ModelConfig, RunConfig, require
 from grpo_fast.train.evaluation.asking import asking_lines
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate
 from grpo_fast.train.evaluation.settings import SAMPLED_AT, Source, read_settings
@@ -56,19 +56,37 @@ def run_eval(
             is False.
         OSError: the file `out` cannot be written.
     """
+    # 1. Read the settings, and check them.
     sources = [Source.of(model) for model in models]
     own, config = read_settings(sources, words, allow_code)
     _check_out(own.out)
-    trusted = [allow_code and (not x.run or x.run.model.trust_remote_code) for x in sources]
-    model_configs = [
-        config.model.model_copy(update={"path": x.path, "trust_remote_code": trust})
-        for x, trust in zip(sources, trusted, strict=True)
-    ]
+    model_configs = []
+    for source in sources:
+        trust = allow_code and (not source.run or source.run.model.trust_remote_code)
+        changes = {"path": source.path, "trust_remote_code": trust}
+        model_configs.append(config.model.model_copy(update=changes))
     tasks = {source.run.data.task: source.name for source in sources if source.run}
     listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
     require(len(tasks) <= 1, "task", "two runs of one task", listed)
+    # 2. Load the questions and the rewards before the models, so that errors appear early.
+    data = config.data
     examples = _examples(config, model_configs[0], words)
-    passes = _evaluate_all(models, model_configs, config, examples, say)
+    rewards = build_rewards(config.rewards)
+    check_examples(rewards, examples, "test")
+    # 3. Evaluate each model in each pass.
+    modes = _passes(config)
+    passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
+    for name, model in zip(models, model_configs, strict=True):
+        policy = loading.load_policy(model)
+        policy.template_kwargs = data.template_kwargs
+        asked_as = data.model_copy(update={"chat": asks_in_chat(data, policy.tokenizer)})
+        questions = [in_chat(e) for e in examples] if asked_as.chat else examples
+        say(f"{name}:", *asking_lines(asked_as, policy.tokenizer, questions[0].prompt, "chat"))
+        for mode, options in modes.items():
+            result = evaluate(policy, questions, rewards, data.task, options, config.seed)
+            say(*(f"{mode}: {line}" for line in result.lines))
+            passes[mode].append(result)
+    # 4. Print the metrics of one model, or the comparison of two models, and write them to `out`.
     if len(models) == 1:
         results: dict[str, dict[str, Any]] = {mode: x[0].metrics for mode, x in passes.items()}
         written = results
@@ -86,23 +104,8 @@ def run_eval(
     return results
 
 
-def _evaluate_all(
-    names: Sequence[str],
-    models: Sequence[ModelConfig],
-    config: RunConfig,
-    examples: Sequence[Example],
-    say: Say,
-) -> dict[str, list[EvalResult]]:
-    """Load each model and evaluate it.
-
-    Returns:
-        A dict from the name of a pass ("greedy" or "sampled") to the results of all models.
-    """
-    # 1. Build the rewards before the models are loaded, so that errors appear early.
-    data = config.data
-    rewards = build_rewards(config.rewards)
-    check_examples(rewards, examples, "test")
-    # 2. Choose the passes: always a greedy one, and a sampled one if the settings request it.
+def _passes(config: RunConfig) -> dict[str, EvalConfig]:
+    """Return the settings of the greedy pass, and of a sampled pass if `eval` requests one."""
     length = config.eval.max_new_tokens or config.rollout.max_new_tokens
     asked = config.eval.model_copy(update={"max_new_tokens": length})
     modes = {"greedy": asked.model_copy(update={"samples": 1, "temperature": 0.0, "k": []})}
@@ -110,20 +113,7 @@ def _evaluate_all(
         k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
         changes = {"temperature": asked.temperature or SAMPLED_AT, "k": k}
         modes["sampled"] = asked.model_copy(update=changes)
-    # 3. Evaluate each model in each pass.
-    passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
-    for name, model in zip(names, models, strict=True):
-        policy = loading.load_policy(model)
-        policy.template_kwargs = data.template_kwargs
-        asked_as = data.model_copy(update={"chat": asks_in_chat(data, policy.tokenizer)})
-        questions = [in_chat(e) for e in examples] if asked_as.chat else examples
-        first = questions[0].prompt
-        say(f"{name}:", *asking_lines(asked_as, policy.tokenizer, first, "chat"))
-        for mode, options in modes.items():
-            result = evaluate(policy, questions, rewards, data.task, options, config.seed)
-            say(*(f"{mode}: {line}" for line in result.lines))
-            passes[mode].append(result)
-    return passes
+    return modes
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
@@ -171,7 +161,7 @@ def _check_out(out: str | None) -> None:
 
 
 def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Sequence[Example]:
-    # If the user names a file, evaluate on all its lines. Otherwise use the test split.
+    # If the user names a file, evaluate on all its examples. Otherwise use the test split.
     data = config.data
     is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
     if is_named and data.path and os.path.isfile(data.path):

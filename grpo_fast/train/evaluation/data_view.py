@@ -20,7 +20,7 @@ SHOWN = 3  # number of prompts that the command shows
 
 
 class ViewSettings(Section):
-    """Settings of the command `grpo-fast data`. All other arguments are keys of section `data`."""
+    """Settings of `grpo-fast data`. All other arguments are keys of the section `data`."""
 
     model: UserPath | None = None
     """Model whose tokenizer and chat template format the prompts; null shows them unformatted."""
@@ -29,7 +29,7 @@ class ViewSettings(Section):
 def data_lines(source: str, words: Sequence[str]) -> list[str]:
     """Return output lines that describe a data set.
 
-    The lines report the numbers of examples, the reasons for skipped rows, and the first prompts.
+    The lines report how many examples each split has, why rows were skipped, and the first prompts.
 
     Args:
         source: a file, a folder, or a hub id.
@@ -38,7 +38,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a setting, the source or a row of the data is invalid.
     """
-    # 1. Read the data set.
+    # 1. Separate the key `model` from the keys of the section `data`, and read the data set.
     own, rest = own_words(ViewSettings, words)
     data = read_words(DataConfig, rest, {"task": "jsonl", "path": source})
     require(data.task in FILES, "task", f"one of {', '.join(FILES)}", data.task)

@@ -44,7 +44,9 @@ def evaluate(
     seed: int,
     engine: Engine | None = None,
 ) -> EvalResult:
-    """Sample answers to every question, and compare them with the gold answers. Collective call.
+    """Sample answers to every question, and compare them with the gold answers.
+
+    All ranks must call this function.
 
     Args:
         policy: the policy to evaluate.
@@ -61,16 +63,15 @@ def evaluate(
     Returns:
         The metrics eval_n (number of questions), eval_samples (samples per question),
         eval_accuracy_strict, eval_accuracy_lenient, eval_reward, eval_rewards/<function>,
-        eval_pass@k and eval_maj@k. All except the first two metrics have a standard error with the
-        suffix `_se`. The metrics pass@k and maj@k use strict answers, and exist with the suffix
-        `_lenient` for lenient answers.
+        eval_pass@k and eval_maj@k. The last two use strict answers. The same metrics for lenient
+        answers have the suffix `_lenient`. All metrics except eval_n and eval_samples have a
+        standard error with the suffix `_se`.
 
     Raises:
         ValueError: there are no examples.
     """
     require(len(examples), "examples", "at least one", "none")
     per_question: dict[str, list[float]] = {}
-    accuracies: dict[str, list[float]] = {}
     seconds = 0.0
     tokens = 0
     first = ""
@@ -90,25 +91,24 @@ def evaluate(
         )  # fmt: skip
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
-        # 2. Compare the answers with the gold answers. If a prompt ends with the beginning of the
-        # answer, such as an opening tag, this beginning is part of the answer.
+        # 2. Compute the rewards.
         repeated = [e for e in batch for _ in range(samples)]
         sent = [text for text in rollout.prompt_texts(policy, prompts) for _ in range(samples)]
-        prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]
-        judged = turns(done.texts, prefills)
-        for i, example in enumerate(batch):
-            said = judged[i * samples : (i + 1) * samples]
-            for name, value in _accuracies(scorer_for(task, example), said, asked.k).items():
-                accuracies.setdefault(name, []).append(value)
-        # 3. Compute the rewards.
         result = rollouts.score(rewards, repeated, done.texts, done.completion_ids, sent)
         scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
         for name, score in {"reward": result.total, **scores}.items():
             means = score.view(-1, samples).nanmean(dim=1).tolist()
             per_question.setdefault(name, []).extend(means)
+        # 3. Compare the answers with the gold answers. If a prompt ends with the start of the
+        # answer, such as an opening tag, prepend this start to the completion.
+        prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]
+        judged = turns(done.texts, prefills)
+        for i, example in enumerate(batch):
+            said = judged[i * samples : (i + 1) * samples]
+            for name, value in _accuracies(scorer_for(task, example), said, asked.k).items():
+                per_question.setdefault(name, []).append(value)
         first = first or _sample_line(scorer_for(task, batch[0]), judged[0])
     # 4. Average over the questions.
-    per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])
@@ -119,7 +119,7 @@ def evaluate(
 
 
 def _sample_line(scorer: Scorer, text: str) -> str:
-    """Format a sample as one line that shows the extracted answers and says if they are right."""
+    """Format a sample as one line with its extracted answers and whether they are correct."""
     shown = text if len(text) <= SHOWN_SAMPLE else f"{text[:20]} … {text[20 - SHOWN_SAMPLE :]}"
     if scorer.gold is None:
         return f"first sample: {shown!r}"
@@ -163,8 +163,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
     """Return the accuracy, pass@k and maj@k of one question, or {} if it has no gold answer.
 
-    For maj@k, the samples are split into blocks of k samples. The value is the share of blocks
-    whose most frequent answer is right.
+    For maj@k, the samples are split into blocks of k samples. The value is the fraction of blocks
+    whose most frequent answer is correct.
     """
     if scorer.gold is None:
         return {}
@@ -203,7 +203,8 @@ def build_evaluation(
         splits: the data. For recorded rollouts, the returned function returns no metrics.
         policy: the policy to evaluate.
         rewards: the reward functions of the run.
-        max_new_tokens: maximum number of tokens in a completion, if the section `eval` sets none.
+        max_new_tokens: maximum number of tokens in a completion. It is used only if
+            `asked.max_new_tokens` is not set.
 
     Returns:
         A function that samples with an engine and returns the metrics.

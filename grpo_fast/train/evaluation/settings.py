@@ -75,7 +75,8 @@ def read_settings(
     """Return the settings of an evaluation and the configuration that selects its questions.
 
     Args:
-        sources: the models. Without a recipe, the first run among them provides settings.
+        sources: the models. If no recipe is named, the settings of the first model that is the
+            folder of a run are used.
         words: settings as key=value.
         allow_code: allow reward functions from outside the package.
 
@@ -110,22 +111,19 @@ def read_settings(
     expected = "a file, a folder, a hub id or a section of keys"
     require(isinstance(data, dict), "data", expected, repr(data))
     task = str(data.get("task"))
-    fits = task not in FILES or bool(data.get("path"))
-    if not fits:
-        data["path"] = "."  # a placeholder, so that an unknown key is reported first
     missing = [x.name for x in sources if not os.path.isdir(x.path)]
     came = f"nothing, and no folder {missing[0]!r} exists here" if missing else "nothing"
+    fits = task not in FILES or data.get("path")
+    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
     if not runs:
         settings.setdefault("rewards", DEFAULT_REWARDS.get(task, ["exact_match"]))
     kinds: list[type[Section]] = [EvalSettings, *SHORT.values()]
     also = [key for kind in kinds for key in kind.model_fields]
-    config = validated(RunConfig, settings, also)
-    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
-    return own, config
+    return own, validated(RunConfig, settings, also)
 
 
 def _with_section(word: str) -> str:
-    """Add the section to the key of a `key=value` argument, unless the user has written it."""
+    """Add the section to the key of a `key=value` argument, unless the key contains it."""
     name = split_word(word)[0].partition(".")[0]
     above = next((x for x, kind in SHORT.items() if name in kind.model_fields), None)
     return word if above is None else f"{above}.{word}"

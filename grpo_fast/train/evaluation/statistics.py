@@ -37,8 +37,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
     Args:
         a: values of the first model.
-        b: values of the second model, in the same order of questions. A question is excluded if
-            one of its values is NaN.
+        b: values of the second model for the same questions in the same order. A question is
+            excluded if one of its values is NaN.
     """
     both = [pair for pair in zip(a, b, strict=True) if not any(map(math.isnan, pair))]
     differences = [second - first for first, second in both]
@@ -73,7 +73,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
         tail = sum(math.comb(n, i) for i in range(min(positive, n - positive) + 1))
         return min(1.0, 2 * tail / 2**n)
     # 2. Otherwise count the sign choices whose sum is at least as far from 0 as the observed sum.
-    # Subtract a tolerance, so that sums count as equal if they only differ by rounding errors.
+    # Subtract a tolerance, so that sums that differ only by rounding errors count as equal.
     limit = abs(float(values.sum())) - 1e-9 * float(sizes.max()) * n
     generator = torch.Generator().manual_seed(0)
     far = 0

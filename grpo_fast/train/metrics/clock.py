@@ -19,7 +19,7 @@ class Clock:
     last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str, tokens: int = 0) -> None:
-        """Mark the end of a part of the step. Add the time since the last call to this part.
+        """Mark the end of a part of the step, and add the time since the previous lap to it.
 
         Args:
             name: name of the part. A name may occur several times in a step.
@@ -27,7 +27,7 @@ class Clock:
         """
         if torch.cuda.is_available():
             # Wait for the GPU. CUDA kernels run asynchronously, and their time would otherwise be
-            # counted for the next part.
+            # attributed to the next part.
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
@@ -38,7 +38,7 @@ class Clock:
         self.last = now
 
     def metrics(self) -> dict[str, float]:
-        """Return the time of the step, and times, token rates and peak memory of its parts."""
+        """Return the total time, the time and token rate of each part, and the peak GPU memory."""
         peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
         rates = {
             f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]

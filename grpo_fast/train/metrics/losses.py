@@ -11,21 +11,10 @@ from torch import Tensor
 
 from grpo_fast.train.ranks import distributed
 
-# How each metric is reduced over micro-batches. A metric that is not listed is a mean over tokens.
-# The values of a metric with "parts" are already divided by the normalizer of their optimizer step.
-# They are summed within an optimizer step, and then averaged over optimizer steps.
-REDUCTIONS = {
-    **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
-    **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
-    **{
-        f"{name}{how}": how
-        for how in ("min", "max")
-        for name in (
-            "ratio/", "clip_ratio/low_", "clip_ratio/high_", "clip_ratio/region_",
-            "sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/",
-        )
-    },
-}  # fmt: skip
+# Metrics of which each micro-batch reports its part of the value of an optimizer step. The parts
+# are summed within an optimizer step, and the sums are averaged over the optimizer steps.
+PARTS = ("loss", "policy_loss", "value/loss")
+SUMS = ("active_tokens", "skipped_rows", "kl_guarded")  # metrics that are summed over micro-batches
 
 
 @dataclass
@@ -44,20 +33,19 @@ class LossMetrics:
         self.parts.append((part, tokens))
 
     def of_all_ranks(self) -> LossMetrics:
-        """Collect the metrics of the micro-batches of all ranks. Collective call."""
+        """Gather the metrics of the micro-batches of all ranks. All ranks must call this."""
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)
-        parts = [(dict(zip(part, _on_host(part), strict=True)), n) for part, n in self.parts]
+        parts = []
+        for part, tokens in self.parts:
+            values = torch.stack(list(part.values())).cpu()  # copies all values with one GPU sync
+            parts.append((dict(zip(part, values, strict=True)), tokens))
         logps = [(own.cpu(), theirs.cpu()) for own, theirs in self.logps]
         for of_rank in distributed.gather((parts, logps)):
             every.parts += of_rank[0]
             every.logps += of_rank[1]
         return every
-
-    def mean(self, name: str) -> float:
-        """Reduce one metric over all micro-batches."""
-        return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
         """Reduce all metrics over all micro-batches."""
@@ -66,25 +54,19 @@ class LossMetrics:
         return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
     def _merge(self, name: str, values: Tensor) -> Tensor:
-        kind = REDUCTIONS.get(name)
-        steps = self.optimizer_steps
-        if kind == "parts":
-            return values.sum() / steps
-        if kind == "sum":
+        if name in PARTS:
+            return values.sum() / self.optimizer_steps
+        if name in SUMS:
             return values.sum()
-        if kind is not None:
+        if name.endswith(("min", "max")):
             # Exclude micro-batches without tokens. They report 0, which could be mistaken for the
             # minimum or maximum.
             filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
             values = torch.stack(filled) if filled else values
-            return values.min() if kind == "min" else values.max()
+            return values.min() if name.endswith("min") else values.max()
+        # All other metrics are means over tokens.
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
         return (values * weights).sum() / weights.sum().clamp(min=1)
-
-
-def _on_host(part: Mapping[str, Tensor]) -> Tensor:
-    """Stack 0-d tensors and copy them to the CPU with one GPU sync."""
-    return torch.stack(list(part.values())).cpu()
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,9 +53,10 @@ def reward_metrics(
 
 
 def completion_metrics(samples: Samples) -> dict[str, float]:
-    """Return statistics of the completion lengths in tokens, including EOS, as `completions/…`.
+    """Compute the metrics `completions/…`: statistics of the completion lengths in tokens.
 
-    The metrics with `terminated` cover only the completions that ended before the length limit.
+    The lengths include EOS. The metrics with `terminated` cover only the completions that ended
+    before the length limit.
     """
     lengths = samples.lengths
     ended = [n for n, cut in zip(lengths, samples.truncated.tolist(), strict=True) if not cut]
@@ -67,7 +69,7 @@ def completion_metrics(samples: Samples) -> dict[str, float]:
 
 
 def support_metrics(samples: Samples) -> dict[str, float]:
-    """Return statistics of the tokens' supports as `sampling/…`.
+    """Compute the metrics `sampling/…` of the tokens' supports.
 
     The support of a token is the set of token ids that top_k and top_p kept when the token was
     sampled. The metrics are the size of the support and its total probability.
@@ -87,7 +89,7 @@ def support_metrics(samples: Samples) -> dict[str, float]:
 
 
 def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
-    """Compute how old the weights were that sampled the completions, as `sampling/staleness/…`.
+    """Compute the metrics `sampling/staleness/…`: the age of the weights that sampled.
 
     Args:
         samples: the samples, with the version of the weights that sampled each of them.
@@ -125,12 +127,12 @@ def _mean(values: Tensor) -> float:
     return float(values.double().nanmean())
 
 
+@dataclass
 class SamplerWatch:
     """Monitor that warns once per run if the log-probs of sampler and trainer differ."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.truncates = sampling.truncates
-        self.has_warned = False
+    sampling: Sampling
+    has_warned: bool = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Warn if the log-probs of trainer and sampler differ by more than MOST_DIFFERENCE.
@@ -145,7 +147,7 @@ class SamplerWatch:
             return
         self.has_warned = True
         causes = "stale weights, another dtype or temperature, or another prompt"
-        if self.truncates:
+        if self.sampling.truncates:
             causes = f"the mass that top_k and top_p leave out, {causes}"
         log.warning(
             "step %d: the sampler's and the trainer's logps are %.2g nats apart per token "

@@ -1,1 +1,1 @@
-"""Models of a run: policy and reference, with loading and options that save memory."""
+"""Policy and reference models of a run, how they are loaded, and options that save memory."""

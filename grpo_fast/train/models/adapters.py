@@ -1,4 +1,4 @@
-"""Functions that find, check and add LoRA adapters. An adapter is new, or peft has saved it."""
+"""Functions that find, check and add LoRA adapters, which are either new or saved by peft."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_fast.data import hub, reason
-from grpo_fast.train.config import LoraConfig, require
+from grpo_fast.train.config import LoraConfig, ModelConfig, require
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -59,7 +59,7 @@ def _is_on_hub(path: str) -> bool:
 def check_trainable(found: PeftConfig, path: str) -> None:
     """Raise a ValueError if an adapter has parts that cannot be trained further.
 
-    These parts are DoRA, biases and saved modules.
+    These parts are DoRA, biases and complete modules (`modules_to_save` in peft).
     """
     is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
     came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"
@@ -67,20 +67,15 @@ def check_trainable(found: PeftConfig, path: str) -> None:
 
 
 def with_saved(
-    model: PreTrainedModel | PeftModel,
-    path: str,
-    found: PeftConfig,
-    lora: LoraConfig | None,
-    empty: bool,
-) -> PeftModel:
+    model: PreTrainedModel, found: PeftConfig, config: ModelConfig, empty: bool
+) -> PreTrainedModel | PeftModel:
     """Add a saved adapter to a base model.
 
     Args:
         model: the base model.
-        path: folder or hub id of the adapter.
         found: configuration of the adapter.
-        lora: settings of a new adapter. If they are given, the saved adapter is merged into the
-            weights. None keeps the saved adapter for training.
+        config: the section `model`. If its key `lora` requests a new adapter, the adapter at `path`
+            is merged into the weights. Otherwise it is trained further.
         empty: True if the model is on the meta device. Sharding later copies the weights of rank 0.
 
     Raises:
@@ -88,13 +83,14 @@ def with_saved(
     """
     import peft
 
+    goes_on = config.lora is None
     if empty:
-        return model if lora is not None else peft.get_peft_model(model, found)
+        return peft.get_peft_model(model, found) if goes_on else model
     # peft only warns about missing weights and leaves them random, so raise an error instead.
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        adapted = peft.PeftModel.from_pretrained(model, path, is_trainable=lora is None)
-    return adapted if lora is None else adapted.merge_and_unload(safe_merge=True)
+        adapted = peft.PeftModel.from_pretrained(model, str(config.path), is_trainable=goes_on)
+    return adapted if goes_on else adapted.merge_and_unload(safe_merge=True)
 
 
 def with_new(model: PreTrainedModel | PeftModel, lora: LoraConfig) -> PeftModel:

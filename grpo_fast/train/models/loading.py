@@ -69,7 +69,7 @@ def load_policy(
         # 3. Add the saved adapter. If `config.lora` is set, add a new adapter.
         if saved is not None:
             with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
-                model = with_saved(model, str(config.path), saved, config.lora, empty)
+                model = with_saved(model, saved, config, empty)
         if config.lora is not None:
             model = with_new(model, config.lora)
     # 4. Build the policy. Then compare its log-probs with the model's logits on random tokens.
@@ -125,7 +125,7 @@ def _load_model(config: ModelConfig, empty: bool) -> PreTrainedModel:
 
 
 def _check_keys(path: str, report: dict[str, Any]) -> None:
-    """Raise a ValueError for weights that transformers reports as missing or of wrong shape.
+    """Raise a ValueError if transformers reports that weights are missing or have a wrong shape.
 
     Weights that the model does not use are only logged.
     """
@@ -245,6 +245,6 @@ def _damaged_weights(path: str) -> str | None:
 
 
 def _listed(names: Any) -> str:
-    """Format the first three names in sorted order, and an ellipsis if there are more."""
+    """Format the first three names in sorted order, followed by an ellipsis if there are more."""
     first = sorted(names)[:3]
     return ", ".join(first) + (", …" if len(names) > len(first) else "")

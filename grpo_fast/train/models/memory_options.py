@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from grpo_fast.attention import memory, offload_checkpoints
+from grpo_fast.attention import offload_checkpoints, tile_mlps
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.base import named_in
 
@@ -26,14 +24,15 @@ def apply_options(model: PreTrainedModel, config: ModelConfig) -> None:
     if config.gradient_checkpointing:
         enable_checkpointing(model, config.gradient_checkpointing == "offload")
     if config.tiled_mlp is not None:
-        tile_mlps(model, config.tiled_mlp)
+        with named_in("model"):  # errors refer to the setting `model.tiled_mlp`
+            tile_mlps(model, config.tiled_mlp)
 
 
 def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
     """Recompute every layer in the backward pass instead of storing its activations.
 
     Args:
-        model: a model of transformers.
+        model: a transformers model.
         offload: store the inputs of the layers in host memory. The corresponding option of
             transformers is not used, because it requires pinned memory and therefore a GPU.
     """
@@ -41,12 +40,3 @@ def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
     (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
     if offload:
         offload_checkpoints(model)
-
-
-def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Make every dense MLP compute at most `rows` tokens at a time.
-
-    Error messages name the setting `model.tiled_mlp`.
-    """
-    with named_in("model"):
-        memory.tile_mlps(model, rows)

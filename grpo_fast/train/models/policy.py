@@ -1,4 +1,4 @@
-"""The policy: a causal language model of transformers and its tokenizer."""
+"""The policy: a transformers causal language model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Policy(SampledModel):
     """Causal language model that is trained on packed rows.
 
     Args:
-        model: a causal language model of transformers, or a peft model around one.
+        model: a transformers causal language model, or a peft model that wraps one.
         tokenizer: tokenizer of the model.
-        autocast: dtype in which the trunk computes while its weights are fp32, or None.
+        autocast: dtype of the trunk's computations if its weights are fp32, or None.
         home: device that the property `device` returns while the model is on the meta device.
 
     Raises:
@@ -62,7 +62,7 @@ class Policy(SampledModel):
         disable_dropout(self.lm)
         fast_layers(self.lm.base_model)
         self.lm.set_attn_implementation(register())
-        # True if the initial policy is its base model, False if it has a trained adapter.
+        # True if the initial policy equals its base model, False if it has a trained adapter.
         self.starts_at_base = True
         self.is_sharded = self._is_apart = self._is_inside = False
 
@@ -79,8 +79,9 @@ class Policy(SampledModel):
         """Call `work` inside the model's forward pass, where FSDP2 gathers the head's weights.
 
         Args:
-            work: function without arguments. Its result must contain all tensors whose graph leads
-                to the model, because FSDP2 attaches its backward hooks to the result.
+            work: function without arguments. Its result must contain all tensors that depend on
+                the model and need a backward pass, because FSDP2 attaches its backward hooks to the
+                result.
         """
         if not self.is_sharded or self._is_inside:
             return work()
@@ -96,12 +97,13 @@ class Policy(SampledModel):
 
     def hidden(self, packed: PackedTree) -> Tensor:
         """Return the final hidden states of a packed row, shape (T, H)."""
-        return self.inside(lambda: self._hidden(packed))
 
-    def _hidden(self, packed: PackedTree) -> Tensor:
-        with self._autocast():
-            states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
-        return states if self.autocast is None else states.to(self.autocast)
+        def hidden() -> Tensor:
+            with self._autocast():
+                states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
+            return states if self.autocast is None else states.to(self.autocast)
+
+        return self.inside(hidden)
 
     def logps(
         self,
@@ -159,7 +161,7 @@ class Policy(SampledModel):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context in which every rank has all weights of a sharded model.
+        """Gather all weights of a sharded model on every rank while the context is active.
 
         Ranks can run different forward passes in this context.
         """
@@ -168,7 +170,7 @@ class Policy(SampledModel):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Return a context in which ranks may run different numbers of forward passes.
+        """Let ranks run different numbers of forward passes while the context is active.
 
         Rollouts need this context, because ranks generate different numbers of tokens.
         """
@@ -206,7 +208,7 @@ class Policy(SampledModel):
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def save(self, directory: str | Path) -> None:
-        """Save the model and the tokenizer in the format of transformers. An adapter is merged."""
+        """Save the model and the tokenizer in transformers format. An adapter is merged."""
         # Merge the adapter into a copy, because merging changes the model's weights in place.
         model = self.lm
         if self.model is not self.lm:

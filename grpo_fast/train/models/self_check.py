@@ -56,7 +56,7 @@ def self_check(policy: Policy) -> float:
 
 
 def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
-    """Return the largest difference, in nats, between log-probs of packed rows and padded batches.
+    """Return the largest log-prob difference between packed rows and padded batches, in nats.
 
     Args:
         policy: the policy.
@@ -66,21 +66,21 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
     groups = trial.draw_groups(max(len(starts), 1), policy.head.weight.shape[0])
     is_shared = policy.unshared is None
     lm = policy.lm
-    # 1. Check positions that begin at 0, with completions of different lengths.
+    # 1. If `starts` is empty, check a group at position 0 with completions of different lengths.
     if not starts:
         ((prompt, (first, second)),) = groups
         ragged = [first, second[:3]]
         pack = pack_groups([(prompt, ragged)], shared=is_shared, device=policy.device)
         with small_windows(lm):
             return _gap(policy, pack, [[prompt + ids] for ids in ragged], [()] * 2)
-    # 2. Check positions that begin at `starts`.
+    # 2. Otherwise check groups whose first positions are the values in `starts`.
     pack = pack_groups(groups, shared=is_shared, device=policy.device)
     layout = copy.copy(pack.layout)
     vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
     rows = [prompt + ids for prompt, pair in groups for ids in pair]
     places = [start for start in starts for _ in "ab"]
-    # Run the first group as a separate batch, because the results of some models depend on the
-    # largest position in a batch.
+    # Let the model compute each group in a separate batch, because the results of some models
+    # depend on the largest position in a batch.
     batches = [rows[:2], rows[2:]][: len(starts)]
     with small_windows(lm, positions=False):
         pack = dataclasses.replace(pack, layout=layout)
@@ -90,16 +90,13 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
 def _gap(
     policy: Policy, pack: PackedTree, rows: list[list[list[int]]], starts: Sequence[Sequence[int]]
 ) -> float:
-    """Return the largest difference between log-probs of a packed row and of padded batches.
+    """Return the largest log-prob difference between a packed row and padded batches, in nats.
 
     Args:
         policy: the policy.
         pack: the packed row.
         rows: token ids of each row of each batch. The model pads the rows of a batch.
         starts: first position of each row of each batch.
-
-    Returns:
-        The largest difference of a log-probability in nats.
     """
     policy.lm.train()  # training mode reveals a random choice of experts
     ours = policy.logps(pack)

@@ -5,18 +5,29 @@ The micro-batches of a step are planned before its first forward pass.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import plan_packs, plan_trees, tree_tokens, trunk_tokens
+from grpo_fast import Support
+from grpo_fast.attention import (
+    PackedTree,
+    pack_groups,
+    pack_tree,
+    plan_packs,
+    plan_trees,
+    tree_tokens,
+    trunk_tokens,
+)
 from grpo_fast.rollout import Samples
+from grpo_fast.rollout.ranges import ranges, select_support
 from grpo_fast.train.ranks.distributed import sum_
-from grpo_fast.train.update.micro_batch import MicroBatch
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
 FIXED = (
@@ -25,20 +36,65 @@ FIXED = (
 
 
 class Totals(NamedTuple):
-    """Counts of an optimizer step over all ranks. They normalize the losses of the step."""
+    """Counts of one optimizer step, summed over all ranks. They normalize the step's losses."""
 
-    items: int  # tokens with a loss
+    items: int  # tokens that contribute to the loss
     completions: int
-    micro_batches: int
     trunk_tokens: int
 
-    @classmethod
-    def of(cls, minibatch: Sequence[MicroBatch]) -> Totals:
-        items = max(1, sum(batch.active_tokens for batch in minibatch))
-        trunk = sum(batch.trunk_tokens for batch in minibatch)
-        return cls(items, sum(map(len, minibatch)), len(minibatch), trunk)
+
+@dataclass
+class MicroBatch:
+    """A packed row of B samples. It has T tokens, of which R are completion tokens.
+
+    T counts a prompt only once if several samples share it.
+    """
+
+    samples: Samples  # all samples of the step
+    chosen: list[int]  # indices of the B samples
+    rows: Tensor  # (R,) int64, index of each completion token in the columns of the step
+    packed: PackedTree
+    completion_mask: Tensor  # (R,) bool, True for tokens that contribute to the loss
+    advantages: Tensor  # (B,) fp32, 0 for samples without a reward
+    support: Support | None  # token ids that the sampler kept, for the R tokens
+    prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
+    is_idle: bool = False  # True if no token contributes to the loss, see `idle`
+
+    def column(self, name: str) -> Tensor | None:
+        """Return the values of a column of `Samples` at the completion tokens of this row.
+
+        Returns:
+            Tensor of shape (R, …), or None if the samples do not have the column.
+        """
+        values = getattr(self.samples, name)
+        return None if values is None else values[self.rows]
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Write values of shape (R, …) into a column of the step's samples."""
+        self.samples.write(name, self.rows, values)
+
+    def idle(self) -> MicroBatch:
+        """Return a copy that runs the same passes, but whose tokens do not contribute to the loss.
+
+        A rank with too few micro-batches runs such copies, because FSDP2 requires the same number
+        of passes on all ranks.
+        """
+        nothing = torch.zeros_like(self.completion_mask)
+        return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
+
+    @property
+    def active_tokens(self) -> int:
+        return int(self.completion_mask.sum())
+
+    @property
+    def trunk_tokens(self) -> int:
+        return self.packed.layout.total
+
+    def __len__(self) -> int:
+        return len(self.chosen)
 
 
+@dataclass
 class StepBatch:
     """The samples of one step, packed into micro-batches of limited size.
 
@@ -53,48 +109,36 @@ class StepBatch:
     Args:
         samples: samples with advantages. The samples of a group are adjacent.
         group_size: samples per group (G).
-        minibatches: optimizer steps per pass, a divisor of the number of samples.
         budget: maximum number of trunk tokens of a micro-batch.
         device: device of the packed tensors.
-        shared: store the prompt of a group once in a micro-batch.
-        trees: the samples are recorded rollouts. Equal prefixes of any samples are stored once.
-        mask_truncated: exclude samples without an EOS from the loss.
+        updates: optimizer steps per pass, a divisor of the number of samples.
+        shared: if True, store the prompt of a group only once in a micro-batch.
+        trees: if True, store equal prefixes of any samples only once, as recorded rollouts need.
+        mask_truncated: if True, exclude samples without an EOS from the loss.
         rank: number of this rank.
         ranks: number of ranks.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        group_size: int,
-        minibatches: int,
-        budget: int,
-        device: torch.device | str,
-        shared: bool = True,
-        trees: bool = False,
-        mask_truncated: bool = False,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        self.samples = samples.on(device)
-        self.group_size = group_size
-        self.rank = rank
-        self.ranks = ranks
-        self.device = device
-        self.shared = shared
-        self.trees = trees
-        self.size = len(samples) // minibatches
-        self.budget = budget
-        self.mask_truncated = mask_truncated
-        self.advantages = samples.advantages
-        # A NaN advantage marks a sample without a reward. Such a sample has no loss.
-        self.counts = ~(samples.truncated & mask_truncated | self.advantages.isnan())
+    samples: Samples
+    group_size: int
+    budget: int
+    device: torch.device | str
+    updates: int = 1
+    shared: bool = True
+    trees: bool = False
+    mask_truncated: bool = False
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        self.samples = self.samples.on(self.device)
+        assert self.samples.advantages is not None
+        self.advantages = self.samples.advantages
+        # A NaN advantage marks a sample without a reward, which does not contribute to the loss.
+        is_masked = self.samples.truncated & self.mask_truncated
+        self.counts = ~(is_masked | self.advantages.isnan())
         self.has_fixed = False
-        self.parts: list[list[int]] = []
-        self.minibatches: list[list[MicroBatch]] = []
-        self.totals: list[Totals] = []
-        self.deal(range(len(samples)))
+        self.deal(range(len(self.samples)))
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -112,54 +156,51 @@ class StepBatch:
 
     @property
     def completion_mask(self) -> Tensor:
-        """Mask that is True for completion tokens with a loss, bool of shape (R,) on the CPU."""
+        """Mask of the completion tokens that contribute to the loss, bool (R,) on the CPU."""
         lengths = torch.tensor(self.samples.lengths)
         return self.counts.repeat_interleave(lengths)
 
     def deal(self, order: Sequence[int]) -> None:
         """Distribute the samples over the minibatches in the given order, and pack them."""
-        parts = [order[first : first + self.size] for first in range(0, len(order), self.size)]
+        size = len(order) // self.updates
+        parts = [order[first : first + size] for first in range(0, len(order), size)]
         # Sort the samples of each minibatch, so that samples with the same prompt are adjacent and
         # can share the prompt.
         self.parts = [sorted(part) for part in parts]
-        self.pack(self.budget)
+        self.pack()
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Redistribute the samples in a random order, and pack them.
+        """Distribute the samples over the minibatches in a random order, and pack them.
 
         Args:
             seed: seed of the order.
-            by_group: keep the samples of each group together.
+            by_group: if True, keep the samples of each group together.
         """
         size = self.group_size if by_group else 1
         blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
 
-    def pack(self, budget: int) -> None:
-        """Distribute the samples over micro-batches and pack them. Collective call.
+    def pack(self) -> None:
+        """Distribute the samples over micro-batches and pack them. All ranks must call this.
 
-        If `has_fixed` is True, the columns that `precompute` has computed keep their values.
-
-        Args:
-            budget: maximum number of trunk tokens of a micro-batch.
+        The columns in `FIXED` keep their values if `precompute` has already computed them.
         """
-        self.budget = budget
         if self.has_fixed:
             # Packing can move a sample to a different rank, which then needs the columns of the
             # sample.
             self.exchange(FIXED)
-        packed = [self._pack_part(part, budget) for part in self.parts]
+        packed = [self._pack_part(part) for part in self.parts]
         self.minibatches = [micro_batches for micro_batches, _ in packed]
         self.totals = [totals for _, totals in packed]
 
     def exchange(self, names: Sequence[str]) -> None:
-        """Give every rank the values of all ranks in the named columns. Collective call."""
+        """Copy the named columns' values of all ranks to every rank. All ranks must call this."""
         if self.ranks == 1:
             return
-        # Collect the values by a sum over the ranks. The other ranks add zeros to a value, so the
-        # sum keeps every bit. Start with an empty tensor, because `cat` fails without an input, and
-        # all micro-batches of a rank can be idle.
+        # Gather the values with a sum over the ranks. Each value comes from one rank, and all other
+        # ranks contribute 0, so the sum is exact. Begin the list of rows with an empty tensor,
+        # because all micro-batches of a rank can be idle and `cat` fails without an input.
         own = torch.zeros(0, dtype=torch.int64, device=self.device)
         own = torch.cat([own, *(x.rows for x in self.micro_batches if not x.is_idle)])
         for name in names:
@@ -172,7 +213,7 @@ class StepBatch:
                 setattr(self.samples, name, sum_(every).to(column.dtype))
 
     def used_advantages(self) -> tuple[Tensor, ...]:
-        """Return the advantages of each sample's tokens, one tensor per sample. Collective call."""
+        """Return one tensor of token advantages per sample. All ranks must call this."""
         lengths = self.samples.lengths
         if self.samples.token_advantages is not None:
             self.exchange(["token_advantages"])
@@ -181,20 +222,35 @@ class StepBatch:
 
     def packed(self, groups: Sequence[Sequence[int]]) -> MicroBatch:
         """Pack samples into one micro-batch. Each group is a list of sample indices."""
-        options: Any = {"shared": self.shared, "trees": self.trees}
-        return MicroBatch.pack(self.samples, groups, self.counts, self.device, **options)
+        samples = self.samples
+        chosen = [i for group in groups for i in group]
+        packed: PackedTree
+        if self.trees:
+            packed = pack_tree([samples.sample(i) for i in chosen], device=self.device)
+        else:
+            listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
+            packed = pack_groups(listed, shared=self.shared, device=self.device)
+        # Find the completion tokens of this micro-batch in the flat columns of the step.
+        at = torch.tensor(chosen)
+        rows = ranges(samples.rows, at)
+        mask = self.counts[at].repeat_interleave(torch.tensor(packed.lengths))
+        advantages = self.advantages[at].float().nan_to_num(nan=0.0)
+        support = select_support(samples.support, rows)
+        if support is not None:
+            support = Support(*(tensor.to(self.device) for tensor in support))
+        return MicroBatch(
+            samples, chosen, rows.to(self.device), packed, mask.to(self.device),
+            advantages.to(self.device), support,
+        )  # fmt: skip
 
-    def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
+    def _pack_part(self, part: Sequence[int]) -> tuple[list[MicroBatch], Totals]:
         """Pack a minibatch. Return this rank's micro-batches, and the totals over all ranks."""
         # 1. Assign complete groups to the ranks, and plan the micro-batches of each rank.
         group_of = self.samples.group.tolist()
         groups = [list(members) for _, members in groupby(part, key=group_of.__getitem__)]
-        plans = []
-        trunk = 0
-        for own in balanced([self._cost(group) for group in groups], self.ranks):
-            plan = self._plan([groups[g] for g in own], budget)
-            trunk += sum(self._cost(members) for chosen in plan for members in chosen)
-            plans.append(plan)
+        shares = balanced([self._cost(group) for group in groups], self.ranks)
+        plans = [self._plan([groups[g] for g in own]) for own in shares]
+        trunk = sum(self._cost(members) for plan in plans for chosen in plan for members in chosen)
         # 2. Pack this rank's micro-batches. FSDP gathers weights in every pass, so all ranks must
         # run the same number of passes. Add idle micro-batches where passes are missing.
         micro_batches = [self.packed(chosen) for chosen in plans[self.rank]]
@@ -202,21 +258,20 @@ class StepBatch:
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # 3. Count the tokens with a loss. The aggregation `prompt_mean` assumes len(part) / G
-        # prompts. A shuffled minibatch can have completions of more prompts, so multiply its
-        # divisors by the ratio of the two numbers.
-        tokens = [n if counts else 0 for n, counts in
-                  zip(self.samples.lengths, self.counts.tolist(), strict=True)]  # fmt: skip
+        # 3. Count the tokens that contribute to the loss. The aggregation `prompt_mean` assumes
+        # len(part) / G prompts. A shuffled minibatch can have completions of more prompts than
+        # that, so multiply its divisors by the ratio of the two numbers.
+        tokens = (torch.tensor(self.samples.lengths) * self.counts).tolist()
         scale = len(groups) * self.group_size / len(part)
         of_prompt = {i: sum(tokens[j] for j in group) for group in groups for i in group}
         for batch in micro_batches:
             items = [of_prompt[i] * scale for i in batch.chosen]
             batch.prompt_items = torch.tensor(items, dtype=torch.float64, device=self.device)
         total = max(1, sum(tokens[i] for i in part))
-        return micro_batches, Totals(total, len(part), sum(map(len, plans)), trunk)
+        return micro_batches, Totals(total, len(part), trunk)
 
-    def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        """Plan micro-batches of at most `budget` tokens.
+    def _plan(self, groups: list[list[int]]) -> list[list[list[int]]]:
+        """Plan micro-batches of at most `self.budget` tokens.
 
         Returns:
             A list of micro-batches. A micro-batch is a list of groups, and a group is a list of
@@ -224,9 +279,9 @@ class StepBatch:
         """
         if self.trees:
             every = [i for group in groups for i in group]
-            rows = plan_trees([self.samples.sample(i) for i in every], budget)
+            rows = plan_trees([self.samples.sample(i) for i in every], self.budget)
             return [[[every[n] for n in row]] for row in rows]
-        packs = plan_packs([self._lengths(g) for g in groups], budget, shared=self.shared)
+        packs = plan_packs([self._lengths(g) for g in groups], self.budget, shared=self.shared)
         return [[[groups[s.group][i] for i in s.completions] for s in pack] for pack in packs]
 
     def _lengths(self, group: Sequence[int]) -> tuple[int, list[int]]:
@@ -247,7 +302,7 @@ def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
         ranks: number of ranks.
 
     Returns:
-        For each rank the sorted indices of its items.
+        For each rank, the sorted indices of its items.
     """
     # Every rank must compute the same assignment. It does, because `sorted` is stable and `min`
     # returns the first minimum.

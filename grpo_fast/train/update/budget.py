@@ -6,7 +6,6 @@ The budget is predicted from the usable memory. It is halved if memory runs out.
 from __future__ import annotations
 
 import logging
-import resource
 
 import torch
 
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 40
 GIB = 2**30
 
-# Parts of the messages of errors that also mean "out of memory", but have a different class than
+# Substrings of error messages that mean "out of memory" although the error is not a
 # torch.OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -47,7 +46,11 @@ class TokenBudget:
     def _default(self) -> int:
         if self.memory is None:
             return UNLIMITED
-        limit = usable_memory(self.device)
+        # The limit must not depend on other processes, so that a repeated run packs the same
+        # batches.
+        limit = USABLE_CPU * host_memory()
+        if self.device.type == "cuda":
+            limit = USABLE_GPU * torch.cuda.get_device_properties(self.device).total_memory
         tokens = self.memory.tokens(limit)
         if tokens == 0:
             needed = (self.memory.fixed + self.memory.head) / GIB
@@ -56,10 +59,6 @@ class TokenBudget:
                 "trying one completion at a time", needed, limit / GIB,
             )  # fmt: skip
         return max(tokens, 1)
-
-    def note(self, batch: StepBatch) -> None:
-        """Record the size of the largest micro-batch so far, which predicts the peak memory."""
-        self.largest = max(self.largest, batch.largest)
 
     def refuse(self, error: Exception) -> str:
         """Return the message of an out-of-memory error, and re-raise every other error.
@@ -78,14 +77,14 @@ class TokenBudget:
         return failure
 
     def lower(self, batch: StepBatch, reason: str) -> None:
-        """Halve the budget. Collective call.
+        """Halve the budget. All ranks must call this.
 
-        Call this after the exception has been released, because its frames hold the tensors of the
-        failed pass.
+        Call this method after the exception has been released, because its frames hold the tensors
+        of the failed pass.
 
         Args:
             batch: the batch that did not fit into memory.
-            reason: message of the error.
+            reason: the error message.
 
         Raises:
             ValueError: every micro-batch already consists of a single completion.
@@ -104,27 +103,7 @@ class TokenBudget:
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
 
-    @property
-    def predicted_peak(self) -> int | None:
-        """Predicted peak memory in bytes for the largest micro-batch so far, or None if unknown."""
-        return None if self.memory is None else self.memory.peak(self.largest)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or any(text in str(error) for text in OUT_OF_MEMORY)
-
-
-def usable_memory(device: torch.device) -> float:
-    """Return the number of bytes that a run may use on a device.
-
-    The number does not depend on other processes, so that a repeated run packs the same batches.
-    """
-    if device.type == "cuda":
-        return USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
-    return USABLE_CPU * host_memory()
-
-
-def host_peak() -> int:
-    """Return the peak resident memory of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,8 @@
 """The value function of PPO, its loss, and the advantages that are computed from its values.
 
 The value V(s_t) of the state before token t is computed from the hidden state that predicts token
-t. The last hidden state of a prompt therefore serves the first tokens of all its completions.
+t. The last hidden state of a prompt therefore gives the value of the state before the first token
+of each of its completions.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import sharding
 from grpo_fast.train.ranks.distributed import sum_
-from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.micro_batch import MicroBatch
+from grpo_fast.train.update.batch import MicroBatch, StepBatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +62,7 @@ class Critic:
 
         Args:
             packed: a packed row with T tokens, of which R are completion tokens.
-            policys_hidden: the policy's hidden states of the row, shape (T, H). A shared critic
+            policys_hidden: the policy's hidden states for the row, shape (T, H). A shared critic
                 uses them if they are given, which saves a forward pass.
 
         Returns:
@@ -107,8 +107,8 @@ class Critic:
     def values_after_the_end(self, batch: StepBatch) -> Tensor:
         """Compute the value after the last token of each truncated sample.
 
-        No micro-batch contains the state after the last token. Truncated samples are therefore
-        packed again with one additional token.
+        The micro-batches do not contain this state. Truncated samples are therefore packed again
+        with one additional token.
 
         Returns:
             Tensor of shape (samples,). It is 0 for samples that ended with EOS or belong to other
@@ -117,9 +117,8 @@ class Critic:
         is_cut = batch.samples.truncated.tolist()
         following = torch.zeros(len(is_cut))
         for micro in batch.micro_batches:
-            cut = [i for i in micro.chosen if is_cut[i] and not batch.mask_truncated]
-            if micro.is_idle:
-                cut = []
+            is_read = not (micro.is_idle or batch.mask_truncated)
+            cut = [i for i in micro.chosen if is_read and is_cut[i]]
             if cut:
                 following[cut] = self._last_values(batch, cut).cpu()
             # Run a forward pass and ignore its result. All ranks with sharded weights must run the
@@ -129,12 +128,13 @@ class Critic:
         return following
 
     def _last_values(self, batch: StepBatch, cut: list[int]) -> Tensor:
-        """Return the values after the last tokens of the samples with indices `cut`."""
+        """Return the value after the last token of each sample whose index is in `cut`."""
         samples = batch.samples
         groups = []
         for _, members in groupby(cut, key=lambda i: i // batch.group_size):
             listed = list(members)
-            # Append any token, here the last one. Only the state before the new token is used.
+            # Append an arbitrary token to each completion, here its last token, because only the
+            # state before the new token is used.
             completions = [samples.completion(i) for i in listed]
             longer = [torch.cat([ids, ids[-1:]]) for ids in completions]
             groups.append((samples.prompt(listed[0]), longer))
@@ -144,14 +144,16 @@ class Critic:
     def estimate_advantages(
         self, batch: StepBatch, beta: float | None, estimator: str, following: Tensor | None
     ) -> None:
-        """Compute the advantage (GAE) and the return of each token. Collective call.
+        """Compute the advantage (GAE) and the return of each token. All ranks must call this.
 
-        Both are written into columns of the samples. With `critic.whiten`, the advantages are
-        whitened over the tokens of the step that have a loss. Other tokens get the advantage 0.
+        The results are written into the columns `token_advantages` and `returns` of the samples.
+        With `critic.whiten`, the advantages are whitened over the tokens of the step that
+        contribute to the loss, and the advantages of all other tokens are 0.
 
         Args:
             batch: the samples of the step with their values.
-            beta: weight of the KL divergence in the rewards. None adds no KL divergence.
+            beta: weight of the KL divergence in the rewards. If it is None, the rewards do not
+                contain a KL divergence.
             estimator: estimator of the KL divergence.
             following: result of `values_after_the_end` on this rank. If it is None, these values
                 are 0.
@@ -181,26 +183,26 @@ class Critic:
         if alpha is not None or lam_returns != lam:
             towards = gae(rewards, values, config.gamma, lam_returns, **ends)
         returns = towards + torch.where(counts, values, 0.0)
-        # 3. Whiten the advantages over the step, and convert both to flat columns.
+        # 3. Whiten the advantages over the step. Convert advantages and returns to flat columns.
         if config.whiten and counts.any():
             advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()
         samples.token_advantages = advantages[is_token].to(batch.device)
         samples.returns = returns[is_token].to(batch.device)
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Shard the value head, and a separate model, over a device mesh."""
+        """Shard the value head, and the critic's separate model if it has one, over a mesh."""
         sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the value head and of a separate model, keyed by name."""
+        """Return the weights of the value head and of the separate model, keyed by name."""
         head = {f"head.{name}": tensor for name, tensor in self.head.named_parameters()}
         trunk = {} if self.is_shared else self.trunk.weights()
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
 
     def save(self, directory: str | Path) -> None:
-        """Save the value head, and a separate model, in a folder that `critic.path` accepts."""
+        """Save the value head and the separate model in a folder that `critic.path` accepts."""
         from safetensors.torch import save_file
 
         folder = Path(directory)
@@ -222,7 +224,7 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
     Raises:
         ValueError: the model or the value head cannot be loaded.
     """
-    # 1. Put the head on the policy's layers, or on a copy of the policy.
+    # 1. Without a path, build the head on the policy's layers or on a copy of the policy.
     if critic is None:
         return None
     if critic.kind == "shared":
@@ -253,22 +255,18 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
 def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Tensor:
     """Return the reward of each token minus its weighted KL divergence, shape (R,).
 
-    If there are no rewards per token, the last token of a sample receives the sample's reward.
-
     Args:
-        batch: the samples of the step.
-        beta: weight of the KL divergence. None subtracts nothing.
+        batch: the samples of the step with their token rewards.
+        beta: weight of the KL divergence. If it is None, nothing is subtracted.
         estimator: estimator of the KL divergence.
     """
     samples = batch.samples
-    rewards = torch.zeros_like(samples.logps)
-    if beta is not None:
-        assert samples.ref_logps is not None and samples.old_logps is not None
-        rewards = -beta * KL_ESTIMATORS[estimator](samples.ref_logps - samples.old_logps)[0]
-    if samples.token_rewards is not None:
-        return rewards + samples.token_rewards.to(rewards)
-    rewards[samples.rows[1:] - 1] += batch.advantages.to(rewards)
-    return rewards
+    assert samples.token_rewards is not None
+    if beta is None:
+        return samples.token_rewards
+    assert samples.ref_logps is not None and samples.old_logps is not None
+    kl, _ = KL_ESTIMATORS[estimator](samples.ref_logps - samples.old_logps)
+    return samples.token_rewards - beta * kl
 
 
 def value_metrics(batch: StepBatch) -> dict[str, float]:
@@ -278,9 +276,8 @@ def value_metrics(batch: StepBatch) -> dict[str, float]:
     counts = batch.completion_mask.to(samples.values.device)
     values = samples.values[counts]
     returns = samples.returns[counts]
-    metrics: dict[str, Any] = {
-        "value/mean": values.double().mean(),
-        "value/error": (values - returns).double().square().mean(),
-        "value/explained_variance": explained_variance(values, returns),
+    return {
+        "value/mean": float(values.double().mean()),
+        "value/error": float((values - returns).double().square().mean()),
+        "value/explained_variance": float(explained_variance(values, returns)),
     }
-    return {name: float(value) for name, value in metrics.items()}

@@ -27,9 +27,8 @@ from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks.distributed import full_tensor, rank, size, sum_, together
-from grpo_fast.train.update.batch import StepBatch, Totals
+from grpo_fast.train.update.batch import MicroBatch, StepBatch, Totals
 from grpo_fast.train.update.critic import Critic
-from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 def accumulate(
@@ -61,19 +60,21 @@ def accumulate(
     Returns:
         The metrics of the optimizer step on this rank.
     """
-    items, completions, *_ = totals or Totals.of(minibatch)
+    if totals is None:
+        items = max(1, sum(batch.active_tokens for batch in minibatch))
+        totals = Totals(items, sum(map(len, minibatch)), 0)
     alone = policy_term(config)
     by_prompt = config.aggregation == "prompt_mean"
     seen = LossMetrics()
     for batch in minibatch:
         mask = batch.completion_mask
-        total: Any = batch.prompt_items if by_prompt else items
+        total: Any = batch.prompt_items if by_prompt else totals.items
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
         term = divergence_term(batch, ref_head, config, distill)
         options: dict[str, Any] = {
             "num_items_in_batch": total,
-            "num_completions_in_batch": completions,
+            "num_completions_in_batch": totals.completions,
             "sampling_logps": sampling_logps if correct_sampling else None,
             "divergence": term,
             "validate": validate,
@@ -88,7 +89,7 @@ def accumulate(
         if critic is None:
             loss.backward()
         else:
-            weights = token_weights(batch, config, total, completions)
+            weights = token_weights(batch, config, total, totals.completions)
             metrics |= critic.backward(loss, batch, hidden, weights)
         # 3. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
         # same number of passes on all ranks.
@@ -133,7 +134,7 @@ def packed_loss(
 
 
 def policy_term(config: LossConfig) -> LossConfig:
-    """Return the loss configuration without an exact KL, because a DivergenceTerm computes it."""
+    """Return the loss configuration without an exact KL, which a DivergenceTerm adds."""
     if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
@@ -142,7 +143,7 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Build the term of the loss for the divergence from a teacher or from the reference.
+    """Build the loss term for the divergence from a teacher or from the reference.
 
     Returns:
         The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
@@ -157,8 +158,8 @@ def divergence_term(
         return None
     else:
         weight, bias = (None if x is None else full_tensor(x.detach()) for x in ref_head[:2])
-        rule = float(config.temperature), ref_head.softcap, ref_head.logit_scale
-        teacher = TeacherHead(ref_hidden, weight, bias, *rule)
+        temperature = float(config.temperature)
+        teacher = TeacherHead(ref_hidden, weight, bias, temperature, **ref_head.logit_kwargs)
     if distill is None:
         return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
     return DivergenceTerm(teacher, distill.kind, distill.coef, distill.beta)
@@ -169,13 +170,12 @@ def token_weights(
 ) -> Tensor:  # (R,)
     """Return the weight of each token in the policy's loss, fp32 of shape (R,).
 
-    Tokens without a loss have weight 0.
+    Masked tokens have weight 0.
 
     Args:
         batch: the micro-batch with R completion tokens.
         config: configuration of the loss, which sets the aggregation.
-        items: number of tokens with a loss in the optimizer step, or one divisor for each
-            completion.
+        items: number of unmasked tokens in the optimizer step, or one divisor for each completion.
         completions: number of completions of the optimizer step.
     """
     ends = batch.packed.cu_seqlens.long()

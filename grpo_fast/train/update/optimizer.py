@@ -51,9 +51,8 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step."""
-        kind = self.config.schedule
-        warmup = self.config.warmup
-        return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
+        config = self.config
+        return config.lr * schedule(config.schedule, self.steps, config.warmup, self.total_steps)
 
     def step(self) -> float:
         """Apply and clear the gradients. Return their norm before clipping.
@@ -61,12 +60,11 @@ class Optimizer:
         If the norm is infinite or NaN, the step is skipped.
 
         Raises:
-            NonFiniteGradient: this is the third skipped step in a row.
+            NonFiniteGradient: three steps in a row were skipped.
         """
         sum_gradients(self.parameters)  # the norm must include all ranks
-        norm = float(
-            full_tensor(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
-        )
+        total = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+        norm = float(full_tensor(total))
         if math.isfinite(norm):
             for group in self.adam.param_groups:
                 group["lr"] = self.learning_rate
@@ -78,7 +76,7 @@ class Optimizer:
             self.skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
         self.steps += 1  # the schedule counts skipped steps, too
-        self.zero_grad()
+        self.adam.zero_grad()
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
             raise NonFiniteGradient(f"{said} (the last norm: {norm})")
@@ -123,12 +121,9 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
                 }
 
-    def zero_grad(self) -> None:
-        self.adam.zero_grad(set_to_none=True)
-
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """Return the factor of the learning rate in a step.
+    """Return the factor by which the learning rate is multiplied at a step.
 
     Args:
         kind: constant, linear or cosine. The last two decrease to 0 at `total`.

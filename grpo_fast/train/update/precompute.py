@@ -12,9 +12,8 @@ from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.ranks.distributed import together
-from grpo_fast.train.update.batch import FIXED, StepBatch
+from grpo_fast.train.update.batch import FIXED, MicroBatch, StepBatch
 from grpo_fast.train.update.critic import Critic
-from grpo_fast.train.update.micro_batch import MicroBatch
 
 
 @torch.no_grad()
@@ -36,11 +35,13 @@ def precompute(
         batch: the samples of a step.
         policy: the policy.
         loss: configuration of the loss, which sets the temperature and the KL estimator.
-        keep_old: True computes the old log-probs, which are those of the policy before the first
-            update. A step with a single update does not need them, because its ratio is exactly 1.
+        keep_old: if True, compute the old log-probs, which are the policy's log-probs before the
+            first update. A step with a single update does not need them, because its ratio is
+            exactly 1.
         reference: the reference model, or None.
         critic: the value function, or None.
-        reward_beta: weight of the KL divergence in the rewards. None adds no KL divergence.
+        reward_beta: weight of the KL divergence in the rewards. If it is None, the rewards do not
+            contain a KL divergence.
         distill: the section `distill`. With `form: advantage` the log ratio of teacher and policy
             is added to the advantages.
         server: a teacher's server, which is used instead of the reference.

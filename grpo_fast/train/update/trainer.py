@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from grpo_fast import LossConfig
 from grpo_fast.data import TRACES
 from grpo_fast.kernels.cpu.autocast import shared_copies
 from grpo_fast.rollout.vllm.teacher import TeacherServer
@@ -23,18 +25,37 @@ from grpo_fast.train.models.reference import KLWeight, Reference
 from grpo_fast.train.planning.memory_model import predict_model
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.budget import TokenBudget, host_peak
+from grpo_fast.train.update.budget import TokenBudget
 from grpo_fast.train.update.critic import Critic, value_metrics
 from grpo_fast.train.update.gradients import accumulate, gradient_variance
 from grpo_fast.train.update.optimizer import Optimizer
 from grpo_fast.train.update.precompute import precompute
-from grpo_fast.train.update.step import Step, Update, merge_losses
 
 log = logging.getLogger(__name__)
 
-# In this number of first steps, the loss checks all its inputs. In later steps, it only makes the
-# checks that need no GPU sync.
+# Number of steps at the start of a run in which the loss checks all its inputs. In later steps, the
+# loss makes only the checks that need no GPU sync.
 FULLY_VALIDATED_STEPS = 2
+
+
+@dataclass
+class Update:
+    """Losses, gradient norm and learning rate of one optimizer update."""
+
+    losses: LossMetrics
+    norm: float
+    rate: float
+
+
+@dataclass
+class Step:
+    """Samples, metrics and updates of one training step."""
+
+    number: int
+    clock: Clock
+    batch: StepBatch
+    metrics: dict[str, float]  # metrics of the samples
+    updates: list[Update] = field(default_factory=list)
 
 
 class Trainer:
@@ -55,7 +76,7 @@ class Trainer:
         self.reference = reference
         self.critic = critic
         self.watch = SamplerWatch(config.rollout)
-        self.loss_config = config.loss_config()
+        self.initial_loss = config.loss_config()
         self.reads_reference = config.reference.kind != "none"
         self.teacher: TeacherServer | None = None
         if config.distill is not None and config.distill.server is not None:
@@ -75,15 +96,19 @@ class Trainer:
             rate = critic.config.lr or config.optim.lr
             optim = config.optim.model_copy(update={"lr": rate})
             self.optimizers["critic"] = Optimizer(critic.parameters(), optim, total)
-        memory = predict_model(policy.lm, config)
-        in_step = distributed.size() > 1
         self.budget = TokenBudget(
-            policy.device, memory, config.tokens_per_microbatch, in_step and config.is_sharded
-        )
-        self.shared = policy.unshared is None
-        if not self.shared:
+            policy.device, predict_model(policy.lm, config), config.tokens_per_microbatch,
+            in_step=config.is_sharded and distributed.size() > 1,
+        )  # fmt: skip
+        if policy.unshared is not None:
             log.warning("every completion gets a copy of the prompt: %s", policy.unshared)
         self.num_tokens = self.peak_memory = 0
+
+    @property
+    def loss_config(self) -> LossConfig:
+        """Configuration of the loss, with the current weight of the KL divergence."""
+        loss = self.initial_loss
+        return loss.replace(beta=self.beta.value) if loss.uses_reference else loss
 
     def pack(self, number: int, clock: Clock, collected: Collected) -> Step:
         """Pack collected samples into micro-batches.
@@ -99,8 +124,8 @@ class Trainer:
             advantages = config.distill.task * samples.advantages
             samples = dataclasses.replace(samples, advantages=advantages)
         batch = StepBatch(
-            samples, group_size=config.rollout.group_size, minibatches=config.minibatches,
-            budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
+            samples, config.rollout.group_size, self.budget.tokens, self.policy.device,
+            updates=config.minibatches, shared=self.policy.unshared is None,
             trees=config.data.task == TRACES, mask_truncated=config.rollout.mask_truncated,
             rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
@@ -121,7 +146,7 @@ class Trainer:
         for epoch in range(config.inner_iterations):
             if epoch and limit is not None:
                 latest = merge_losses(step.updates[-config.minibatches :], config.minibatches)
-                if latest.mean("approx_kl") > limit:
+                if latest.result()["approx_kl"] > limit:
                     return
             if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{step.number}/{epoch}"
@@ -134,11 +159,10 @@ class Trainer:
         If memory runs out, repeat the forward and backward passes with smaller micro-batches.
         """
         batch = step.batch
-        losses = None
-        while losses is None:
-            self.budget.note(batch)
+        while True:
+            self.budget.largest = max(self.budget.largest, batch.largest)
             try:
-                # 1. In the first update of a step, compute old and reference log-probs and values.
+                # 1. In the first update of a step, compute the columns that all its updates use.
                 precompute(
                     batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
                     reference=self.reference if self.reads_reference else None,
@@ -146,8 +170,7 @@ class Trainer:
                     reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
                 )  # fmt: skip
                 # 2. Compute the gradients: hidden states, fused loss, backward pass.
-                in_step = self.policy.is_sharded
-                with distributed.together(in_step=in_step), shared_copies():
+                with distributed.together(in_step=self.policy.is_sharded), shared_copies():
                     own = accumulate(
                         self.policy, batch.minibatches[minibatch], self.loss_config,
                         validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",
@@ -157,15 +180,16 @@ class Trainer:
                         distill=self.config.distill,
                     )  # fmt: skip
                 losses = own.of_all_ranks()
+                break
             except (RuntimeError, MemoryError) as error:
                 failure = self.budget.refuse(error)
-            if losses is None:
-                self.forget_gradients()
-                self.budget.lower(batch, failure)
-                # After the first update, keep the columns of `precompute`. They depend on old
-                # weights and cannot be computed again.
-                batch.has_fixed = batch.has_fixed and len(step.updates) > 0
-                batch.pack(self.budget.tokens)
+            self.forget_gradients()
+            self.budget.lower(batch, failure)
+            # After the first update, keep the columns of `precompute`. They depend on old weights
+            # and cannot be computed again.
+            batch.has_fixed = batch.has_fixed and len(step.updates) > 0
+            batch.budget = self.budget.tokens
+            batch.pack()
         # 3. Clip the gradients and step. Read the rate before `step` advances the schedule.
         rate = self.optimizer.learning_rate
         norms = [optimizer.step() for optimizer in self.optimizers.values()]
@@ -180,7 +204,6 @@ class Trainer:
         batch = step.batch
         clock = step.clock
         updates = step.updates
-        lengths = batch.samples.lengths
         # 1. Advance the schedules, update a synced reference, and count tokens and memory.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
@@ -193,23 +216,33 @@ class Trainer:
         clock.tokens["train"] = int(batch.trunk_tokens * passes)
         seen = merge_losses(updates, self.config.minibatches)
         self.watch.look(step.number, updates[0].losses.logps)
+        grad_norm = sum(update.norm for update in updates) / len(updates)
         metrics = {
             **step.metrics,
             **sampling_metrics(seen.logps),
-            **self._learning_metrics(step, seen),
+            **seen.result(),
+            "grad_norm": grad_norm,
+            "learning_rate": updates[-1].rate,
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(),
-        }  # fmt: skip
+        }
+        loss = self.loss_config
+        adds_values = self.critic is not None and self.critic.is_shared
+        if not (loss.uses_reference or loss.entropy_coef or adds_values):
+            metrics["policy_grad_norm"] = grad_norm  # the loss has only the policy term
+        if self.beta.value:
+            metrics["beta"] = self.beta.value
+        if self.critic is not None:
+            metrics |= value_metrics(batch)
         # 3. Adapt β, the weight of the KL divergence, to the KL of this step.
-        self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
-        self._use_beta()
+        self.beta.after_step(metrics.get("kl", math.nan), completions=len(batch.samples))
         return metrics
 
     def forget_gradients(self) -> None:
         """Clear all gradients, which frees their memory."""
         for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
+            optimizer.adam.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that a checkpoint stores, keyed by name. The tensors are not copied.
@@ -234,8 +267,8 @@ class Trainer:
 
         Args:
             weights: result of `weights()`.
-            stored: names of the tensors in a checkpoint. Moments with these names are created
-                first, so that the checkpoint can be loaded into them.
+            stored: names of the tensors in a checkpoint. If they are given, all moments are
+                replaced with zero tensors of these names, into which the checkpoint can be loaded.
         """
         names = {weight: f"optimizer.{name}" for name, weight in weights.items()}
         moments: dict[str, Tensor] = {}
@@ -246,7 +279,7 @@ class Trainer:
         return moments
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters and settings that a checkpoint stores, except weights and moments."""
+        """Return the counters for a checkpoint. Weights and moments are not included."""
         return {
             "num_tokens": self.num_tokens,
             "beta": self.beta.value,
@@ -257,40 +290,35 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_tokens = state["num_tokens"]
         self.beta.value = state["beta"]
-        self._use_beta()
         self.budget.tokens = state["tokens_per_microbatch"]
         for who, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][who])
 
-    def summary(self, memory_before: int) -> dict[str, Any]:
-        """Return totals of the run.
-
-        The argument `memory_before` is the peak memory of the process before the run, in bytes.
-        """
+    def summary(self) -> dict[str, Any]:
+        """Return totals of the run. Memory is in bytes."""
+        predicted = self.budget.memory
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,
             "num_tokens": self.num_tokens,
             "tokens_per_microbatch": self.budget.tokens,
             "largest_microbatch": self.budget.largest,
-            "predicted_memory": self.budget.predicted_peak,
+            "predicted_memory": predicted and predicted.peak(self.budget.largest),
             "peak_memory": self.peak_memory or None,
-            "process_growth": host_peak() - memory_before,
         }
 
-    def _use_beta(self) -> None:
-        """Write the current weight of the KL divergence into the loss configuration."""
-        if self.loss_config.uses_reference:
-            self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
-    def _learning_metrics(self, step: Step, seen: LossMetrics) -> dict[str, float]:
-        grad_norm = sum(update.norm for update in step.updates) / len(step.updates)
-        rate = step.updates[-1].rate
-        metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": rate}
-        loss = self.loss_config
-        adds_values = self.critic is not None and self.critic.is_shared
-        if not (loss.uses_reference or loss.entropy_coef or adds_values):
-            metrics["policy_grad_norm"] = grad_norm  # the loss has only the policy term
-        if self.beta.value:
-            metrics["beta"] = self.beta.value
-        return metrics | (value_metrics(step.batch) if self.critic is not None else {})
+def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
+    """Merge the losses of several updates of one step.
+
+    Args:
+        updates: the updates of the step.
+        per_pass: updates per pass over the batch. The result contains only the log-probs of the
+            first pass.
+    """
+    seen = LossMetrics(optimizer_steps=len(updates))
+    for index, each in enumerate(updates):
+        seen.parts += each.losses.parts
+        if index < per_pass:
+            seen.logps += each.losses.logps
+    return seen

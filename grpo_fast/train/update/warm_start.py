@@ -38,8 +38,8 @@ def warm_start(
     """
     # 1. Select the examples, and build a separate optimizer for the supervised training.
     usable = [e for e in examples if e.solution]
-    remedy = "; warm_start=null starts without a supervised phase"
-    require(usable, "warm_start", "examples with a solution", f"none{remedy}")
+    came = "none; warm_start=null starts without a supervised phase"
+    require(usable, "warm_start", "examples with a solution", came)
     optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=WARMUP, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
     # 2. Train on random batches of solutions.
@@ -57,7 +57,7 @@ def warm_start(
 
 
 def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
-    """Pack prompts into one row. The completion of each prompt is its solution with an EOS."""
+    """Pack examples into one row. The completion of a prompt is its solution followed by EOS."""
     prompts = [example.prompt for example in examples]
     prompt_ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)

@@ -100,19 +100,17 @@ def test_only_questions_of_files_are_sent_as_chat(models):
     assert asking_lines(traces, tokenizer, "") == []
 
 
-def test_worked_examples_do_not_read_the_data_again(models, tmp_path, caplog):
+def test_worked_examples_do_not_read_the_data_again(models, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     rows = [{"question": f"{i}+2?", "answer": f"{i + 2}"} for i in range(9)]
-    path = write_lines(tmp_path / "q.jsonl", *rows, {"question": "who?", "answer": "you"})
+    path = write_lines(tmp_path / "q.jsonl", *rows)
     data = DataConfig(task="jsonl", path=str(path), n_test=2, shots_tokens=60)
     expected = Splits(data, 0, tokenizer)
-    caplog.clear()
     plain = Splits(data, 0)
     path.unlink()
     found = plain.with_shots(tokenizer)
     assert [*found.train] == [*expected.train] != [*plain.train]
     assert [*found.test] == [*expected.test]
-    assert caplog.text.count("1 of 10 gold answers are not numbers") == 1
 
 
 def test_a_long_prompt_is_shown_without_its_middle(models):

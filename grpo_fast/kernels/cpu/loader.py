@@ -64,7 +64,7 @@ Operator = Callable[..., Any]  # a torch operator; its schema checks the argumen
 
 
 class CsrcUnavailable(RuntimeError):
-    """Error that says that the C++ kernels cannot run here. The message gives the reason."""
+    """Raised if the C++ kernels cannot run here. The message gives the reason."""
 
 
 def unavailable(library: str = "rows") -> str | None:

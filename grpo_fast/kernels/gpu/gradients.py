@@ -1,13 +1,13 @@
-"""Triton kernels that run before and after the gradient GEMMs, which multiply exponentials E.
+"""Triton kernels that run before and after the GEMMs that compute gradients from exponentials.
 
     times          by_row = dL/dlogps·unit,  by_target = dL/dlogps·target_unit
     write_hidden_  dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden  by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_   the contribution of the targets to dW (target_rows.py)
 
-exponentials.py defines E, unit and target_unit. y_t is the target of row t. For each element of a
-(C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and scaled_hidden 4 bytes. A
-coefficient of 0 gives exact zeros, even in rows with NaN.
+exponentials.py defines the matrix E of exponentials, unit and target_unit. y_t is the target of row
+t. For each element of a (C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and
+scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def times(
 ) -> tuple[Tensor, Tensor]:
     """Compute by_row and by_target from dL/dlogps, with zeros in the padding rows.
 
-    Returns: (by_row, by_target), (padded C,) each.
+    Returns:
+        (by_row, by_target), (padded C,) each.
     """
     by_row, by_target = (
         torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)

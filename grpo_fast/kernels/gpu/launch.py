@@ -21,12 +21,12 @@ def launch(kernel: JITFunction, programs: int, *args: object, **options: object)
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):
         # Disable fused multiply-add. The compiler would use it in some kernels but not in others,
-        # so two kernels could give different bits for the same row (see rows.py).
+        # so two kernels could give bitwise different results for the same row (see rows.py).
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
 def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
-    """Allocate the outputs (lse, logps, entropy or None), with one element per row of `of_rows`."""
+    """Allocate lse, logps and, if requested, entropy, with one element per row of `of_rows`."""
     rows, device = of_rows.shape[0], of_rows.device
     lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     return lse, logps, torch.empty_like(lse) if return_entropy else None

@@ -73,7 +73,8 @@ def statistics(
             tl.float32
         )
         z, _ = final_logits(raw, logit_scale, softcap, inv_temperature)
-        # Exclude the target from the sum, because `finish` adds it without cancellation.
+        # Exclude the target from the sum, because `finish` adds it separately to avoid
+        # cancellation.
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
         # All lanes share one running maximum, so one exponential rescales the sums of all lanes.
         new_max = tl.maximum(row_max, tl.max(z, 0))
@@ -81,8 +82,8 @@ def statistics(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if ENTROPY:
-            # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
-            # numbers as large as the logits.
+            # Accumulate Σ e·(z - max). Computing the entropy from Σ e·z would subtract two numbers
+            # as large as the logits, and lose digits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
                 e > 0, e * shifted, 0.0
             )

@@ -17,8 +17,8 @@ from grpo_fast.kernels.gpu.launch import launch
 
 # Number of elements that a program processes per step.
 BLOCK = 4096
-# Maximum number of programs. It is large enough to keep any device busy, and small enough that all
-# programs start and return within microseconds if the factor is 1.
+# Maximum number of programs. It is large enough to keep any device busy. It is small enough that,
+# for an upstream gradient of 1, all programs start and return within microseconds.
 PROGRAMS = 2048
 
 

@@ -54,10 +54,15 @@ class DivergenceHead(LinearHead):
 
     Its gradients include the gradient of Σ weights·D.
 
-    Args: tensors: hidden, weight and bias of the student. rows: the active rows. route: the
-    selected kernels. teacher: the teacher of all N rows. divergence: the kind of divergence and its
-    parameter. weights: (T,) fp32. A row with weight 0 has a value but no gradient. has_policy:
-    whether a policy loss is computed in the same pass. options: further arguments of `LinearHead`.
+    Args:
+        tensors: hidden, weight and bias of the student.
+        rows: the active rows.
+        route: the selected kernels.
+        teacher: the teacher of all N rows.
+        divergence: the kind of divergence and its parameter.
+        weights: (T,) fp32. A row with weight 0 has a value but no gradient.
+        has_policy: whether a policy loss is computed in the same pass.
+        options: further arguments of `LinearHead`.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class DivergenceHead(LinearHead):
         super().__init__(tensors, rows, route, **options)
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
-        """Create the chunk, with a second logit buffer if it is needed."""
+        """Create the logit chunks, with a second logit buffer if needed."""
         head = self.weight, self.bias, route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
@@ -118,7 +123,7 @@ class DivergenceHead(LinearHead):
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy and of the divergences."""
+        """Compute the gradients of Σ (g·logp + g_entropy·entropy) + Σ weights·D."""
         if not any(wanted):
             return self.sweep(wanted)
 
@@ -152,8 +157,8 @@ class DivergenceHead(LinearHead):
                 # Rows with coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
-            # 2. Add the d-logits of the divergences and of the policy loss, and accumulate dH, dW
-            # and db.
+            # 2. If gradients are needed, add the d-logits of the policy loss to those of the
+            # divergences, and accumulate dH, dW and db.
             if not self.has_gradient:
                 continue
             d = self._gradient_buffer(at.hidden.shape[0])
@@ -188,7 +193,7 @@ class DivergenceHead(LinearHead):
                 own = self.row_kernels.row_divergence_(*of_rows, out=to, known=joined)
             values = (joined or own).values  # type: ignore[union-attr]
         else:
-            # A top-k teacher has no logits, and all backends share this function.
+            # A top-k teacher has no logits that a kernel could read, so all backends use torch.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
@@ -210,17 +215,16 @@ class DivergenceHead(LinearHead):
     def _join_ranks(
         self, row_divergence_: Callable[..., DivergenceRows], z: Tensor, *of_rows: object
     ) -> DivergenceRows | None:
-        """Compute values, centers and lse over full rows of a sharded vocabulary.
+        """Compute values, centers and lse of full rows if the vocabulary is sharded.
 
-        Two all-gathers exchange the sums of the shards. The result is None if the vocabulary is not
-        sharded.
+        Two all-gathers exchange the sums of the shards. Without a shard, return None.
         """
         if self.shard is None:
             return None
         has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
-        # 1. Compute the lse of the full rows from the lse of all ranks.
+        # 1. Compute the lse of the full rows from the lse values of the individual ranks.
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)
@@ -253,7 +257,8 @@ def supported_divergence(
     If the sets are small, the cost is 8·H·Σ|S| flops, where |S| is the size of a set. A
     `DivergenceHead` computes the rows without a set.
 
-    Returns: A pair of the divergences, (T,), and the gradients (dH, dW, db).
+    Returns:
+        The divergences, (T,), and the gradients (dH, dW, db).
     """
     # 1. Compute the rows without a token set over the full vocabulary.
     support = rows.support

@@ -15,9 +15,11 @@ from grpo_fast.objective.config import LossConfig
 class FullEntropySweep:
     """Two passes over the same rows: one computes logps, and the other computes entropies.
 
-    Args: supported: the pass that computes logps over the token sets. It must not overwrite logits
-    of the caller. full: the pass that computes entropies over the full vocabulary. It may overwrite
-    logits of the caller.
+    Args:
+        supported: the pass that computes logps over the token sets. It must not overwrite logits of
+            the caller.
+        full: the pass that computes entropies over the full vocabulary. It may overwrite logits of
+            the caller.
     """
 
     has_entropy_gradient = True
@@ -31,7 +33,7 @@ class FullEntropySweep:
         self.cached: RowStats | None = None
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of the active rows, (T,) fp32. `keep` has no effect."""
+        """Compute (lse, logps, entropy) of the active rows, (T,) fp32. `keep` is ignored."""
         lse, logps, _ = self.supported.logps(return_entropy=False)
         self.cached = self.full.logps(return_entropy=True)
         return lse, logps, self.cached[2]
@@ -39,7 +41,7 @@ class FullEntropySweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
-        """Compute the policy loss and the gradients of both passes."""
+        """Compute the policy loss, and the gradients of the logp pass and the entropy pass."""
         stats = self.logps(return_entropy=True)
         losses, g = self.supported.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -47,7 +49,7 @@ class FullEntropySweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp in one pass and of Σ g_entropy·entropy in the other."""
+        """Compute the gradients of Σ g·logp and Σ g_entropy·entropy, in two separate passes."""
         gradients: tuple[Tensor, ...] = self.supported.gradients(
             g, None, (*known[:2], None), wanted
         )

@@ -52,13 +52,17 @@ from grpo_fast.objective.config import LossConfig
 class LinearHead:
     """A pass of T active rows through the LM head, which computes logits and gradients by chunk.
 
-    Args: tensors: hidden, weight and bias. rows: targets, logit transform, and the rows of `hidden`
-    that predict the targets. route: the selected kernels. tolerance: share of Σ|d-logits| that the
-    gradient GEMMs may skip (grad_filter.py). entropy_gradient: whether the coefficients will
-    include dL/dentropy. keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
-    needs_d_weight: whether dW will be computed. shard: this rank's vocabulary shard, if weight and
-    bias are sharded. The statistics and dH are then those of the full LM head, and dW and db are
-    those of the shard (vocabulary.py).
+    Args:
+        tensors: hidden, weight and bias.
+        rows: targets, logit transform, and the rows of `hidden` that predict the targets.
+        route: the selected kernels.
+        tolerance: fraction of Σ|d-logits| that the gradient GEMMs may skip (grad_filter.py).
+        entropy_gradient: whether the coefficients will include dL/dentropy.
+        keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
+        needs_d_weight: whether dW will be computed.
+        shard: this rank's vocabulary shard, if weight and bias are sharded. The statistics and dH
+            are then those of the full LM head, and dW and db are those of the shard
+            (vocabulary.py).
     """
 
     def __init__(
@@ -205,8 +209,8 @@ class LinearHead:
         sums = self._sums(wanted)
         parts = []
         # On a GPU, select rows by advantages and weights, which are known now. A row may also have
-        # the coefficient 0 because of its logp (by clipping). It stays in the GEMMs as zeros,
-        # because the host would have to wait for the GPU to find it.
+        # the coefficient 0 because of its logp (by clipping). Such a row stays in the GEMMs as
+        # zeros, because finding it would make the host wait for the GPU.
         flops = 2 * self.num_rows * self.weight.numel() * (wanted.hidden + wanted.weight)
         active = known_active(terms, config, flops) if self.on_gpu else None
         activity = Activity(active, self.chunk_rows)
@@ -229,7 +233,7 @@ class LinearHead:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (dH, dW, db) of Σ g·logp + g_entropy·entropy.
+        """Compute (dH, dW, db) of Σ (g·logp + g_entropy·entropy).
 
         `known` contains the statistics that `logps` returned. The logits of a cached chunk are
         reused, and those of all other chunks are recomputed.

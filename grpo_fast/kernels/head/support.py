@@ -1,4 +1,4 @@
-"""LM head pass over rows with a token set, combined with a pass over the rows without one.
+"""LM head pass for rows that have a token set, combined with a pass for rows that have none.
 
 A row with a set of k ids costs 6·k·H instead of 6·V·H flops, and the row kernels process k logits.
 The logits have one of three sources: gathered weight rows (gathered.py), a dense product with all
@@ -46,7 +46,7 @@ GATHERED_COST_GPU = 128
 def linear_sweep(
     tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
 ) -> LinearHead | SupportSweep | FullEntropySweep:
-    """Create the object that runs rows with or without token sets through an LM head.
+    """Create the object that computes the LM head for rows with or without token sets.
 
     Args:
         tensors: hidden, weight and bias.
@@ -89,9 +89,12 @@ def supported_head(
 class SupportSweep:
     """Pass over all active rows, which merges the results of rows with and without a token set.
 
-    Args: source: computes the logits of the token sets, and the gradients from their d-logits.
-    rows: all active rows. route: the selected kernels. dense: the pass over rows without a token
-    set, or None. entropy_gradient: whether the coefficients will include dL/dentropy.
+    Args:
+        source: computes the logits of the token sets, and the gradients from their d-logits.
+        rows: all active rows.
+        route: the selected kernels.
+        dense: the pass over rows without a token set, or None.
+        entropy_gradient: whether the coefficients will include dL/dentropy.
     """
 
     filtered = None
@@ -151,7 +154,7 @@ class SupportSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy.
+        """Compute the gradients of Σ (g·logp + g_entropy·entropy).
 
         `known` contains the statistics that `logps` returned.
         """
@@ -177,13 +180,13 @@ class SupportSweep:
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
-# A tuple of the rows, their hidden states, the range of their ids in (nnz,), the row and column of
-# each id, and a logit buffer.
+# A tuple: the rows, their hidden states, the slice of the nnz ids that belongs to the rows, the row
+# and column of each id, and a logit buffer.
 DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
 
 
 class DenseHead(GatheredHead):
-    """LM head for rows with large token sets, which multiplies with all of W."""
+    """LM head for rows with large token sets. It multiplies by all of W."""
 
     def _chunks(self) -> Iterator[DenseChunk]:
         """Yield the chunks of the rows, each with its hidden states and a logit buffer."""
@@ -222,17 +225,17 @@ class DenseHead(GatheredHead):
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients (dH, dW, db) of the rows with a token set.
+        """Compute the gradients (dH, dW, db) of the rows that have a token set.
 
-        If `others` is given, it contains the gradients of the rows without a set, and the new
-        gradients are added to it.
+        If `others` is given, it contains the gradients of the rows that have no token set, and the
+        new gradients are added to it.
         """
         keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Start from the gradients of the rows without a set.
+            # Start from the gradients of the rows that have no token set.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
@@ -245,8 +248,11 @@ class DenseHead(GatheredHead):
 class GivenLogits:
     """Source of the logits of rows with a token set: a matrix that the caller provides.
 
-    Args: logits: (N, V), rows contiguous. out: (N, V) destination of the d-logits, which may be
-    `logits`; None: allocate. rows: all active rows. route: the selected kernels.
+    Args:
+        logits: (N, V), rows contiguous.
+        out: (N, V) destination of the d-logits, which may be `logits`; None: it is allocated.
+        rows: all active rows.
+        route: the selected kernels.
     """
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
@@ -268,7 +274,7 @@ class GivenLogits:
         return _head_rows(self, raw, transform, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
-        """Return an empty tensor in place of the gradient."""
+        """Return a tuple with one empty tensor in place of the gradient."""
         return (self.logits.new_empty(0),)
 
     def gradients(
@@ -276,7 +282,8 @@ class GivenLogits:
     ) -> tuple[Tensor, ...]:
         """Write the d-logits of the rows with a token set into a matrix, and return (matrix,).
 
-        If `others` is given, it is the matrix with the d-logits of the rows without a set.
+        If `others` is given, it contains the matrix to write into, which already holds the d-logits
+        of the rows that have no token set.
         """
         if others is not None:
             out = others[0]

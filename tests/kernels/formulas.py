@@ -1,7 +1,7 @@
 """Expected results of the kernels in fp64, computed with `tests.oracles` and without package code.
 
 In Triton's interpreter, `only_memory_of` checks memory accesses, and `reversed_programs` reverses
-the order of the programs (see triton_tools). In other processes, both do nothing.
+the order of the programs (see triton_tools). Outside the interpreter, both do nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def final(
     """Apply the scale, the soft cap and the temperature to raw logits in fp64.
 
     Returns:
-        The transformed logits z and the derivative dz/draw, each (C, V) fp64.
+        The transformed logits z, and their derivative with respect to the raw logits, each (C, V)
+        fp64.
     """
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
     if softcap is not None:

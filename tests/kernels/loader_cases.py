@@ -1,9 +1,9 @@
 """Script that simulates machines on which C++ kernels may be missing, and runs the package there.
 
-Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case simulates one machine, and
-computes a loss or runs a training. It runs in a forked process with an empty cache, so that torch
-is imported only once. LIBRARY is the compiled rows.cpp. To save time, most simulated compilers are
-scripts that copy LIBRARY. Each case writes the files out, err and statuses to FOLDER/<case>.
+Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case simulates one machine, on
+which it computes a loss or trains a model. It runs with an empty cache, in a process that is forked
+after torch was imported. LIBRARY is the compiled rows.cpp. To save time, most simulated compilers
+are scripts that copy LIBRARY. Each case writes the files out, err and statuses to FOLDER/<case>.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def copying(folder: Path, before: str = "true") -> None:
     write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
     compiler = " ".join(csrc_loader.compiler() or ["false"])
     # The fake compiler is a shell script. If it must compile rows.cpp, it copies a finished library
-    # instead. For every other source, it calls the real compiler. A training run needs this,
-    # because it also uses the attention library.
+    # instead. For every other source, it calls the real compiler, because a training run also
+    # compiles the attention library.
     others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'
     os.environ["CXX"] = script(folder, f"{before}; {others}; {find_output}; {write}")
     os.environ["GRPO_FAST_GEMM"] = "vendor"  # a loss must not build the gemm library
@@ -120,7 +120,7 @@ def nobody(folder: Path) -> None:
 
 
 def give_away(path: Path) -> None:
-    """Make `path` belong to a different user.
+    """Change the owner of `path` to a different user.
 
     Only root can change the owner of a file. Without root, replace `os.geteuid`, so that all files
     appear to belong to a different user.

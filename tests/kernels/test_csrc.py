@@ -182,9 +182,9 @@ ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/te
 def test_other_instruction_sets(tmp_path: Path) -> None:
     """Check that the tests of rows and products also pass in a generic build and with AVX2.
 
-    The generic build has vectors of 4 lanes. If the CPU has AVX-512, the AVX2 build has 8 lanes.
-    Otherwise the native build already has 8 lanes. The AVX2 build then has 16 lanes, and the
-    compiler splits each vector into two.
+    The generic build has vectors of 4 lanes. The AVX2 build has 8 lanes on a CPU with AVX-512. On
+    other CPUs, the native build already has 8 lanes, so the AVX2 build has 16, and the compiler
+    splits each vector into two.
     """
     command = csrc_loader.compiler()
     assert command is not None

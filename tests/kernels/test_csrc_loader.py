@@ -99,10 +99,10 @@ def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: s
     ],
 )
 def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
-    """Check that no warning is logged if nothing is wrong.
+    """Check that no warning is logged in four cases that are not faults.
 
-    The cases are disabled kernels, a library from the wheel without a compiler, three processes
-    that compile at the same time, and threads that share one build.
+    The cases are disabled kernels, the wheel's library on a machine without a compiler, three
+    processes that compile at the same time, and threads that share one build.
     """
     found = case(name)
     assert (found.out, found.told, found.builds) == (out, [], builds)

@@ -94,7 +94,7 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
     """Check that the product dH = d·W, which sums over the vocabulary, returns fp32.
 
-    If a GPU product returns 16 bits, it may also round its partial sums to 16 bits.
+    A GPU product with a 16-bit output may also round its partial sums to 16 bits.
     """
     with OnGpu():
         d, weight = (

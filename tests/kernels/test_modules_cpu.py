@@ -134,7 +134,7 @@ def test_a_verdict_belongs_to_settings_and_not_to_a_class():
 
 
 class DetachedRMSNorm(TinyRMSNorm):
-    """RMSNorm with the usual outputs but different gradients. It must not be replaced."""
+    """RMSNorm with the usual outputs but different gradients."""
 
     def forward(self, x):
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
@@ -142,7 +142,7 @@ class DetachedRMSNorm(TinyRMSNorm):
 
 
 class BufferedRMSNorm(TinyRMSNorm):
-    """RMSNorm with a buffer that is 1 now but may change later. It must not be replaced."""
+    """RMSNorm with a buffer. The buffer is 1 now but may change later."""
 
     def __init__(self, size):
         super().__init__(size)
@@ -153,7 +153,7 @@ class BufferedRMSNorm(TinyRMSNorm):
 
 
 class EpsilonRMSNorm(TinyRMSNorm):
-    """RMSNorm whose forward ignores `variance_epsilon`. It must not be replaced."""
+    """RMSNorm whose forward ignores `variance_epsilon`."""
 
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-4) * self.weight
@@ -197,7 +197,7 @@ def test_a_trial_does_not_see_the_modes_of_the_first_call(mode, monkeypatch):
 
 
 def renamed(function):
-    """Rename the keyword `old_mask` to `attention_mask`, as the decorators of transformers do."""
+    """Let a function also accept `attention_mask` as `old_mask`, as transformers' decorators do."""
 
     @functools.wraps(function)
     def wrapper(*args, **options):
@@ -209,7 +209,7 @@ def renamed(function):
 
 
 class Opaque:
-    """Decorator that does not keep the function in a closure."""
+    """Decorator object that does not hold the decorated function in a closure."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)

@@ -24,8 +24,8 @@ from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-# Numbers of ids in the sets of the rows: one id, less than a tile of 8 ids, exactly a tile, one id
-# more, several tiles, and the full vocabulary of 70 ids.
+# Sizes of the rows' token sets: one id, less than a tile of 8 ids, exactly a tile, one id more,
+# several tiles, and all 70 ids of the vocabulary.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
@@ -68,8 +68,8 @@ def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
     """Return random inputs of an LM head.
 
     Returns:
-        hidden (N, width), index (R,), weight (V, width) and bias (V,). `index` has the row of
-        `hidden` to which each support belongs.
+        hidden (N, width), index (R,), weight (V, width) and bias (V,). `index` holds, for each
+        token set, the row of `hidden` to which it belongs.
     """
     weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
     return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
@@ -81,7 +81,7 @@ def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
     Returns:
         The raw logits (nnz,), the statistics, the gradient of the raw logits (nnz,), and the
         derivative of each logp with respect to its hidden row (R, width). The first and the third
-        have one entry for each id of each support.
+        have one entry for each id of each token set.
     """
     full = hidden[index].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
@@ -127,9 +127,9 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 
 
 def test_any_strides(support_kernels):
-    """Check that the kernels accept a transposed weight, as in tied embeddings, and strided hidden.
+    """Check that the kernels accept a transposed weight and a strided `hidden`.
 
-    `hidden` consists of every second column of a wider tensor.
+    Tied embeddings have a transposed weight. `hidden` is every second column of a wider tensor.
     """
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
@@ -217,7 +217,7 @@ def test_dw(support_kernels, width, dtype, indexed):
     """Check that dW is correct for ids that occur often or never.
 
     If d is 0, NaN and inf in `hidden` must have no effect. With `add`, the result is added to the
-    existing values. The order of the programs must not change a bit.
+    existing values. The result must be bitwise independent of the order of the programs.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
@@ -287,7 +287,7 @@ def test_where_targets_stand(engine):
 
 @pytest.mark.skipif(route.unavailable("cpu", "cpu") is not None, reason="no C++ kernels here")
 def test_the_kernels_read_nothing_outside():
-    """Check that the kernels reject invalid ids and offsets, even if earlier checks missed them."""
+    """Check that the kernels reject ids and offsets that would make them read out of bounds."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     ids, offsets = ROWS.ids, ROWS.offsets
     wrong = [("ids", ids + V), ("ids", ids - V), ("offsets", offsets + 1)]

@@ -56,9 +56,9 @@ def check(arch: str, other_triton: str | None = None) -> None:
 
 
 def test_the_entropy_changes_no_sum():
-    """Check that the entropy changes no other sum, although it needs a different tile.
+    """Check that requesting the entropy changes no other sum, although it uses a different tile.
 
-    The light and the heavy tile of a device must add columns and hidden units in the same order.
+    The tiles of `_LIGHT` and `_LINEAR` must add columns and hidden units in the same order.
     """
     for key, light in configs._LIGHT.items():
         heavy = configs._LINEAR[key]

@@ -69,7 +69,7 @@ def test_large_ones_are_not_kept(monkeypatch):
 def test_none_of_inference_mode_is_kept():
     """Check that the workspace does not keep a tensor that was created in inference mode.
 
-    Outside of inference mode, such a tensor cannot be modified.
+    Outside inference mode, such a tensor cannot be modified.
     """
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
@@ -90,7 +90,7 @@ def test_zeros_are_zeros_that_can_be_written(shape, dtype):
 
 
 def test_memory_of_zeros_is_given_back():
-    """Check that the system gets the memory of `memory.zeros` back when the tensor is freed."""
+    """Check that the memory of `memory.zeros` is returned to the system with its tensor."""
 
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -1,4 +1,4 @@
-"""Interpreter cases of the kernels that run before and after the gradient GEMMs, against fp64."""
+"""Interpreter cases that compare the kernels around the gradient GEMMs with fp64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_dh_rows(rows, width):
     with only_memory_of(out, product, by_row, by_target, ids, weight):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
-    # The weight of tied embeddings may be stored transposed. This must not change the bits.
+    # Tied embedding weights may be stored transposed, which must not change the bits.
     again = gradients.write_hidden_(
         torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
     )
@@ -140,8 +140,8 @@ def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
     assert worst_row(total, exact) <= 1.03 * worst_row(once, exact)
 
 
-def test_target_rows_are_all_replaced_if_a_program_has_several(monkeypatch):
-    """Check that rows of dW are rounded once if there are fewer programs than rows to recompute."""
+def test_target_rows_are_rounded_once_if_a_program_has_several(monkeypatch):
+    """Check that all recomputed rows of dW are rounded once if a program has several of them."""
     monkeypatch.setattr(target_rows, "REPLACING", 2)
     rows, width, vocab = 9, 1030, 12
     hidden, by_target = numbers(rows, width).bfloat16(), torch.full((32,), 2 / 3)
@@ -181,7 +181,7 @@ TOKEN_LEVEL = [(o.function, x) for x, o in OBJECTIVES.items() if o.ratio_kind in
 
 @pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # one name for each function
 def test_coefficients(name):
-    """Check that the error of the coefficients is at most twice the error of torch in fp32."""
+    """Check that the error of the coefficients is at most twice that of torch in fp32."""
     logps, terms = terms_of()
     for estimator in KL_ESTIMATORS if name == "grpo" else ("k3",):
         config = LossConfig(
@@ -201,7 +201,7 @@ def test_coefficients(name):
             assert error <= 2 * bar + 1e-7 * expected.abs().max()
 
 
-# ---- one chunk, and rows that are known to be inactive
+# ---- a single chunk, and rows that are known to be inactive
 
 
 def make(rows=70, width=40, vocab=1600, seed=0):
@@ -221,8 +221,8 @@ def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="tri
     return out.loss.detach(), leaves[0].grad, leaves[1].grad
 
 
-# With few rows, a single token determines most rows of dW. The rounding errors of its exponential,
-# of its scaled hidden row and of the result then do not average out.
+# With few tokens, most rows of dW are determined by a single token. The rounding errors of its
+# exponential, of its scaled hidden row and of the result then do not average out.
 @pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 64), (5, 40, 127), (200, 64, 400)])
 def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, vocab):
     """Check that dW is nearly as accurate as torch's bf16 product of exact d-logits.
@@ -265,7 +265,8 @@ def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
     """Check that all rows form one chunk if it takes no more memory than several chunks.
 
     A single chunk needs no fp32 dW. This saves 256,000 bytes, which its exponentials may use in
-    addition to the budget. 70 rows of 1600 16-bit exponentials take 224,000 bytes.
+    addition to the budget. That is enough for the 16-bit exponentials of all 70 rows, which take
+    224,000 bytes.
     """
     hidden, weight, ids, advantages = make()
     bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
@@ -320,7 +321,8 @@ def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
 def test_a_nan_is_seen_in_a_row_without_advantage(active):
     """Check that a NaN in a row with advantage 0 reaches the loss and every gradient.
 
-    If all rows have an advantage of 0, the GEMMs skip all rows. Otherwise, they skip some of them.
+    With active = 0, all advantages are 0 and the GEMMs skip every row. With active = 69, the last
+    row stays in the GEMMs as zeros.
     """
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0

@@ -5,6 +5,7 @@ The workspace is the buffer for the logits of one chunk. On a CPU, it is reused 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -123,11 +124,9 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
     """
     spare = None
     # Reuse a workspace on the CPU only. On a GPU, the allocator of torch already caches memory.
-    if _spare and like.is_cpu:
-        try:
+    if like.is_cpu:
+        with contextlib.suppress(IndexError):  # there is none
             spare = _spare.pop()
-        except IndexError:
-            pass  # another thread took it first
     if spare is None or spare.dtype != dtype or spare.numel() < rows * columns:
         return like.new_empty((rows, columns), dtype=dtype)
     return spare.view(-1)[: rows * columns].view(rows, columns)

@@ -26,6 +26,11 @@ else:
 __all__ = ["only_memory_of", "reversed_programs"]
 
 
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal random numbers of a fixed seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Run the block with `count` torch threads, and restore the number of threads afterwards."""

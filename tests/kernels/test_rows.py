@@ -342,13 +342,6 @@ def test_every_kl(rows, estimator, clamps, times_ratio, has_old) -> None:
     check_loss(rows, x, config_of("grpo", **options))
 
 
-def test_options(rows) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        x = make_loss(dtype=dtype)
-        check_loss(rows, x, config_of("grpo", delta=1.1))
-        check_loss(rows, x, config_of("cispo", cispo_bound="offset", epsilon_high=0.3))
-
-
 @pairs(columns=[1, 131, 2600], dtype=DTYPES)
 def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int) -> None:
     x, config = make_loss(ROWS, columns, dtype), LossConfig(loss_type="grpo", beta=0.3)
@@ -420,21 +413,6 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
     result, d = call(rows, x, config)
     assert d.isfinite().all() and result.losses.isfinite().all()
     assert result.losses[3] != 0 and (result.losses[2] != 0 or not OBJECTIVES[loss_type].reference)
-
-
-def test_on_policy_is_exact(rows) -> None:
-    """Check that loss and slope are exactly −A on policy, because the ratio is exactly 1.
-
-    The old_logps are the result of `row_logps`, or are not passed.
-    """
-    x = {**make_loss(), "kl_weights": None, "grad_entropy": None}
-    config = LossConfig(loss_type="grpo", epsilon_low=0.0, epsilon_high=0.0)
-    x["policy_weights"].fill_(1.0)
-    stats = rows.row_logps(x["logits"], x["target_ids"], LogitTransform(), return_entropy=False)
-    for old in (stats[1], None):
-        result, _ = call(rows, {**x, "old_logps": old}, config)
-        assert torch.equal(result.grad_logps, -x["advantages"])
-        assert torch.equal(result.losses, -x["advantages"])
 
 
 def test_far_ratios_stay_finite(rows) -> None:

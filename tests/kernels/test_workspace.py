@@ -80,25 +80,20 @@ def test_none_of_inference_mode_is_kept():
     take(8, 8).add_(1)
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (2049, 1025), (1 << 11, 1 << 11)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeros_are_zeros_that_can_be_written(shape, dtype):
-    x = memory.zeros(shape, dtype)
-    assert x.shape == shape and x.dtype == dtype and not x.any()
-    x.add_(1)
-    assert not memory.zeros(shape, dtype).any() and x.all()
-
-
-def test_memory_of_zeros_is_given_back():
-    """Check that the memory of `memory.zeros` is returned to the system with its tensor."""
+def test_zeros_are_zeros_that_can_be_written(dtype):
+    """Check the values of `memory.zeros`, and that its memory is returned to the system."""
 
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    for _ in range(5):
-        memory.zeros((1 << 12, 1 << 12), torch.float32).add_(1)  # 64 MiB
+    for shape in ((3, 5), (2049, 1025), *[(1 << 12, 1 << 12)] * 5):
+        x = memory.zeros(shape, dtype)
+        assert x.shape == shape and x.dtype == dtype and not x.any()
+        assert x.add_(1).all()
+        del x
     assert resident() - before < 64 << 20
 
 

@@ -184,30 +184,24 @@ def compiler() -> list[str] | None:
 
 
 @functools.cache
-def _cpuinfo() -> str:
+def _cpuinfo(field: str) -> str:
+    """Return a field of the first CPU in /proc/cpuinfo, or "" if it is unknown."""
     try:
-        return Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
+    match = re.search(rf"^{field}[ \t]*:(.*)", text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
-@functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """Return the CPU features as Linux names them, or the processor's name on other systems."""
-    text = _cpuinfo()
-    if not text:
-        return (platform.machine(), platform.processor())
-    for line in text.splitlines():
-        if line.startswith("flags"):
-            return tuple(sorted(line.partition(":")[2].split()))
-    return (platform.machine(),)
+    """Return the CPU features as Linux names them, sorted. On other systems, there are none."""
+    return tuple(sorted(_cpuinfo("flags").split()))
 
 
-@functools.cache
 def cpu_vendor() -> str:
     """Return the CPU's vendor_id from /proc/cpuinfo, or "" if it is unknown."""
-    match = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
-    return match[1] if match else ""
+    return _cpuinfo("vendor_id")
 
 
 def compile_library(

@@ -64,7 +64,17 @@ def fast_layers(model: nn.Module) -> None:
             continue
         ours = _layer_of(module)
         if ours is not None:
-            vars(module)["forward"] = OurForward(ours, module)
+            vars(module)["forward"] = OurForward(_forward, ours, module)
+
+
+def _forward(ours: Callable[..., Any], module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Call the fast layer `ours`, or the original forward while torch.compile traces the module.
+
+    torch.compile fuses the original layers. It cannot trace the check of an activation, and cannot
+    guard an attention whose globals do not belong to a Python module.
+    """
+    forward = type(module).forward if torch.compiler.is_compiling() else ours
+    return forward(module, *inputs, **options)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -105,19 +115,13 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
     """Return whether the trial of a fast layer passes. The result is cached under `key`."""
     if key not in _verdicts:
-        _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
-            lambda: _passes(trial)
-        )
+        try:
+            _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(trial)
+        # The forward of an unknown class may raise any exception for the inputs of the trial. The
+        # trial then fails, and the original layer is used.
+        except Exception:
+            _verdicts[key] = False
     return _verdicts[key]
-
-
-def _passes(trial: Callable[[], bool]) -> bool:
-    try:
-        return trial()
-    # The forward of an unknown class may raise any exception for the inputs of the trial. The trial
-    # then fails, and the original layer is used.
-    except Exception:
-        return False
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
@@ -233,8 +237,7 @@ def is_silu(act: Any) -> bool:
 
 def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
     forward = type(module).forward
-    # torch.compile fuses the activation itself. Dynamo of torch 2.11 cannot trace `is_silu`.
-    is_plain_call = len(inputs) == 1 and not options and not torch.compiler.is_compiling()
+    is_plain_call = len(inputs) == 1 and not options
     if not (is_plain_call and _is_swiglu(forward) and is_silu(module.act_fn)):
         return forward(module, *inputs, **options)
     return module.down_proj(layers.swiglu(module.gate_proj(*inputs), module.up_proj(*inputs)))
@@ -260,14 +263,11 @@ class _Rotated(NamedTuple):
 
 def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     forward = type(module).forward
-    # torch.compile cannot guard a function whose globals do not belong to a module, so do not use
-    # the copy there.
-    ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
-    if ours is not None:
-        # The copy does not see a global variable that was patched later, so use it only if the
-        # globals of the original are unchanged.
-        if all(ours.theirs.get(name) is value for name, value in ours.names.items()):
-            return ours.forward(module, *inputs, **options)
+    ours = _rotated_by_ours(forward)
+    # The copy does not see a global variable that was patched later, so use it only if the globals
+    # of the original are unchanged.
+    if ours is not None and all(ours.theirs.get(n) is value for n, value in ours.names.items()):
+        forward = ours.forward
     return forward(module, *inputs, **options)
 
 

@@ -141,10 +141,9 @@ def row_coefficients(
     """Compute losses and their logp gradients, like `objective.coefficients.row_coefficients`."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, constants = loss_arguments(config)
-    if len(logps):
-        launch(
-            coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
-            *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
-            BLOCK_T=BLOCK_T, num_warps=4, **constants,
-        )  # fmt: skip
+    launch(
+        coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
+        *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
+        BLOCK_T=BLOCK_T, num_warps=4, **constants,
+    )  # fmt: skip
     return losses, grad_logps

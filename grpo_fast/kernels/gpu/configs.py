@@ -123,19 +123,17 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Larger tiles for epilogues that need few registers. They have twice as many columns, which reduces
-# the L2 traffic from 1/64 to 1/85 byte per flop. On Hopper, the L2 traffic limits the speed of a
-# 128 x 128 tile. The larger tile is not used if exponentials are stored and there is a soft cap, or
-# both a bias and an entropy, because registers would then spill.
-_LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
+# Larger tiles of sm_90, for 16-bit inputs, an aligned W and an epilogue that needs few registers.
+# These tiles have twice as many columns, which reduces the L2 traffic from 1/64 to 1/85 byte per
+# flop. On Hopper, the L2 traffic limits the speed of a 128 x 128 tile.
+#
+# - plain: no soft cap, bias, entropy or temperature per row. With any of these, this tile would
+#   spill registers in a flattened loop. benchmarks/LOG.md has the times on an H100.
+# - light: no soft cap, and no bias together with an entropy; or no exponentials are stored.
+_LARGE = {
+    "plain": LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True),
+    "light": LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
 }
-# Tiles for an epilogue without a soft cap, bias, entropy or temperature per row. With any of these,
-# this tile would spill registers in a flattened loop. benchmarks/LOG.md has the times on an H100.
-_PLAIN: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True)
-}
-_TABLES = {"plain": _PLAIN, "light": _LIGHT, "heavy": _LINEAR}
 
 
 def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, epilogue: str) -> LinearConfig:
@@ -145,7 +143,9 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, epilogue: str
     registers. The results are bitwise equal for all three, because `piece` and `block_h` are.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
-    return _TABLES[epilogue].get(key) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
+    if key == ("sm_90", True, True) and epilogue in _LARGE:
+        return _LARGE[epilogue]
+    return _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
 
 
 # Block sizes for the rows of token sets, which have tens to hundreds of logits each.

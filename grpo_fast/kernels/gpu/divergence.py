@@ -202,14 +202,13 @@ def row_divergence_(
         )  # fmt: skip
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
-    if count:
-        *scalars, temperature_ptr = transform_arguments(transform)
-        launch(
-            row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
-            None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
-            teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
-            *transform_arguments(teacher_transform)[:3], float(divergence.beta),
-            DIVERGENCE=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V,
-            num_warps=WARPS,
-        )  # fmt: skip
+    *scalars, temperature_ptr = transform_arguments(transform)
+    launch(
+        row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
+        None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
+        teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
+        *transform_arguments(teacher_transform)[:3], float(divergence.beta),
+        DIVERGENCE=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V,
+        num_warps=WARPS,
+    )  # fmt: skip
     return DivergenceRows(*sums)

@@ -123,9 +123,6 @@ def head_exponentials(
 
     If a target id is outside [0, V), its logit counts as 0. `dominant` in the result is always
     None, because the GEMM uses the stored bf16 values without further rounding.
-
-    Raises:
-        ValueError: hidden and weight have different dtypes.
     """
     p = head_inputs(hidden, weight, bias, target_ids, transform)
     rows = p.hidden.shape[0]

@@ -103,11 +103,10 @@ def times(
     by_row, by_target = (
         torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)
     )
-    if rows:
-        launch(
-            times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), unit, target_unit,
-            by_row, by_target, unit.shape[0], rows, BLOCK_T=BLOCK_T, num_warps=4,
-        )  # fmt: skip
+    launch(
+        times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), unit, target_unit,
+        by_row, by_target, unit.shape[0], rows, BLOCK_T=BLOCK_T, num_warps=4,
+    )  # fmt: skip
     return by_row, by_target
 
 
@@ -120,12 +119,11 @@ def write_hidden_(
     weight: Tensor,  # (V, H)
 ) -> Tensor:
     """Write dH[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]] to `out`."""
-    if target_ids.shape[0]:
-        launch(
-            write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
-            weight, out, weight.shape[1], product.stride(0), weight.stride(0),
-            weight.stride(1), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
-        )  # fmt: skip
+    launch(
+        write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
+        weight, out, weight.shape[1], product.stride(0), weight.stride(0),
+        weight.stride(1), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -136,9 +134,8 @@ def scaled_hidden(
 ) -> Tensor:  # (C, H)
     """Multiply the rows of `hidden` by `by_row`, and round the result, (C, H), to `dtype` once."""
     out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
-    if hidden.shape[0]:
-        launch(
-            scaled_hidden_kernel, hidden.shape[0], hidden, by_row, out, hidden.shape[1],
-            hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
-        )  # fmt: skip
+    launch(
+        scaled_hidden_kernel, hidden.shape[0], hidden, by_row, out, hidden.shape[1],
+        hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
+    )  # fmt: skip
     return out

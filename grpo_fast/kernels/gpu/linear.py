@@ -217,15 +217,11 @@ def head_inputs(
     target_ids: Tensor,
     transform: LogitTransform,
 ) -> HeadInputs:
-    """Validate the inputs of an LM head kernel, and copy hidden if it is unaligned.
+    """Prepare the inputs of an LM head kernel, and copy `hidden` if it is unaligned.
 
     The tile size determines the order of sums. It depends on the layout of W. It must not depend on
     the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
-        )
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
@@ -249,7 +245,7 @@ def sweep(
     The number s of a row is defined in exponentials.py.
 
     Args:
-        p: the validated inputs.
+        p: the result of `head_inputs`.
         partial: (3, S, T), or (4, S, T) with the entropy. Receives the sums of all S slices. None:
             the sums are not stored.
         out: (T, V). Receives raw logits, or exponentials if `raw_target` is given.
@@ -262,9 +258,10 @@ def sweep(
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     *scalars, temperature_ptr = transform_arguments(p.transform)
-    is_plain = p.is_light and not has_entropy and temperature_ptr is None
-    is_heavy = p.transform.softcap is not None or (p.bias is not None and has_entropy)
-    is_light = raw_target is None or not is_heavy
+    has_bias = p.bias is not None
+    has_softcap = p.transform.softcap is not None
+    is_plain = not (has_softcap or has_bias or has_entropy or temperature_ptr is not None)
+    is_light = raw_target is None or not (has_softcap or (has_bias and has_entropy))
     config = linear_config(
         p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
         epilogue="plain" if is_plain else "light" if is_light else "heavy",
@@ -302,15 +299,6 @@ def sweep(
     )  # fmt: skip
 
 
-def join(p: HeadInputs, partial: Tensor, stats: RowStats) -> None:
-    """Compute the statistics of every row from the partial sums of its slices."""
-    _, slices, rows = partial.shape
-    launch(
-        join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows, p.weight.shape[0],
-        slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
-    )  # fmt: skip
-
-
 def statistics(
     p: HeadInputs,
     *,
@@ -324,10 +312,14 @@ def statistics(
     """
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
-        sums = (4 if return_entropy else 3, slice_count(p), rows)
+        slices = slice_count(p)
+        sums = (4 if return_entropy else 3, slices, rows)
         partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
-        join(p, partial, stats)
+        launch(
+            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows,
+            p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+        )  # fmt: skip
     return stats
 
 
@@ -345,10 +337,7 @@ def head_logps(
 
     Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
     any strides. The last dimension of `logits_out` must be contiguous. If a target id is outside
-    [0, V), its logit counts as 0.
-
-    Raises:
-        ValueError: hidden and weight have different dtypes.
+    [0, V), its logit counts as 0. `hidden` must have the dtype of the weight.
     """
     return statistics(
         head_inputs(hidden, weight, bias, target_ids, transform), return_entropy=return_entropy,

@@ -44,7 +44,6 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
     """
     size = gradient.numel()
-    if size:
-        programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
-        launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
+    programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
+    launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
     return gradient

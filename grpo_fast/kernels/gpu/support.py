@@ -215,14 +215,13 @@ def head_rows(
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     slopes = new((count, width)) if return_slopes else None
-    if count:
-        *scalars, temperature_ptr = transform_arguments(transform)
-        launch(
-            support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
-            rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),
-            hidden.stride(1), weight.stride(0), weight.stride(1), *scalars,
-            BLOCK_K=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
-        )  # fmt: skip
+    *scalars, temperature_ptr = transform_arguments(transform)
+    launch(
+        support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
+        rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),
+        hidden.stride(1), weight.stride(0), weight.stride(1), *scalars,
+        BLOCK_K=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
+    )  # fmt: skip
     return HeadRows(raw, stats, slopes)
 
 
@@ -279,9 +278,8 @@ def _sums(
         add: add to `out` instead of overwriting it.
     """
     width, config = out.shape[1], configs.sums_config(aligned=is_aligned(matrix))
-    if out.numel():
-        launch(
-            sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
-            matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
-            BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
-        )  # fmt: skip
+    launch(
+        sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
+        matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
+        BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
+    )  # fmt: skip

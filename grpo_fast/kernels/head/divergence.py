@@ -15,6 +15,7 @@ for a top-k teacher without a policy loss.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,61 +50,40 @@ from grpo_fast.objective.config import LossConfig
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
+@dataclass(eq=False, kw_only=True)
 class DivergenceHead(LinearHead):
     """A `LinearHead` that also computes the divergences D of all rows.
 
-    Its gradients include the gradient of Σ weights·D.
+    Its gradients include the gradient of Σ weights·D. It also takes the arguments of `LinearHead`.
 
     Args:
-        tensors: hidden, weight and bias of the student.
-        rows: the active rows.
-        route: the selected kernels.
         teacher: the teacher of all N rows.
         divergence: the kind of divergence and its parameter.
         weights: (T,) fp32. A row with weight 0 has a value but no gradient.
         has_policy: whether a policy loss is computed in the same pass.
-        options: further arguments of `LinearHead`.
     """
 
-    def __init__(
-        self,
-        tensors: HeadTensors,
-        rows: ActiveRows,
-        route: Route,
-        *,
-        teacher: Teacher,
-        divergence: Divergence,
-        weights: Tensor,  # (T,)
-        has_policy: bool,
-        **options: Any,
-    ) -> None:
-        self.teacher = teacher
-        self.divergence = divergence
-        self.weights = weights
-        self.has_head = isinstance(teacher, TeacherHead)
+    teacher: Teacher
+    divergence: Divergence
+    weights: Tensor  # (T,)
+    has_policy: bool
+
+    def __post_init__(self) -> None:
         # With a teacher that has an LM head, the second buffer holds its logits. With a top-k
         # teacher and a policy loss, it holds the gradient of the divergence.
-        self.buffers = 2 if self.has_head or has_policy else 1
-        self.row_kernels = kernel_module("divergence", route.backend)
+        self.buffers = 2 if isinstance(self.teacher, TeacherHead) or self.has_policy else 1
+        self.row_kernels = kernel_module("divergence", self.route.backend)
         self.has_gradient = False
-        self.values = weights.new_zeros(weights.shape)  # (T,) divergences
-        super().__init__(tensors, rows, route, **options)
+        self.values = torch.zeros_like(self.weights)  # (T,) divergences
+        super().__post_init__()
 
-    def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
-        """Create the logit chunks, with a second logit buffer if needed."""
-        head = self.weight, self.bias, route
+    def _new_chunk(self) -> LogitChunks:
+        """Create the logit chunk, with a second buffer if needed."""
+        head = self.weight, self.bias, self.route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
-
-    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of all active rows.
-
-        No chunk is cached, and `keep` has no effect. `gradients` processes every chunk again,
-        because it must compute the divergences.
-        """
-        return super().logps(return_entropy=return_entropy)
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
@@ -123,7 +103,10 @@ class DivergenceHead(LinearHead):
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of Σ (g·logp + g_entropy·entropy) + Σ weights·D."""
+        """Compute the gradients of Σ (g·logp + g_entropy·entropy) + Σ weights·D.
+
+        Every chunk is processed again, because its divergences must be computed.
+        """
         if not any(wanted):
             return self.sweep(wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
 
+@dataclass(eq=False)
 class FullEntropySweep:
     """Two passes over the same rows: one computes logps, and the other computes entropies.
 
@@ -22,15 +24,15 @@ class FullEntropySweep:
             the caller.
     """
 
+    supported: Any
+    full: Any
+    # Statistics over the full vocabulary, for the backward pass. No logits are cached.
+    cached: RowStats | None = field(default=None, init=False)
     has_entropy_gradient = True
     filtered = None
 
-    def __init__(self, supported: Any, full: Any) -> None:
-        self.supported = supported
-        self.full = full
-        self.num_rows = supported.num_rows
-        # Statistics over the full vocabulary, for the backward pass. No logits are cached.
-        self.cached: RowStats | None = None
+    def __post_init__(self) -> None:
+        self.num_rows: int = self.supported.num_rows
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of the active rows, (T,) fp32. `keep` is ignored."""
@@ -43,7 +45,7 @@ class FullEntropySweep:
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
         """Compute the policy loss, and the gradients of the logp pass and the entropy pass."""
         stats = self.logps(return_entropy=True)
-        losses, g = self.supported.row_coefficients(stats[1], terms, config)
+        losses, g = self.supported.kernels.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
 
     def gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ class ChunkGradients(NamedTuple):
     coefficients: Coefficients | None = None
 
 
+@dataclass(eq=False)
 class GradientSums:
     """Sums of dH, dW and db over all chunks, in fp32 (fp64 for fp64 inputs).
 
@@ -57,40 +59,31 @@ class GradientSums:
             vocabulary is not sharded.
     """
 
-    def __init__(
-        self,
-        tensors: HeadTensors,
-        wanted: Wanted,
-        *,
-        index: Tensor | None = None,
-        repeats: bool = False,
-        is_single_chunk: bool = False,
-        keep_fp32: bool = False,
-        tolerance: float | None = None,
-        fused_kernels: Any = None,
-        sum_hidden: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.tensors = tensors
-        self.wanted = wanted
-        self.hidden, self.weight, self.bias = tensors
-        self.index = index
-        self.repeats = repeats
-        self.keep_fp32 = keep_fp32
-        self.is_single_chunk = is_single_chunk and not keep_fp32
-        self.tolerance = tolerance
-        self.fused_kernels = fused_kernels
-        self.sum_hidden = sum_hidden
-        self.filtered: list[Filtered] = []
+    tensors: HeadTensors
+    wanted: Wanted
+    _: KW_ONLY
+    index: Tensor | None = None
+    repeats: bool = False
+    is_single_chunk: bool = False
+    keep_fp32: bool = False
+    tolerance: float | None = None
+    fused_kernels: Any = None
+    sum_hidden: Callable[[Tensor], Tensor] | None = None
+    d_hidden: Tensor | None = field(default=None, init=False)
+    d_weight: Tensor | None = field(default=None, init=False)
+    d_bias: Tensor | None = field(default=None, init=False)
+    filtered: list[Filtered] = field(default_factory=list, init=False)
+    # 0-d tensor: NaN if a skipped row has a NaN coefficient, otherwise 0.
+    skipped_nan: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.hidden, self.weight, self.bias = self.tensors
+        self.is_single_chunk = self.is_single_chunk and not self.keep_fp32
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         # Keep dH in fp32 if more terms will be added to it, so that only the final result is
         # rounded.
-        in_parts = keep_fp32 or repeats or sum_hidden is not None
+        in_parts = self.keep_fp32 or self.repeats or self.sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
-        self.d_hidden: Tensor | None = None
-        self.d_weight: Tensor | None = None
-        self.d_bias: Tensor | None = None
-        # 0-d tensor: NaN if a skipped row has a NaN coefficient, otherwise 0.
-        self.skipped_nan: Tensor | None = None
 
     def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
         """Record NaN coefficients of skipped rows, so that `finish` can add them to the gradients.

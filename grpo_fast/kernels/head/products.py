@@ -145,19 +145,9 @@ def _accumulate_outer(
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
-    d = d.float()
-    h = h.float()
-    if total is None and not is_single_chunk:
-        total = d.new_zeros(weight.shape)
-    if total is not None:
-        return add_product_(total, d.t(), h)
-    # There is a single chunk, so it yields the complete dW. Compute dW in fp32, one block of rows
-    # at a time, and round each block by copying it into the 16-bit result.
-    total = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for v in range(0, total.shape[0], WIDEN_ROWS):
-        part = total[v : v + WIDEN_ROWS]
-        part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_single_chunk=True))
-    return total
+    if total is None:
+        total = d.new_zeros(weight.shape, dtype=torch.float32)
+    return add_product_(total, d.float().t(), h.float())
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ of W if it is cheaper because the sets are large, or logits that the caller prov
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,8 +70,7 @@ def linear_sweep(
             tensors, rows.select(support.dense_index), route, keep_fp32=True, **options
         )
     head = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
-    has_entropy = options.get("entropy_gradient", False)
-    return SupportSweep(head, rows, route, dense, entropy_gradient=has_entropy)
+    return SupportSweep(head, rows, dense, options.get("entropy_gradient", False))
 
 
 def supported_head(
@@ -86,43 +86,32 @@ def supported_head(
     return form(tensors, rows, route, keep_fp32=keep_fp32)
 
 
+@dataclass(eq=False)
 class SupportSweep:
     """Pass over all active rows, which merges the results of rows with and without a token set.
 
     Args:
         source: computes the logits of the token sets, and the gradients from their d-logits.
         rows: all active rows.
-        route: the selected kernels.
         dense: the pass over rows without a token set, or None.
         entropy_gradient: whether the coefficients will include dL/dentropy.
     """
 
+    source: GatheredHead | GivenLogits
+    rows: ActiveRows
+    dense: Any
+    entropy_gradient: bool = False
+    cached: HeadRows | None = field(default=None, init=False)
     filtered = None
 
-    def __init__(
-        self,
-        source: GatheredHead | GivenLogits,
-        rows: ActiveRows,
-        route: Route,
-        dense: Any,
-        *,
-        entropy_gradient: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
+        rows = self.rows
         assert rows.support is not None
-        self.source = source
-        self.dense = dense
         self.support = rows.support
         self.transform = rows.transform.rows(rows.support.row_index)
-        self.kernels = route.kernels
-        self.row_coefficients = route.kernels.row_coefficients
-        self.entropy_gradient = entropy_gradient
+        self.kernels = self.source.kernels
+        self.has_entropy_gradient = self.dense is None or self.dense.has_entropy_gradient
         self.num_rows = rows.target_ids.shape[0]
-        self.cached: HeadRows | None = None
-
-    @property
-    def has_entropy_gradient(self) -> bool:
-        """True if this pass can compute the gradient of an entropy."""
-        return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of all active rows, (T,) fp32 each.
@@ -148,7 +137,7 @@ class SupportSweep:
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
         """Compute the policy loss and its gradients."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
-        losses, g = self.row_coefficients(stats[1], terms, config)
+        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
 
     def gradients(

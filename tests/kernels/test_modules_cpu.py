@@ -151,7 +151,6 @@ def test_a_trial_does_not_see_the_modes_of_the_first_call(mode, monkeypatch):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, pad_token_id=0))
     norm, x = model.model.norm, draw(4, 32)
     if mode == "float64":
-        monkeypatch.setattr(modules, "_verdicts", {})
         torch.set_default_dtype(torch.float64)
     contexts = {
         "meta": lambda: torch.device("meta"), "inference": torch.inference_mode,

@@ -130,16 +130,11 @@ def _load(library: str) -> str | None:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
     path, reason = compile_library(library, wanted)
     if path is None:
-        shipped = shipped_library(library, wanted)
-        if shipped is None:
+        path = shipped_library(library, wanted)
+        if path is None:
             return reason
         text = "grpo_fast: C++ kernels '%s' come from the wheel, for %s: %s"
-        logger.info(text, library, shipped.parent.name, one_line(reason or ""))
-        return _open(shipped)
-    return _open(path)
-
-
-def _open(path: Path) -> str | None:
+        logger.info(text, library, path.parent.name, one_line(reason or ""))
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:

@@ -170,16 +170,14 @@ def epsilon_of(norm: nn.Module) -> float | None:
 
 
 def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any:
-    eps = epsilon_of(module)
+    eps: Any = epsilon_of(module)
     weight: Any = module.weight
-    is_plain = layers.is_plain(x, weight) and x.shape[-1:] == weight.shape
-    if rest or options or not isinstance(eps, float) or not is_plain:
-        return type(module).forward(module, x, *rest, **options)
-    # The key contains the settings, so a changed eps triggers a new trial.
-    key = settings_of(module)
-    if not _verdict(key, lambda: _is_plain_norm(module, len(weight), eps)):
-        return type(module).forward(module, x)
-    return layers.rms_norm(x, weight, eps)
+    is_plain_call = not rest and not options and isinstance(eps, float)
+    if is_plain_call and layers.is_plain(x, weight) and x.shape[-1:] == weight.shape:
+        # The key contains the settings, so a changed eps triggers a new trial.
+        if _verdict(settings_of(module), lambda: _is_plain_norm(module, len(weight), eps)):
+            return layers.rms_norm(x, weight, eps)
+    return type(module).forward(module, x, *rest, **options)
 
 
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:

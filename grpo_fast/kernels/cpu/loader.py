@@ -19,7 +19,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -179,24 +178,24 @@ def compiler() -> list[str] | None:
 
 
 @functools.cache
-def _cpuinfo(field: str) -> str:
-    """Return a field of the first CPU in /proc/cpuinfo, or "" if it is unknown."""
+def _cpuinfo() -> dict[str, str]:
+    """Return the fields of the first CPU in /proc/cpuinfo. On other systems, there are none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ""
-    match = re.search(rf"^{field}[ \t]*:(.*)", text, re.MULTILINE)
-    return match[1].strip() if match else ""
+        return {}
+    fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """Return the CPU features as Linux names them, sorted. On other systems, there are none."""
-    return tuple(sorted(_cpuinfo("flags").split()))
+    """Return the CPU features as Linux names them, sorted. They are empty on other systems."""
+    return tuple(sorted(_cpuinfo().get("flags", "").split()))
 
 
 def cpu_vendor() -> str:
     """Return the CPU's vendor_id from /proc/cpuinfo, or "" if it is unknown."""
-    return _cpuinfo("vendor_id")
+    return _cpuinfo().get("vendor_id", "")
 
 
 def compile_library(

@@ -49,8 +49,8 @@ def row_divergence_(
         transform: the student's logit transform.
         teacher_transform: the teacher's logit transform.
         out: (C, V) destination of the gradient, which may be `teacher`; None: no gradient.
-        known: sums over full rows, or None. A rank with a vocabulary shard must pass `lse` and
-            `teacher_lse`, and also `centers` if `out` is given. They are returned unchanged.
+        known: results over full rows, or None. A rank with a vocabulary shard must pass the `lse`
+            and `teacher_lse` of the full rows, and also their `centers` if `out` is given.
         offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
 
     Returns:
@@ -96,8 +96,8 @@ def row_topk_divergence_(
     """Compute divergences from a teacher's top-k log-probabilities in fp64. All backends use this.
 
     The vocabulary is reduced to K + 1 categories: the K ids, and one tail category for all other
-    ids. The student's probability of the tail is summed over its ids, because computing it as
-    1 - Σ p would cancel. The gradient of the tail is distributed over the tail ids in proportion to
+    ids. The student's tail probability is summed over the tail ids, because 1 - Σ p would suffer
+    from cancellation. The gradient of the tail is distributed over the tail ids in proportion to
     their probabilities.
 
     Args:
@@ -174,8 +174,8 @@ def row_lse(z: Tensor) -> Tensor:
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
     """Split the rows of a matrix x into blocks.
 
-    Each block is yielded as a pair (row numbers, element positions), like those of
-    `_ragged_blocks`. Here, both are the same slice of rows.
+    Like `_ragged_blocks`, yield pairs (row numbers, element positions). Here, both members of a
+    pair are the same slice of rows.
     """
     # A block has at least one row, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
@@ -188,7 +188,7 @@ def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Split rows of unequal length into blocks of rows of equal length, which are matrices.
 
     Yields:
-        (row numbers, element positions), (n,) and (n, k) for n rows of length k.
+        Pairs (row numbers, element positions) of shapes (n,) and (n, k), for n rows of length k.
     """
     for here, at in rows_by_length(offsets):
         yield from ((here[rows], at[rows]) for rows, _ in _blocks(at))
@@ -213,12 +213,12 @@ def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tens
 
 
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
-    """Return the gradient of the divergence with respect to the logits, slope - center·p.
+    """Return slope - center·p, the gradient of the divergence with respect to the logits.
 
-    For the student's most likely logit, a formula is used that does not cancel.
+    For the student's most likely logit, use a formula without cancellation.
     """
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
-    # (1 - p)·slope - p·(center - slope) equals slope - center·p, but does not cancel as p → 1.
+    # (1 - p)·slope - p·(center - slope) equals slope - center·p, but stays accurate as p → 1.
     top = lp.argmax(-1, keepdim=True)
     of_top, lp_top = (x.gather(-1, top).double() for x in (slope, lp))
     at_top = -torch.expm1(lp_top) * of_top - lp_top.exp() * (center[:, None] - of_top)

@@ -92,9 +92,8 @@ def row_statistics(
     # Leave the target out of this sum. The formula for logp adds it without cancellation.
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
-    # logp is -softplus(x). Compute it from elementwise functions, because the bits of torch's
-    # softplus depend on the position of an element in the tensor. Above `limit`, log(1 + e^x)
-    # rounds to x.
+    # logp is -softplus(x). Do not use torch's softplus, because its bits depend on an element's
+    # position in the tensor. Above `limit`, log(1 + e^x) rounds to x.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
     # If the target's logit is -inf, z_target - logp would be NaN. Use the logsumexp of the other
@@ -121,7 +120,7 @@ def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Group rows of unequal length by their length, so that each group forms a matrix.
 
     Yields:
-        (row numbers, element positions), (n,) and (n, k) for n rows of length k.
+        Pairs (row numbers, element positions) of shapes (n,) and (n, k), for n rows of length k.
     """
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
@@ -181,8 +180,8 @@ def row_grad_(
     columns = target_columns(target_ids, logits)[:, None]
     # Compute 1 - p as -expm1(logp), which is accurate even if p is close to 1.
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
-    # A target id outside [0, V) was clamped to the column of another id, where the gradient is
-    # still -g·p.
+    # A target id outside [0, V) was clamped to another id's column. That column is not the target,
+    # so its gradient stays -g·p.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     # 3. Add the gradient of the entropy, which is -g_H·p·(log p + H).
@@ -214,8 +213,8 @@ def row_loss_(
 
     Args:
         logits: (C, V) raw logits.
-        out: (C, V) destination of the gradient of Σ_t losses_t + grad_entropy_t·entropy_t, which
-            may be `logits`.
+        out: (C, V) destination of the gradient of Σ_t (losses_t + grad_entropy_t·entropy_t). It may
+            be the tensor `logits`.
         target_ids: (C,) int64.
         terms: the per-row inputs of the loss.
         config: the loss.
@@ -227,8 +226,8 @@ def row_loss_(
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    # Set the results of excluded rows to 0 with torch.where, because they may be NaN, and 0·NaN is
-    # NaN.
+    # Exclude rows whose target was clamped. Set their results to 0 with torch.where, because they
+    # may be NaN, and 0·NaN is NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

@@ -2,9 +2,10 @@
 
 This module makes all decisions about backends and kernels.
 
-    GRPO_FAST_LOG=1                 log to stderr which kernels are selected, once per combination
-    GRPO_FAST_GEMM=auto|own|vendor  use the matrix product of csrc (own) or torch (vendor) on the
-                                    CPU; `uses_csrc_gemm` documents the choice of auto
+Environment:
+    GRPO_FAST_LOG=1: log to stderr which kernels are selected, once per combination
+    GRPO_FAST_GEMM=auto|own|vendor: use the matrix product of csrc (own) or torch (vendor) on the
+        CPU; `uses_csrc_gemm` documents the choice of auto
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def rows_route(backend: str, logits: Tensor) -> Route:
     """Return the route of the row kernels for a matrix of logits.
 
     Raises:
-        ValueError: the backend is unknown or cannot run here; the message gives the reason.
+        ValueError: the backend cannot run here; the message gives the reason.
     """
     return _route(_resolved(backend, logits), "torch")
 
@@ -102,7 +103,7 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     exponentials of a row by the exponential of its target, which most shards do not contain.
 
     Raises:
-        ValueError: the backend is unknown or cannot run here; the message gives the reason.
+        ValueError: the backend cannot run here; the message gives the reason.
     """
     name = _resolved(backend, weight)
     is_16_bits = weight.dtype == torch.bfloat16
@@ -110,8 +111,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
         return _route(name, product)
-    # On a GPU, store exponentials in bf16 if the weight is bf16, because they are as precise as
-    # bf16 d-logits. With any other dtype, store logits instead.
+    # On a GPU, store exponentials in bf16 if the weight is bf16. bf16 exponentials are as precise
+    # as bf16 d-logits. With any other dtype, store logits instead.
     if name == "triton":
         return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
@@ -124,8 +125,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 def kernel_module(rows: str, backend: str) -> ModuleType:
     """Return the module with a backend's kernels for `rows`, which is "support" or "divergence".
 
-    support_reference.py and divergence_reference.py document the kernels. They are the torch
-    implementation, and also replace a C++ library that is unavailable.
+    support_reference.py and divergence_reference.py document the kernels. These two modules are the
+    torch implementation, which is also used if the C++ library is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
     # This C++ library is built separately from that of the row kernels, so it may be missing even
@@ -152,9 +153,9 @@ def uses_csrc_gemm(x: Tensor) -> bool:
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    # MKL uses AVX-512 on Intel CPUs, so "auto" selects torch's fp32 product there.
-    is_vendors = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
-    return not is_vendors or gemm.vendor_rounds()
+    # "auto" selects torch's fp32 product on Intel CPUs, where MKL uses AVX-512.
+    prefers_torch = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
+    return not prefers_torch or gemm.vendor_rounds()
 
 
 @functools.cache
@@ -188,7 +189,7 @@ def _resolved(backend: str, x: Tensor) -> str:
 
 @functools.cache
 def fallback_reason(device_type: str) -> str | None:
-    """Return on one line why "auto" falls back to torch on a device type.
+    """Return a one-line reason why "auto" falls back to torch on a device type.
 
     The result is None if the preferred backend is available, or if the device type has none.
     """
@@ -210,8 +211,6 @@ def _auto(device_type: str) -> str:
 @functools.cache
 def unavailable(backend: str, device_type: str) -> str | None:
     """Return why a backend cannot run on a device type, or None if it can."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {list(BACKENDS)}, got {backend!r}")
     if backend == "cpu":
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"

@@ -20,14 +20,14 @@ class Support(NamedTuple):
 
         z = z.masked_fill(~is_kept, -inf)          # z as in linear_logps, before log_softmax
 
-    The cost is proportional to Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps
-    must be computed with the same sets. There is one set for each of the T targets, in the order of
-    `target_ids.reshape(-1)`. An empty set means no restriction: the row uses the full vocabulary.
-    The set of a target is ignored if the target is masked or -100.
+    The cost is proportional to Σ_t |S_t| logits instead of T·V. Compute the old, reference and
+    sampling logps with the same sets as the new logps. There is one set for each of the T targets,
+    in the order of `target_ids.reshape(-1)`. An empty set means no restriction: the row uses the
+    full vocabulary. The set of a target is ignored if the target is masked or -100.
 
     Attributes:
-        ids: (nnz,), int32 or int64. The ids of all sets, one set after another. They are in [0, V),
-            and an id may occur only once in a set. Each active target must be in its set.
+        ids: (nnz,), int32 or int64. The ids of all sets, one set after another. They are in [0, V).
+            No set contains an id twice. Each active target must be in its set.
         offsets: (T+1,), int64. The bounds of the sets, ascending from 0 to nnz: S_t is
             ids[offsets[t] : offsets[t + 1]].
 
@@ -109,7 +109,7 @@ class SupportRows(NamedTuple):
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
-    """Return the row number of each element if rows of unequal length are stored in one vector.
+    """Return the row number of each element of a vector that stores rows of unequal length.
 
     Args:
         offsets: (R+1,) bounds of the rows in the vector.

@@ -107,7 +107,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Compute out[id], the sum of d·hidden over all occurrences of each id in the sets.
+    """For each id, compute out[id] as the sum of d·hidden over all occurrences of the id.
 
     The terms are added in row order. The sums overwrite `out`, or are added to it if `add` is set.
     """

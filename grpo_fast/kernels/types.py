@@ -63,7 +63,7 @@ class ActiveRows(NamedTuple):
         if index is None:
             return self._replace(support=None)
         indices = self.active_index, self.hidden_index
-        # None means all rows in order, so selecting `index` from it gives `index` itself.
+        # None means all rows in order, so indexing it with `index` gives `index` itself.
         active, hidden = (index if x is None else x[index] for x in indices)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
@@ -138,7 +138,7 @@ class AddedRows(NamedTuple):
     rows: Tensor | None = None  # (T,) int64; None: rows[t] = t
 
     def terms(self) -> Tensor:
-        """Return the (T, N) fp32 scaled rows, one for each coefficient."""
+        """Return the added rows, each multiplied by its coefficient, as (T, N) fp32."""
         count = len(self.coefficients)
         values = self.values[:count] if self.rows is None else self.values[self.rows]
         return scaled_rows(values, self.coefficients)
@@ -153,9 +153,10 @@ class Dominant(NamedTuple):
     """The fp32 values of the dominant elements of a 16-bit matrix (C, V).
 
     An element is dominant if it makes up more than 1/16 of the sum of its row, so a row has at most
-    16 dominant elements. Their rounding errors are added to dH in fp32, for this reason: a row of
-    dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and W_j is close to W_target, the
-    difference nearly cancels, and the rounding error of d_j becomes a large part of the result.
+    16 dominant elements. Their rounding errors are added to dH in fp32, because they may be a large
+    part of dH. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and W_j is close
+    to W_target, the difference nearly cancels, and the rounding error of d_j becomes a large part
+    of the result.
     """
 
     rows: Tensor  # (n,) int64
@@ -163,7 +164,7 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rounding_errors(self, matrix: Tensor) -> Dominant:
-        """Return these elements with their rounding errors as values.
+        """Return the dominant elements with their rounding errors as values.
 
         A rounding error is the fp32 value minus the bf16 value that the matrix product uses.
         """
@@ -222,7 +223,7 @@ class Coefficients(NamedTuple):
 
 
 class Exponentials(NamedTuple):
-    """Per-row results of `head_exponentials`. Its argument `out` receives the exponentials E.
+    """Per-row results of `head_exponentials`, which also writes exponentials E to `out`.
 
     E is a (T, V) matrix with one exponential for each logit. The gradient of Σ g·logp with respect
     to the raw logits is (g·unit)[:, None]·E, plus g·target_unit in the target columns, where E is
@@ -317,8 +318,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """Convert a 16-bit tensor, including POSITIVE16, to fp32. Return other tensors unchanged."""
     if x.dtype == POSITIVE16:
-        # Converting int16 to int32 extends the sign bit, but the stored numbers are unsigned, so
-        # clear the upper half of the bits.
+        # The stored numbers are unsigned, but the conversion from int16 to int32 extends the sign
+        # bit. Clear the upper half of the bits.
         bits = x.to(torch.int32) & 0xFFFF
         return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
     return x if x.dtype.itemsize >= 4 else x.float()

@@ -5,6 +5,7 @@ The workspace is the buffer for the logits of one chunk. On a CPU, it is reused 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -16,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-# Minimum size in bytes of a tensor of zeros that uses fresh memory pages, which Linux has already
-# set to zero. For smaller tensors, torch.zeros is used.
+# From this size in bytes, `zeros` uses fresh memory pages, which Linux has already set to zero. For
+# smaller tensors, it uses torch.zeros.
 ZERO_PAGES_FROM = 8 << 20
 # The Linux constant MADV_POPULATE_WRITE, which Python's mmap module does not define.
 MADV_POPULATE_WRITE = 23
@@ -70,7 +71,7 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 def gpu_bytes(device: torch.device) -> int:
     """Return the memory of a GPU in bytes, or 0 if torch finds no GPU.
 
-    A missing GPU is no error, because a run for a GPU can be planned on another machine.
+    A missing GPU is not an error, because a run for a GPU can be planned on another machine.
     """
     if not torch.cuda.is_available():
         return 0
@@ -111,36 +112,33 @@ def workspace_bytes(
 # Maximum size in bytes of a CPU workspace that is kept for the next call. Without this, a small
 # loss would spend 20% of its time on fresh memory pages.
 KEPT_BYTES = 128 << 20
-# The spare workspace, if there is one. The list needs no lock, because `pop` and slice assignment
-# are atomic.
+# The workspace that is kept for the next call, if any. The list needs no lock, because `pop` and
+# slice assignment are atomic.
 _spare: list[Tensor] = []
 
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an uninitialised (rows, columns) tensor on the device of `like`.
 
-    On the CPU, the spare workspace is used if it is large enough.
+    On the CPU, the kept workspace is reused if it is large enough.
     """
     spare = None
-    # Use the spare workspace on the CPU only. On a GPU, the allocator of torch already caches
-    # memory.
-    if _spare and like.is_cpu:
-        try:
+    # Reuse a workspace on the CPU only. On a GPU, the allocator of torch already caches memory.
+    if like.is_cpu:
+        with contextlib.suppress(IndexError):  # there is none
             spare = _spare.pop()
-        except IndexError:
-            pass  # another thread took it first
     if spare is None or spare.dtype != dtype or spare.numel() < rows * columns:
         return like.new_empty((rows, columns), dtype=dtype)
     return spare.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
-    """Keep a workspace for the next call. The caller must not use it afterwards.
+    """Keep a CPU workspace for the next call, unless it is large.
 
-    Nothing is kept on a GPU, or if the workspace is large.
+    The caller must not use the workspace afterwards.
     """
-    # A tensor created in inference mode cannot be modified outside of inference mode, so a later
-    # call could not reuse it.
+    # A tensor created in inference mode cannot be modified outside inference mode, so a later call
+    # could not reuse it.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.
@@ -150,5 +148,5 @@ def give_back_workspace(workspace: Tensor | None) -> None:
 
 
 def drop_workspace() -> None:
-    """Free the spare workspace."""
+    """Free the workspace that is kept for the next call."""
     _spare.clear()

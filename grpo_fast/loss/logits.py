@@ -58,7 +58,7 @@ class LogitsSweep:
         # Rows without a support use the full vocabulary, so the dense kernels process them.
         others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
-        return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
+        return SupportSweep(GivenLogits(logits, out, rows, route), rows, dense)
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
         self.logits = logits

@@ -1,7 +1,7 @@
 """Expected results of the kernels in fp64, computed with `tests.oracles` and without package code.
 
 In Triton's interpreter, `only_memory_of` checks memory accesses, and `reversed_programs` reverses
-the order of the programs (see triton_tools). In other processes, both do nothing.
+the order of the programs (see triton_tools). Outside the interpreter, both do nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ else:
 __all__ = ["only_memory_of", "reversed_programs"]
 
 
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal random numbers of a fixed seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Run the block with `count` torch threads, and restore the number of threads afterwards."""
@@ -43,7 +48,8 @@ def final(
     """Apply the scale, the soft cap and the temperature to raw logits in fp64.
 
     Returns:
-        The transformed logits z and the derivative dz/draw, each (C, V) fp64.
+        The transformed logits z, and their derivative with respect to the raw logits, each (C, V)
+        fp64.
     """
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
     if softcap is not None:

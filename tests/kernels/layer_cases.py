@@ -10,6 +10,7 @@ from torch import nn
 
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.cpu.modules import fast_layers
+from tests.kernels.formulas import draw
 
 NEEDS_KERNELS = pytest.mark.skipif(
     gemm.unavailable(torch.float32) or loader.unavailable("layers"), reason="no C++ kernels here"
@@ -20,10 +21,6 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 64,
 }  # fmt: skip
-
-
-def draw(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class TinyRMSNorm(nn.Module):

@@ -1,124 +1,250 @@
-"""Tests of the loader on machines where the C++ kernels cannot be built or loaded.
-
-Each case runs in a separate process (loader_cases.py).
-"""
+"""Tests of the loader on machines where the C++ kernels cannot be built or loaded."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import pwd
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from grpo_fast.kernels import route as backends
+import grpo_fast
+from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.cpu import loader as csrc_loader
 
-ROOT = Path(__file__).resolve().parents[2]
-REASON = csrc_loader.unavailable("rows")
-pytestmark = pytest.mark.skipif(REASON is not None, reason="there is no library to copy")
-OURS = ("GRPO_FAST_", "CXX", "PYTEST_")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-
-# Maps each case to the reason that its only log line must contain.
-FALLBACKS = {
-    "no_compiler": "no C++ compiler",
-    "failing_compiler": "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
-    "idle_compiler": "the compiler failed with status 0: it names no error",
-    "garbage_cpu": "GRPO_FAST_CPU: expected one of",
-    "open_quote": 'CXX: expected a command line, got "g++ -DNAME=\'x"',
-    "shell_words": "the compiler did not run",
-    "nobody": "GRPO_FAST_CACHE: expected a folder",
-    "another_users_folder": "which belongs to uid",
-    "not_a_folder": "cannot write to the cache folder",
-}
-
-DAMAGED = ("truncated", "one_bit_changed", "another_users_library")
+LIBRARY, REASON = csrc_loader.compile_library("rows")
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no library to copy")
+CACHES = (
+    route.fallback_reason, route.unavailable, route.gemm_choice, route._auto, route._route,
+    gemm.unavailable, gemm.has_tiles,
+)  # fmt: skip
+Prepare = Callable[[Path, pytest.MonkeyPatch], None]
 
 
-class Case:
-    """Output, log lines and exit statuses of one case of `loader_cases`."""
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Simulate a machine on which nothing has been loaded, with an empty cache of libraries.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.out = folder.joinpath("out").read_text().splitlines()
-        self.err = folder.joinpath("err").read_text().splitlines()
-        self.statuses = folder.joinpath("statuses").read_text().split()
-        self.told = [line for line in self.err if line.startswith("grpo_fast: ")]
-        builds = folder / "builds"
-        self.builds = len(builds.read_text().split()) if builds.is_file() else 0
+    Yield a folder. The cache is its subfolder `cache`.
+    """
+    for name in os.environ:
+        if name.startswith(("GRPO_FAST_", "CXX")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(csrc_loader, "_warned", [])
+    fresh = functools.cache(csrc_loader._unavailable_once.__wrapped__)
+    monkeypatch.setattr(csrc_loader, "_unavailable_once", fresh)
+    for cached in CACHES:
+        cached.cache_clear()
+    yield tmp_path
+    for cached in CACHES:
+        cached.cache_clear()
 
-    def names(self, pattern: str) -> set[str]:
-        return {path.name for path in (self.folder / "cache").glob(pattern)}
+
+@pytest.fixture
+def copying(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Simulate a machine whose compiler copies LIBRARY and adds a line to the file `builds`."""
+    find_output = 'while [ "$1" != -o ]; do shift; done'
+    write = f'sleep 0.5; echo built >> {machine}/builds; cp {LIBRARY} "$2"'
+    monkeypatch.setenv("CXX", script(machine, f"{find_output}; {write}"))
+    return machine
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("loader")
-    library, reason = csrc_loader.compile_library("rows")
-    assert library is not None, reason
-    line = [sys.executable, "-m", "tests.kernels.loader_cases", str(folder), str(library)]
-    subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=240)
-    return lambda name: Case(folder / name)
+def script(folder: Path, text: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """Change the owner of `path` to a different user.
+
+    Only root can change the owner of a file. Without root, replace `os.geteuid`, so that all files
+    appear to belong to a different user.
+    """
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        patch.setattr(os, "geteuid", lambda: 12345)
+
+
+def variables(**values: str) -> Prepare:
+    """Return a function that sets environment variables. It replaces {} with the folder."""
+
+    def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        for name, value in values.items():
+            patch.setenv(name, value.replace("{}", str(folder)))
+
+    return prepare
+
+
+def failing_compiler(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    line = r"In file\nrows.cpp:1: error: \033[2Jplanted"
+    shout = rf"(printf '{line}'; head -c 200000 /dev/zero | tr '\0' x) >&2"
+    patch.setenv("CXX", script(folder, f"{shout}; exit 3"))
+
+
+def nobody(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def missing(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("GRPO_FAST_CACHE", "HOME"):
+        patch.delenv(name)
+    patch.setattr(pwd, "getpwuid", missing)
+
+
+def another_users_folder(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "cache").mkdir()
+    give_away(folder / "cache", patch)
+
+
+def not_a_folder(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("")
+    patch.setenv("GRPO_FAST_CACHE", str(folder / "file" / "below"))
+
+
+def no_sources(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(csrc_loader, "_PACKAGE", folder / "grpo_fast")
+
+
+# Each case prepares a machine, and has the reason that the only log line must contain.
+FALLBACKS: dict[str, tuple[Prepare, str]] = {
+    "no_compiler": (variables(PATH="{}"), "no C++ compiler"),
+    "failing_compiler": (
+        failing_compiler, "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
+    ),
+    "idle_compiler": (
+        variables(CXX="true"), "the compiler failed with status 0: it names no error",
+    ),
+    "garbage_cpu": (
+        variables(GRPO_FAST_CPU="sse9\x1b[2J\n" * 1000), "GRPO_FAST_CPU: expected one of",
+    ),
+    "open_quote": (
+        variables(CXX="g++ -DNAME='x"), 'CXX: expected a command line, got "g++ -DNAME=\'x"',
+    ),
+    "shell_words": (
+        variables(CXX="g++; touch {}/planted; $(touch {}/planted) #"), "the compiler did not run",
+    ),
+    "no_sources": (no_sources, "the C++ sources are neither in"),
+    "nobody": (nobody, "GRPO_FAST_CACHE: expected a folder"),
+    "another_users_folder": (another_users_folder, "which belongs to uid"),
+    "not_a_folder": (not_a_folder, "cannot write to the cache folder"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FALLBACKS)
-def test_torch_runs_where_the_kernels_cannot_and_one_line_says_so(case, name: str) -> None:
-    found = case(name)
-    assert found.out == ["torch"] and found.statuses == ["0"], found.err
-    assert len(found.told) == 1 and FALLBACKS[name] in found.told[0], found.err
-    assert not any("Traceback" in line for line in found.err)
-    assert len(found.told[0]) < 600 and found.told[0].isprintable()
-    assert not (found.folder / "planted").exists()  # no shell runs the text of CXX
+def test_torch_runs_where_the_kernels_cannot_and_one_line_says_so(
+    machine: Path, name: str, monkeypatch, caplog
+) -> None:
+    prepare, reason = FALLBACKS[name]
+    prepare(machine, monkeypatch)
+    hidden, ids = torch.ones(3, 4, requires_grad=True), torch.tensor([1, 2, 3])
+    lengths = torch.tensor([0, 3], dtype=torch.int32)
+    for _ in range(2):
+        output = grpo_fast.linear_grpo_loss(
+            hidden, torch.ones(7, 4), ids, torch.ones(1), grpo_fast.LossConfig(), cu_seqlens=lengths
+        )
+        output.loss.backward()
+    assert route.rows_route("auto", torch.empty(0)).backend == "torch"
+    (record,) = [x for x in caplog.records if x.levelno >= logging.WARNING]
+    assert reason in record.message and record.exc_info is None
+    assert len(record.message) < 600 and record.message.isprintable()
+    assert not (machine / "planted").exists()  # no shell runs the text of CXX
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: str) -> None:
+@pytest.mark.parametrize("damage", ["truncated", "one_bit_changed", "another_users"])
+def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(
+    copying: Path, damage: str, monkeypatch, caplog
+) -> None:
     """Check that a library is compiled again if it is damaged or belongs to a different user.
 
     If a truncated file were loaded, the process would die with SIGBUS.
     """
-    if name == "another_users_library" and os.geteuid() != 0:
+    path, _ = csrc_loader.compile_library("rows")
+    assert csrc_loader.compile_library("rows") == (path, None)
+    content = bytearray(path.read_bytes())
+    if damage == "truncated":
+        os.truncate(path, len(content) // 2)
+    elif damage == "one_bit_changed":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif os.geteuid() != 0:
         pytest.skip("giving a file away needs root")
-    found = case(name)
-    assert found.out == ["cpu"] and found.statuses == ["0"], found.err
-    assert len(found.told) == 1 and "is damaged or another user's, compiling again" in found.told[0]
-    assert found.builds == 2 and len(found.names("rows-*.so")) == 1
+    else:
+        give_away(path, monkeypatch)
+    again, _ = csrc_loader.compile_library("rows")
+    assert again.read_bytes() == LIBRARY.read_bytes() and again.stat().st_uid == os.geteuid()
+    assert caplog.text.count("is damaged or another user's, compiling again") == 1
+    assert (copying / "builds").read_text().split() == ["built"] * 2
+    assert list((copying / "cache").iterdir()) == [again]
 
 
-@pytest.mark.parametrize(
-    ("name", "out", "builds"),
-    [
-        ("switched_off", ["torch"], 0),
-        ("shipped", ["cpu"], 0),
-        ("three_builds", ["cpu"] * 3, 3),
-        ("threads", ["cpu"], 1),
-    ],
-)
-def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
-    """Check that no warning is logged if nothing is wrong.
-
-    The cases are disabled kernels, a library from the wheel without a compiler, three processes
-    that compile at the same time, and threads that share one build.
-    """
-    found = case(name)
-    assert (found.out, found.told, found.builds) == (out, [], builds)
-    assert found.statuses == ["0"] * len(out) and len(found.names("*")) == min(builds, 1)
+def test_several_builds_at_once_give_one_library(copying: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        found = set(pool.map(csrc_loader.compile_library, ["rows"] * 3))
+    assert (copying / "builds").read_text().split() == ["built"] * 3
+    ((path, reason),) = found
+    assert reason is None and list((copying / "cache").iterdir()) == [path]
 
 
-def test_a_run_says_which_kernels_it_has(case) -> None:
-    slow, fast = case("a_slow_run"), case("a_fast_run")
-    lines = [[x for x in found.out if x.startswith("kernels: ")] for found in (slow, fast)]
-    assert len(lines[0]) == 1 and lines[1] == ["kernels: cpu"]
-    assert lines[0][0].startswith("kernels: torch (slower; cpu: GRPO_FAST_CPU: expected one of")
-    assert len(slow.told) == 1 and fast.told == [] and slow.statuses == fast.statuses == ["0"]
-    summaries = [json.loads((x.folder / "run" / "summary.json").read_text()) for x in (slow, fast)]
+def test_threads_share_one_build(machine: Path, monkeypatch) -> None:
+    loads = []
+
+    def load(library: str) -> None:
+        loads.append(library)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(csrc_loader, "_load", load)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(csrc_loader.unavailable, ["rows"] * 4)) == [None] * 4
+    assert loads == ["rows"]
+
+
+def test_a_library_of_the_wheel_is_used_without_a_warning(
+    machine: Path, monkeypatch, caplog
+) -> None:
+    built = machine / "csrc" / "built" / "generic" / "rows.so"
+    built.parent.mkdir(parents=True)
+    shutil.copy(LIBRARY, built)
+    monkeypatch.setattr(csrc_loader, "_PACKAGE", machine)
+    monkeypatch.setenv("PATH", str(machine))
+    opened = []
+    monkeypatch.setattr(torch.ops, "load_library", opened.append)
+    assert csrc_loader.unavailable("rows") is None and opened == [str(built)]
+    assert not [x for x in caplog.records if x.levelno >= logging.WARNING]
+
+
+def test_a_run_says_which_kernels_it_has(tmp_path: Path) -> None:
+    words = "steps=1 model.config.hidden_size=32 model.config.intermediate_size=64 data.n_test=16 "
+    words += "rollout.prompts_per_step=4 rollout.group_size=4 log.save_model=false"
+    printed, summaries = [], []
+    for name, environment in (("slow", {"GRPO_FAST_CPU": "sse9"}), ("fast", {})):
+        line = [sys.executable, "-m", "grpo_fast", "train", "sort", *words.split()]
+        done = subprocess.run(
+            [*line, f"output_dir={tmp_path / name}"], env=os.environ | environment,
+            capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (kernels,) = [x for x in done.stdout.splitlines() if x.startswith("kernels: ")]
+        printed.append(kernels)
+        summaries.append(json.loads((tmp_path / name / "summary.json").read_text()))
+    assert printed[0].startswith("kernels: torch (slower; cpu: GRPO_FAST_CPU: expected one of")
+    assert printed[1] == "kernels: cpu"
     assert [x["backend"] for x in summaries] == ["torch", "cpu"]
+    assert summaries[0]["backend_fallback"] in printed[0]
     assert summaries[1]["backend_fallback"] is None
-    assert summaries[0]["backend_fallback"] in lines[0][0]
 
 
 @pytest.mark.parametrize(
@@ -149,8 +275,8 @@ def test_a_gpu_without_triton_is_told_as_loudly(monkeypatch, caplog, device, lev
 
     On a CPU, the loader has already logged why the C++ kernels are missing.
     """
-    monkeypatch.setattr(backends, "fallback_reason", lambda device: "it is not installed")
+    monkeypatch.setattr(route, "fallback_reason", lambda device: "it is not installed")
     with caplog.at_level(logging.INFO, "grpo_fast"):
-        assert backends._auto.__wrapped__(device) == "torch"
+        assert route._auto.__wrapped__(device) == "torch"
     (record,) = caplog.records
     assert record.levelno == level and "(it is not installed)" in record.message

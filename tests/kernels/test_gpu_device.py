@@ -94,7 +94,7 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
     """Check that the product dH = d·W, which sums over the vocabulary, returns fp32.
 
-    If a GPU product returns 16 bits, it may also round its partial sums to 16 bits.
+    A GPU product with a 16-bit output may also round its partial sums to 16 bits.
     """
     with OnGpu():
         d, weight = (
@@ -113,10 +113,6 @@ def test_powers_of_two_are_exact(monkeypatch):
     exponents = torch.arange(-126, 128, dtype=torch.int32)
     exact = torch.tensor([2.0**e for e in range(-126, 128)])
     assert torch.equal(half_range.power_of_two(exponents), exact)
-    assert half_range.power_of_two(exponents[3]).item() == 2.0**-123
-    stored, unit = half_range.narrowed(torch.tensor([3e-9, -5e-12]), torch.float16)
-    assert (stored.double() * unit - torch.tensor([3e-9, -5e-12]).double()).abs().max() < 2e-12
-    assert half_range.weight_unit(torch.tensor([0.3, 0.7])) == 1
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")

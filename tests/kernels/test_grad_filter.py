@@ -56,8 +56,8 @@ def test_bounds(config, tolerance, rows, monkeypatch):
     """Check that the filter skips at most the tolerated share of the gradient of the logits.
 
     The metric "dropped_mass" is the skipped share of Σ|d-logits|. The error of dH must be at most
-    the skipped sum times the largest norm of a row of W. For dW, rows of `hidden` replace the rows
-    of W.
+    the skipped part of Σ|d-logits|, times the largest norm of a row of W. The bound of dW uses the
+    largest norm of a row of `hidden` instead.
     """
     monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
@@ -128,8 +128,8 @@ def test_a_flat_softmax_keeps_everything():
 def test_masses_hold_the_coefficients():
     """Check the mass of each vocabulary column, and which columns `heavy_columns` keeps.
 
-    The mass of a column is Σ |d-logit|·|scale of the row| over all rows. `heavy_columns` must drop
-    the columns with the smallest masses, but must keep every column if a mass is NaN.
+    The mass of a column is the sum of |d-logit|·|scale of the row| over all rows. `heavy_columns`
+    must drop the columns with the smallest masses, but must keep every column if a mass is NaN.
     """
     d = torch.zeros(70, 5)
     d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])

@@ -39,9 +39,9 @@ else:
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
 DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
 T = 37
-# Each shape is (rows, hidden size, vocabulary size). A tile has 64 rows, so there are fewer, as
-# many and more rows than in a tile. 1030 rows are more than the 1024 rows of a group of tiles. Most
-# of the other sizes leave an incomplete last tile, vector or slice.
+# Each shape is (rows, hidden size, vocabulary size). A tile has 64 rows, so the cases have fewer
+# rows than a tile, exactly one tile of rows, and more. 1030 rows are more than the 1024 rows of a
+# group of tiles. Most of the other sizes leave an incomplete last tile, vector or slice.
 SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
 SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129), (1030, 8, 300)]
 TRANSFORMS = {
@@ -57,7 +57,7 @@ def head(request):
 
 
 def problem(rows: int, width: int, vocab: int, dtype=torch.bfloat16) -> tuple[Tensor, ...]:
-    """Return hidden, weight, bias and target ids. The raw logits have a magnitude of about 2."""
+    """Return hidden, weight, bias and target ids, scaled for raw logits of about 2."""
     g = torch.Generator().manual_seed(rows + width + vocab)
     hidden, weight = torch.randn(rows, width, generator=g), torch.randn(vocab, width, generator=g)
     bias, weight = torch.randn(vocab, generator=g), weight * 2 / width**0.5
@@ -147,7 +147,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     check_gradient(out, units, *given)
     bare, _, again = weigh(head, *given)
     assert bare[2] is None and torch.equal(again, out)
-    # Check that some of the rows get the same bits if their statistics are already known.
+    # Half of the rows, in reverse order and with known statistics, must get the same bits.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
     part = hidden[index], weight, bias, ids[index], transform.rows(index)
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
@@ -156,7 +156,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
-    """Check that the bits of a row depend only on this row.
+    """Check that the result of a row depends only on this row, bit for bit.
 
     The test changes strides, the number of threads, the order of the programs and the other rows.
     One of the other rows becomes NaN.
@@ -319,37 +319,26 @@ def test_no_rows(head) -> None:
 
 
 @NO_CPP
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("V", [2, 257, 1031])
-def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name: str) -> None:
-    given = *problem(T, 48, V), transform_of(name, T)
+@pairs(name=TRANSFORMS, V=[2, 257, 1031], is_known=[False, True], spread=[1, 8])
+def test_exponentials_in_16_bits(spread: float, is_known: bool, V: int, name: str) -> None:
+    """Check that exponentials in 16 bits have ten significant bits.
+
+    Only exponentials above 1/16 of their row's sum are also returned in fp32. Some rows have an
+    unlikely target, because the kernels compute such rows twice.
+    """
+    transform = transform_of(name, T)
+    hidden, weight, _, ids = problem(T, 48, V)
+    hidden, ids[::5] = hidden * spread, (hidden[::5].float() @ weight.float().t()).argmin(1)
     wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=POSITIVE16)
-    stats, *units, _ = linear_cpu.head_exponentials(*given, wide)
-    same, *same_units, _ = linear_cpu.head_exponentials(*given, narrow[:, :V])
+    given = hidden, weight, None, ids, transform
+    known = linear_cpu.head_logps(*given, return_entropy=False) if is_known else None
+    stats, *units, nothing = linear_cpu.head_exponentials(*given, wide, known=known)
+    same, *same_units, dominant = linear_cpu.head_exponentials(*given, narrow[:, :V], known=known)
+    assert nothing is None and (narrow[:, V:] == -1).all()
     assert all(map(torch.equal, (*stats[:2], *units), (*same[:2], *same_units)))
     bits = (wide.view(torch.int32) - (29 << 23) + 0x2000).clamp(min=0) >> 14
     assert torch.equal(narrow[:, :V].to(torch.int32) & 0xFFFF, bits)
-    assert (narrow[:, V:] == -1).all()
-    assert ((widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide).all()
-
-
-@NO_CPP
-@pairs(name=TRANSFORMS, is_known=[False, True], spread=[1, 8])
-def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
-    """Check that exclusively exponentials above 1/16 of their row's sum are returned in fp32.
-
-    The other exponentials are stored in 16 bits only. Some rows have an unlikely target. The
-    kernels compute such rows twice.
-    """
-    V, transform = 1031, transform_of(name, T)
-    hidden, weight, _, ids = problem(T, 48, V)
-    hidden, ids[::5] = hidden * spread, (hidden[::5].float() @ weight.float().t()).argmin(1)
-    wide, narrow = torch.empty(T, V), torch.empty(T, V, dtype=POSITIVE16)
-    given = hidden, weight, None, ids, transform
-    known = linear_cpu.head_logps(*given, return_entropy=False) if is_known else None
-    *_, nothing = linear_cpu.head_exponentials(*given, wide, known=known)
-    *_, dominant = linear_cpu.head_exponentials(*given, narrow, known=known)
-    assert nothing is None
+    assert ((widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide + 2.0**-98).all()
     p = formulas.final(raw_of(hidden, weight, None), *transform)[0].softmax(1)
     p = p.scatter(1, ids[:, None], 0.0)
     share, places = p / p.sum(1, keepdim=True), (dominant.rows, dominant.columns)

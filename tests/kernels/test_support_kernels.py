@@ -19,13 +19,13 @@ from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitTransform
 from tests.kernels import formulas
-from tests.kernels.formulas import only_memory_of, reversed_programs
+from tests.kernels.formulas import draw, only_memory_of, reversed_programs
 from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-# Numbers of ids in the sets of the rows: one id, less than a tile of 8 ids, exactly a tile, one id
-# more, several tiles, and the full vocabulary of 70 ids.
+# Sizes of the rows' token sets: one id, less than a tile of 8 ids, exactly a tile, one id more,
+# several tiles, and all 70 ids of the vocabulary.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
@@ -43,10 +43,6 @@ def support_kernels(request):
 @pytest.fixture(params=ENGINES)
 def kernels(request):
     return route.rows_route(request.param, torch.empty(0)).kernels
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def some_rows() -> SupportRows:
@@ -68,11 +64,11 @@ def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
     """Return random inputs of an LM head.
 
     Returns:
-        hidden (N, width), index (R,), weight (V, width) and bias (V,). `index` has the row of
-        `hidden` to which each support belongs.
+        hidden (N, width), index (R,), weight (V, width) and bias (V,). `index` holds, for each
+        token set, the row of `hidden` to which it belongs.
     """
-    weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
-    return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
+    weight = (draw(V, width, seed=3) * 2 / width**0.5).to(dtype)
+    return draw(N, width, seed=2).to(dtype), INDEX, weight, draw(V, seed=4).to(dtype)
 
 
 def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
@@ -81,7 +77,7 @@ def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
     Returns:
         The raw logits (nnz,), the statistics, the gradient of the raw logits (nnz,), and the
         derivative of each logp with respect to its hidden row (R, width). The first and the third
-        have one entry for each id of each support.
+        have one entry for each id of each token set.
     """
     full = hidden[index].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
@@ -127,9 +123,9 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 
 
 def test_any_strides(support_kernels):
-    """Check that the kernels accept a transposed weight, as in tied embeddings, and strided hidden.
+    """Check that the kernels accept a transposed weight and a strided `hidden`.
 
-    `hidden` consists of every second column of a wider tensor.
+    Tied embeddings have a transposed weight. `hidden` is every second column of a wider tensor.
     """
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
@@ -173,8 +169,8 @@ def test_nan_stays_in_its_row(support_kernels):
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_ragged_rows(kernels, transform, has_entropy):
     """Check that the row kernels accept rows of unequal length, stored one after another."""
-    tensors, g = tensors_of(20), numbers(R, seed=5)
-    g_entropy = numbers(R, seed=6) if has_entropy else None
+    tensors, g = tensors_of(20), draw(R, seed=5)
+    g_entropy = draw(R, seed=6) if has_entropy else None
     for x in (g, g_entropy):
         _ = x if x is None else x.index_fill_(0, torch.tensor(2), 0.0)
     exact_raw, stats, d, _ = exact(*tensors, transform, g, g_entropy)
@@ -201,7 +197,7 @@ def test_dh_from_d_logits(support_kernels, width):
 
     If d is 0, a NaN in W must have no effect. A NaN in d must reach dH.
     """
-    weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
+    weight, d = tensors_of(width)[2], draw(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
     weight[5] = math.nan
     with only_memory_of(d, weight, *ROWS):
@@ -217,20 +213,20 @@ def test_dw(support_kernels, width, dtype, indexed):
     """Check that dW is correct for ids that occur often or never.
 
     If d is 0, NaN and inf in `hidden` must have no effect. With `add`, the result is added to the
-    existing values. The order of the programs must not change a bit.
+    existing values. The result must be bitwise independent of the order of the programs.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
     ids[::3] = 7
     rows = SupportRows(None, None, ids, torch.arange(0, count + 1, 19), None)
-    d, index = numbers(count, seed=9), INDEX.clone() if indexed else None
+    d, index = draw(count, seed=9), INDEX.clone() if indexed else None
     at = rows.rows if index is None else index[rows.rows]
     d[at == 5], d[at == 3] = 0.0, 0.0
     hidden[5], hidden[3] = math.nan, math.inf
     hidden = hidden if indexed else hidden[:8].contiguous()
     terms = hidden[at].nan_to_num(posinf=0.0).double() * d.double()[:, None]
     expected = torch.zeros(V, width).double().index_add_(0, ids, terms)
-    before = numbers(V, width, seed=8).to(dtype)
+    before = draw(V, width, seed=8).to(dtype)
     call = partial(support_kernels.head_weight, d, hidden, index, rows)
     new = torch.full((V, width), math.nan, dtype=dtype)
     call(new, add=False)
@@ -287,7 +283,7 @@ def test_where_targets_stand(engine):
 
 @pytest.mark.skipif(route.unavailable("cpu", "cpu") is not None, reason="no C++ kernels here")
 def test_the_kernels_read_nothing_outside():
-    """Check that the kernels reject invalid ids and offsets, even if earlier checks missed them."""
+    """Check that the kernels reject ids and offsets that would make them read out of bounds."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     ids, offsets = ROWS.ids, ROWS.offsets
     wrong = [("ids", ids + V), ("ids", ids - V), ("offsets", offsets + 1)]

@@ -14,8 +14,8 @@ from grpo_fast.kernels.cpu import gemm
 
 BF16 = torch.bfloat16
 
-# Cached bf16 copies. The dict maps id(weight) to (weight, (version, address), copy). Outside of
-# `shared_copies`, the variable is None and no copies are stored.
+# Cached bf16 copies. The dict maps id(weight) to (weight, (version, address), copy). Outside
+# `shared_copies`, the variable is None and no copies are cached.
 _copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]] | None]
 _copies = ContextVar("_copies", default=None)
 
@@ -37,7 +37,7 @@ def shared_copies() -> Iterator[None]:
 def in_bf16() -> bool:
     """Return whether the fast layers of fp32 models multiply in bf16.
 
-    They do under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
+    They do so under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
     Otherwise, a model under autocast uses its original layers.
     """
     return (
@@ -49,7 +49,7 @@ def in_bf16() -> bool:
 
 
 def narrow_copy(weight: Tensor) -> Tensor:
-    """Return a bf16 copy of a weight. Inside of `shared_copies`, the copy is stored and reused."""
+    """Return a bf16 copy of a weight. Inside `shared_copies`, the copy is cached and reused."""
     stored = _copies.get()
     state = weight._version, weight.data_ptr()
     if stored is not None and id(weight) in stored:

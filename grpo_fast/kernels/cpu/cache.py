@@ -19,7 +19,7 @@ logger = logging.getLogger("grpo_fast")
 
 
 def cache_folder() -> Path:
-    """Return the cache folder, $GRPO_FAST_CACHE if it is set, or else ~/.cache/grpo_fast.
+    """Return the cache folder: $GRPO_FAST_CACHE if it is set, otherwise ~/.cache/grpo_fast.
 
     Raises:
         ValueError: the user has no home folder.

@@ -94,8 +94,8 @@ def decode_(
     Returns:
         (B, H, D) fp32 attention outputs.
     """
-    # Copy a tensor whose last dimension is not contiguous, because the kernel accepts any other
-    # strides but not these.
+    # Copy a tensor whose last dimension is not contiguous. The kernel accepts any strides in the
+    # other dimensions.
     q, k, v = map(contiguous_rows, (q, k, v))
     return loader.operator("decode", "decode_")(
         q, k, v, *prompts, *completions, lengths, counts, time, scale, window

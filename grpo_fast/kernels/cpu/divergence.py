@@ -1,4 +1,4 @@
-"""Divergences of rows of logits from a teacher, in C++ (csrc/api/divergence.cpp)."""
+"""Divergences between rows of logits and a teacher's logits, in C++ (csrc/api/divergence.cpp)."""
 
 from __future__ import annotations
 

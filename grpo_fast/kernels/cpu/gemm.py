@@ -120,7 +120,7 @@ def mm_(
     # because `_as_stored` cannot tell a matrix of one row or one column from its transpose.
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
     # If `a` is a transposed POSITIVE16 matrix, the kernel corrects the rounding of large elements
-    # by adding rows of `b`. These rows must be contiguous.
+    # by adding rows of `b`, which must be contiguous for this.
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4
@@ -128,7 +128,7 @@ def mm_(
         values = detached(added.values)
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = detached(added.coefficients), values, added.ids, added.rows
-    # Pass each matrix in its layout in memory, with a flag that says whether this is the transpose.
+    # The first two flags say whether the matrices are passed as their transposes.
     layout = a_transposed, b_transposed, add, uses_tiles(b)
     loader.operator("gemm", "mm_")(
         detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra

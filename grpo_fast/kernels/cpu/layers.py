@@ -1,8 +1,8 @@
 """Fast CPU layers of a model, with first-order reverse-mode gradients.
 
 Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++. They
-read and write each tensor once in the forward and once in the backward pass. The same layers of
-transformers make 5 to 12 passes over their tensors.
+read and write each tensor once in the forward and once in the backward pass. The corresponding
+layers of transformers make 5 to 12 passes over their tensors.
 
 Under autocast to bf16, linear layers multiply in bf16, but sum the gradient of the fp32 weight in
 fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
@@ -30,8 +30,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear`, with the csrc matrix product if it is faster (fp32 on a CPU).
 
     If `in_bf16` is true, the csrc product is used for any number of rows. Torch's bf16 product
-    would cache a compiled kernel for each number of rows that occurs. In a model of 135M
-    parameters, each of these numbers takes about 6 MiB.
+    would compile and cache kernels for each number of rows that occurs. In a model of 135M
+    parameters, the kernels for one number of rows take about 6 MiB.
 
     Args:
         x: (…, K).
@@ -136,7 +136,7 @@ def _in_transform() -> bool:
 
     The C++ operators would ignore the batch dimension and the tangents.
     """
-    # `torch.func` wraps tensors, but a custom operator does not see the wrappers.
+    # `torch.func` wraps tensors, and custom operators do not handle the wrappers.
     in_func: bool = torch._C._are_functorch_transforms_active()
     return in_func or forward_ad._current_level >= 0
 
@@ -217,7 +217,8 @@ class _Linear(torch.autograd.Function):
 class _Linear16(_Linear):
     """Linear layer that multiplies in bf16 with fp32 weights.
 
-    The gradients of weight and bias are summed in fp32. Only the forward differs from `_Linear`.
+    The gradients of weight and bias are summed in fp32. Only the forward pass differs from
+    `_Linear`.
     """
 
     @staticmethod

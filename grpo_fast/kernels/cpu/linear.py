@@ -4,8 +4,8 @@
 
 The kernel sums the softmax statistics of a block of logits while the block is in cache. A pass
 without gradients therefore stores no logits. A pass with gradients writes one exponential per
-logit. It is the d-logit divided by a factor that all columns of the row share (gpu/exponentials.py
-has the derivation).
+logit. An exponential is the gradient with respect to its logit, divided by a factor that all
+columns of the row share. gpu/exponentials.py derives this.
 
 Each block of W is read from memory once per group of rows. A stored exponential takes 4 bytes for
 fp32 inputs, and 2 bytes for bf16 inputs (POSITIVE16, which has two more significant bits than
@@ -62,7 +62,7 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V) fp32
 ) -> RowStats:
-    """Compute lse, log-probability of the target and, if requested, the entropy of every row.
+    """Compute the lse, the target's log-probability and, if requested, the entropy of every row.
 
     The result equals `row_logps(hidden @ weight.T + bias, …)`. A target id outside [0, V) is never
     read, and its logp is NaN.
@@ -74,8 +74,8 @@ def head_logps(
         target_ids: (T,).
         transform: the logit transform.
         return_entropy: also compute the entropy.
-        logits_out: (T, V) fp32 destination of the raw logits. It does not change the bits of the
-            results.
+        logits_out: (T, V) fp32 destination of the raw logits. The results are bitwise identical
+            with and without it.
 
     Returns:
         lse, logps and entropy (or None), (T,) fp32 each.
@@ -109,8 +109,8 @@ def head_exponentials(
         transform: the logit transform.
         out: (T, V) fp32 or POSITIVE16, any row stride.
         return_entropy: also compute the entropy.
-        known: statistics of these rows from an earlier call, which are then not computed again. The
-            bits of `out` do not depend on this argument.
+        known: statistics of these rows from an earlier call, which are then not computed again.
+            `out` is bitwise identical with and without this argument.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
         hidden, weight, bias, target_ids, transform, out, True, known, return_entropy

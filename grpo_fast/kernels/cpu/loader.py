@@ -19,7 +19,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -64,7 +63,7 @@ Operator = Callable[..., Any]  # a torch operator; its schema checks the argumen
 
 
 class CsrcUnavailable(RuntimeError):
-    """Error that says that the C++ kernels cannot run here. The message gives the reason."""
+    """Raised if the C++ kernels cannot run here. The message gives the reason."""
 
 
 def unavailable(library: str = "rows") -> str | None:
@@ -130,16 +129,11 @@ def _load(library: str) -> str | None:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
     path, reason = compile_library(library, wanted)
     if path is None:
-        shipped = shipped_library(library, wanted)
-        if shipped is None:
+        path = shipped_library(library, wanted)
+        if path is None:
             return reason
         text = "grpo_fast: C++ kernels '%s' come from the wheel, for %s: %s"
-        logger.info(text, library, shipped.parent.name, one_line(reason or ""))
-        return _open(shipped)
-    return _open(path)
-
-
-def _open(path: Path) -> str | None:
+        logger.info(text, library, path.parent.name, one_line(reason or ""))
     try:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
@@ -184,30 +178,24 @@ def compiler() -> list[str] | None:
 
 
 @functools.cache
-def _cpuinfo() -> str:
+def _cpuinfo() -> dict[str, str]:
+    """Return the fields of the first CPU in /proc/cpuinfo. On other systems, there are none."""
     try:
-        return Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ""
+        return {}
+    fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
 
 
-@functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """Return the CPU features as Linux names them, or the processor's name on other systems."""
-    text = _cpuinfo()
-    if not text:
-        return (platform.machine(), platform.processor())
-    for line in text.splitlines():
-        if line.startswith("flags"):
-            return tuple(sorted(line.partition(":")[2].split()))
-    return (platform.machine(),)
+    """Return the CPU features as Linux names them, sorted. They are empty on other systems."""
+    return tuple(sorted(_cpuinfo().get("flags", "").split()))
 
 
-@functools.cache
 def cpu_vendor() -> str:
     """Return the CPU's vendor_id from /proc/cpuinfo, or "" if it is unknown."""
-    match = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
-    return match[1] if match else ""
+    return _cpuinfo().get("vendor_id", "")
 
 
 def compile_library(

@@ -90,8 +90,9 @@ def print_header(
 ) -> str:
     """Return the text of a C++ header with the formulas of losses, KL estimators and divergences.
 
-    The header defines one C++ function for each of the three lists. Its first argument is the index
-    of a formula in the list. For divergences, the index is a template argument.
+    The header defines one C++ function for each of the three lists. The first argument of a
+    function is the index of a formula in its list. For divergences, the index is a template
+    argument.
     """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
@@ -208,7 +209,7 @@ def _operator(sign: str) -> tuple[Operator, Operator]:
     return lambda x, y: x.write(form, x, y), lambda x, y: x.write(form, y, x)
 
 
-# Define __add__, __radd__ and so on, each of which writes one C++ statement.
+# Define __add__, __radd__ and so on. Each operator writes one C++ statement.
 for _word, _sign in OPERATORS.items():
     _forward, _reflected = _operator(_sign)
     setattr(Variable, f"__{_word}__", _forward)

@@ -3,11 +3,11 @@
 `fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
 class, weights, names, hooks and submodules do not change.
 
-A fast layer is used only after a trial. The trial shows that it gives the same outputs and
-gradients as the module, with random inputs and weights. It runs once for each combination of class,
-forward and settings (attributes such as eps). Every call of a fast layer checks that the
-combination is unchanged. If hooks, replaced submodules or patched classes were added later, the
-call uses the original forward.
+A fast layer is used only after a trial has shown that it gives the module's outputs and gradients
+for random inputs and weights. The trial runs once for each combination of class, forward function
+and settings (attributes such as eps). Every call of a fast layer checks that this combination is
+unchanged. If hooks, replaced submodules or patched classes were added later, the call uses the
+original forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from grpo_fast.kernels.cpu import autocast, layers, loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
 CLOSE = 1e-5  # relative tolerance of a trial, for two fp32 results of the same formula
-# Name of the function with which the attention modules of transformers rotate queries and keys.
+# Name of the function that rotates queries and keys in the attention modules of transformers.
 ROTARY = "apply_rotary_pos_emb"
 # Attributes of these types are the settings of a module. They may change its formula.
 SETTINGS = frozenset((bool, int, float, str, type(None)))
@@ -49,7 +49,7 @@ class OurForward(functools.partial):
 class Observer(functools.partial):
     """Forward pre-hook that does not change the module or its inputs.
 
-    Code that computes a module without calling it, such as the C++ decoder, may call the hook
+    Code that evaluates a module without calling it, such as the C++ decoder, may call the hook
     directly.
     """
 
@@ -58,13 +58,23 @@ def fast_layers(model: nn.Module) -> None:
     """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
     for module in model.modules():
         first = next(module.parameters(), None)
-        # Skip a module with a `forward` attribute, because the user has patched it, and modules on
-        # other devices. Accept the meta device, because the weights of the module are loaded later.
+        # Skip a module whose `forward` attribute was set by the user, and a module on a GPU. Accept
+        # the meta device, because the weights of the module are loaded later.
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
             continue
         ours = _layer_of(module)
         if ours is not None:
-            vars(module)["forward"] = OurForward(ours, module)
+            vars(module)["forward"] = OurForward(_forward, ours, module)
+
+
+def _forward(ours: Callable[..., Any], module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Call the fast layer `ours`, or the original forward while torch.compile traces the module.
+
+    torch.compile fuses the original layers. It cannot trace the check of an activation, and cannot
+    guard an attention whose globals do not belong to a Python module.
+    """
+    forward = type(module).forward if torch.compiler.is_compiling() else ours
+    return forward(module, *inputs, **options)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -81,7 +91,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """Return the class, the forward and the settings of a module, the key of its cached trial."""
+    """Return the key of a module's cached trial: its class, forward function and settings."""
     kind = type(module)
     return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
 
@@ -105,19 +115,13 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
     """Return whether the trial of a fast layer passes. The result is cached under `key`."""
     if key not in _verdicts:
-        _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
-            lambda: _passes(trial)
-        )
+        try:
+            _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(trial)
+        # The forward of an unknown class may raise any exception for the inputs of the trial. The
+        # trial then fails, and the original layer is used.
+        except Exception:
+            _verdicts[key] = False
     return _verdicts[key]
-
-
-def _passes(trial: Callable[[], bool]) -> bool:
-    try:
-        return trial()
-    # The forward of an unknown class may raise any exception for the inputs of the trial. The trial
-    # then fails, and the original layer is used.
-    except Exception:
-        return False
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
@@ -166,16 +170,14 @@ def epsilon_of(norm: nn.Module) -> float | None:
 
 
 def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any:
-    eps = epsilon_of(module)
+    eps: Any = epsilon_of(module)
     weight: Any = module.weight
-    is_plain = layers.is_plain(x, weight) and x.shape[-1:] == weight.shape
-    if rest or options or not isinstance(eps, float) or not is_plain:
-        return type(module).forward(module, x, *rest, **options)
-    # The key contains the settings, so a changed eps causes a new trial.
-    key = settings_of(module)
-    if not _verdict(key, lambda: _is_plain_norm(module, len(weight), eps)):
-        return type(module).forward(module, x)
-    return layers.rms_norm(x, weight, eps)
+    is_plain_call = not rest and not options and isinstance(eps, float)
+    if is_plain_call and layers.is_plain(x, weight) and x.shape[-1:] == weight.shape:
+        # The key contains the settings, so a changed eps triggers a new trial.
+        if _verdict(settings_of(module), lambda: _is_plain_norm(module, len(weight), eps)):
+            return layers.rms_norm(x, weight, eps)
+    return type(module).forward(module, x, *rest, **options)
 
 
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
@@ -187,12 +189,12 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # Reject a module that has buffers, submodules or attributes of other types than SETTINGS. They
-    # could change the formula, but are not part of the key under which the trial is cached.
+    # Reject a module that has buffers, submodules, or attributes of types that are not in SETTINGS.
+    # These could change the formula without changing the key under which the trial is cached.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
-    # Small rows show whether eps is inside or outside of the square root.
+    # Small rows show whether eps is inside or outside the square root.
     x = torch.cat([scale * _draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
 
     def theirs(x: Tensor, weight: Tensor) -> Any:
@@ -212,7 +214,7 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
 # possible, because it would call the submodules and their hooks.
 def _plain_mlp(self: Any, x: Any) -> Any:
     # This is a copy of LlamaMLP.forward in transformers. Keep the assignment, because a direct
-    # return would have a different bytecode.
+    # return would compile to different bytecode.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 
@@ -233,8 +235,7 @@ def is_silu(act: Any) -> bool:
 
 def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
     forward = type(module).forward
-    # torch.compile fuses the activation itself. Dynamo of torch 2.11 cannot trace `is_silu`.
-    is_plain_call = len(inputs) == 1 and not options and not torch.compiler.is_compiling()
+    is_plain_call = len(inputs) == 1 and not options
     if not (is_plain_call and _is_swiglu(forward) and is_silu(module.act_fn)):
         return forward(module, *inputs, **options)
     return module.down_proj(layers.swiglu(module.gate_proj(*inputs), module.up_proj(*inputs)))
@@ -260,14 +261,11 @@ class _Rotated(NamedTuple):
 
 def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     forward = type(module).forward
-    # torch.compile cannot guard a function whose globals do not belong to a module, so do not use
-    # the copy there.
-    ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
-    if ours is not None:
-        # The copy does not see a global variable that was patched later, so use it only if the
-        # globals of the original are unchanged.
-        if all(ours.theirs.get(name) is value for name, value in ours.names.items()):
-            return ours.forward(module, *inputs, **options)
+    ours = _rotated_by_ours(forward)
+    # The copy does not see a global variable that was patched later, so use it only if the globals
+    # of the original are unchanged.
+    if ours is not None and all(ours.theirs.get(n) is value for n, value in ours.names.items()):
+        forward = ours.forward
     return forward(module, *inputs, **options)
 
 
@@ -312,7 +310,7 @@ def _copy_of(function: Any, names: dict[str, Any], closure: Any) -> Callable[...
 def _rewrapped(function: Any, ours: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a copy of a decorated function whose decorators call `ours` as the innermost function.
 
-    Return None if a decorator does not keep the function that it wraps in its closure.
+    Return None if the closure of a decorator does not contain the function that it wraps.
     """
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
@@ -331,6 +329,6 @@ def _rewrapped(function: Any, ours: Callable[..., Any]) -> Callable[..., Any] | 
 
 
 def _rotates_halves(theirs: Callable[..., Any]) -> bool:
-    """Return whether a rotary function and `layers.rotary` agree in outputs and gradients."""
+    """Return whether `theirs` and `layers.rotary` give nearly the same outputs and gradients."""
     q, k, cos, sin = (_draw(1, n, 3, 8, seed=n) for n in (2, 1, 3, 4))
     return _agree(layers.rotary, theirs, [q, k], cos[:, 0], sin[:, 0])

@@ -101,9 +101,9 @@ def row_loss_(
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in C++, like `reference.row_loss_`.
 
-    All steps of a row run while the row is in cache. The results have the same bits as separate
-    calls of `row_logps`, the loss function and `row_grad_`. The loss function is generated C++
-    code, and runs in double precision.
+    All steps of a row run while the row is in cache. The results are bitwise equal to those of
+    separate calls of `row_logps`, the loss function and `row_grad_`. The loss function is generated
+    C++ code, and runs in double precision.
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),

@@ -48,7 +48,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Compute dH from d-logits over token sets in C++, like `support_reference.head_hidden`."""
+    """Compute dH in C++ from d-logits of token sets, like `support_reference.head_hidden`."""
     operator = loader.operator("support", "support_hidden")
     out: Tensor = operator(d, contiguous_rows(weight), rows.ids, rows.offsets)
     return out
@@ -63,7 +63,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Compute dW from d-logits over token sets in C++, like `support_reference.head_weight`."""
+    """Compute dW in C++ from d-logits of token sets, like `support_reference.head_weight`."""
     loader.operator("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
     )

@@ -30,7 +30,7 @@ def is_capturing(x: Tensor) -> bool:
 
 
 def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
-    """Raise ValueError if operations on x are being captured and `value` differs from `expected`.
+    """Raise ValueError if a CUDA graph captures operations on x and `value` is not `expected`.
 
     Call this for an argument whose value the host would have to read.
     """

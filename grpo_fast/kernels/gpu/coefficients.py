@@ -36,7 +36,8 @@ def call_objective(
 ):
     """Call the loss function with the first N_PARAMS of the hyperparameters p0 to p3.
 
-    Returns: The loss and its derivative with respect to the logp.
+    Returns:
+        The loss and its derivative with respect to the logp.
     """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
     # Triton cannot unpack a list of arguments, so select the call by N_PARAMS at compile time.
@@ -61,8 +62,8 @@ def loss_and_slope(
 ):  # fmt: skip
     """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
 
-    ℓ is the policy loss of a token, whose logp is `lp`. `at` is the index of its row. Both may also
-    be blocks of several rows.
+    ℓ is the policy loss of a token, whose logp is `lp`. `at` is the index of its row. `lp` and `at`
+    may also be blocks of several rows.
     """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
@@ -93,7 +94,7 @@ def loss_and_slope(
 
 @functools.cache
 def device_function(function: TokenFunction) -> TokenFunction:
-    """Compile a function of the folder objective for Triton, with `tl` bound to triton.language."""
+    """Compile a function of grpo_fast.objective for Triton, with `tl` bound to triton.language."""
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
     return bind(function, tl, triton.jit, words)
 
@@ -136,14 +137,13 @@ def row_coefficients(
     logps: Tensor,  # (C,) fp32
     terms: RowTerms,
     config: LossConfig,
-) -> tuple[Tensor, Tensor]:
-    """Compute (losses, grad_logps), (C,) each, like `objective.coefficients.row_coefficients`."""
+) -> tuple[Tensor, Tensor]:  # (C,) fp32 each
+    """Compute losses and their logp gradients, like `objective.coefficients.row_coefficients`."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, constants = loss_arguments(config)
-    if len(logps):
-        launch(
-            coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
-            *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
-            BLOCK_T=BLOCK_T, num_warps=4, **constants,
-        )  # fmt: skip
+    launch(
+        coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
+        *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
+        BLOCK_T=BLOCK_T, num_warps=4, **constants,
+    )  # fmt: skip
     return losses, grad_logps

@@ -28,7 +28,7 @@ SLICE_COLUMNS = 2048
 
 # Maximum size of the hidden states that are processed concurrently. Every tile of W reads them
 # again, so they must stay in L2 together with the tiles of W in use. On an H100 (50 MB of L2), 8
-# MiB are 2 to 4% faster than 24 MiB at H = 2048 and 4096. At H = 896, they are 3% slower with
+# MiB are 2 to 4% faster than 24 MiB at H = 2048 and 4096. At H = 896, 8 MiB are 3% slower with
 # stored exponentials, and 3% faster without.
 GROUP_BYTES = 8 << 20
 
@@ -105,13 +105,15 @@ def row_config(vocab: int) -> RowConfig:
 
 # Block sizes that `linear_config` returns. The key is (architecture or "other", whether inputs have
 # 16 bits, whether W is aligned). W is aligned if the size of a row is a multiple of 16 bytes, which
-# tensor descriptors (TMA) and vector loads require. The tile sizes were chosen so that registers do
-# not spill: - A tile of 128 x 128 would spill on all architectures except sm_90, gfx942 and sm_100.
-# On sm_100, it spills only with a soft cap and Triton 3.6. It is not used there, because Triton 3.9
-# cannot compile the pieces of a tile with 8 warps. - Unaligned rows are loaded element by element,
-# and large tiles then spill. In fp32, even a tile of 32 x 64 spills. - sm_120 uses pointers instead
-# of TMA, because with TMA, Triton 3.6 uses local memory there. fp32 inputs are multiplied by FMA
-# units, in IEEE precision.
+# tensor descriptors (TMA) and vector loads require. FMA units multiply fp32 inputs, in IEEE
+# precision. The tile sizes were chosen so that registers do not spill:
+#
+# - Only sm_90 and gfx942 use a tile of 128 x 128. It would spill on all other architectures. On
+#   sm_100, it would spill only with a soft cap and Triton 3.6. But Triton 3.9 cannot compile a tile
+#   for sm_100 that is split into pieces and uses 8 warps.
+# - Unaligned rows are loaded element by element, and large tiles then spill. In fp32, even a tile
+#   of 32 x 64 spills.
+# - sm_120 uses pointers instead of TMA, because with TMA, Triton 3.6 uses local memory there.
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True, flatten=True),
     ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
@@ -121,30 +123,29 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Larger tiles for epilogues that need few registers. They have twice as many columns, which reduces
-# the L2 traffic from 1/64 to 1/85 byte per flop. On Hopper, the L2 traffic limits the speed of a
-# 128 x 128 tile. The larger tile would spill registers if exponentials are stored and there is a
-# soft cap, or both a bias and an entropy. It is not used then.
-_LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
+# Larger tiles of sm_90, for 16-bit inputs, an aligned W and an epilogue that needs few registers.
+# These tiles have twice as many columns, which reduces the L2 traffic from 1/64 to 1/85 byte per
+# flop. On Hopper, the L2 traffic limits the speed of a 128 x 128 tile.
+#
+# - plain: no soft cap, bias, entropy or temperature per row. With any of these, this tile would
+#   spill registers in a flattened loop. benchmarks/LOG.md has the times on an H100.
+# - light: no soft cap, and no bias together with an entropy; or no exponentials are stored.
+_LARGE = {
+    "plain": LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True),
+    "light": LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
 }
-# Tiles for an epilogue without a soft cap, a bias, an entropy and a temperature per row. If an
-# epilogue had one of these, this tile would spill registers in a flattened loop. benchmarks/LOG.md
-# has the times on an H100.
-_PLAIN: dict[tuple[str, bool, bool], LinearConfig] = {
-    ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True)
-}
-_TABLES = {"plain": _PLAIN, "light": _LIGHT, "heavy": _LINEAR}
 
 
 def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, epilogue: str) -> LinearConfig:
     """Return the block sizes of the kernel that computes logps from hidden states.
 
-    They do not depend on the batch. `epilogue` is a key of `_TABLES`, and says how many registers
-    the epilogue needs. All tables give the same bits, because `piece` and `block_h` are equal.
+    They do not depend on the batch. `epilogue` is "plain", "light" or "heavy", from few to many
+    registers. The results are bitwise equal for all three, because `piece` and `block_h` are.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
-    return _TABLES[epilogue].get(key) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
+    if key == ("sm_90", True, True) and epilogue in _LARGE:
+        return _LARGE[epilogue]
+    return _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
 
 
 # Block sizes for the rows of token sets, which have tens to hundreds of logits each.

@@ -5,13 +5,14 @@
 
 The kernel makes four passes over a row:
 
-1. Find the largest logit of the student and of the teacher. 2. Sum the exponentials of the other
-logits, which gives both lse. 3. Compute values and slopes, and store the slopes in the gradient
-buffer. 4. Replace the slopes in the buffer with the gradient.
+1. Find the largest logit of the student and of the teacher.
+2. Sum the exponentials of the other logits, which gives the lse of both models.
+3. Compute values and slopes, and store the slopes in the gradient buffer.
+4. Replace the slopes in the buffer with the gradient.
 
 HBM traffic is 12 bytes per pair of logits: the first pass reads both in fp32, and the last pass
 writes the gradient. All other reads hit L2. For the student's most likely logit, the gradient is
-computed as (1 - p)·slope - p·(center - slope), which does not cancel if p is close to 1.
+computed as (1 - p)·slope - p·(center - slope), which is accurate even if p is close to 1.
 
 The divergence functions come from objective/divergences.py. Sums are fp32 per lane and are reduced
 in a fixed order. Rows of unequal length use divergence_reference.py.
@@ -33,14 +34,14 @@ from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Number of columns and of warps per block, which gives each thread two columns. With these values,
-# registers do not spill on any architecture with Triton 3.6 or 3.9. They would spill with four
-# columns per thread on sm_80 and sm_100, and with eight warps on sm_100 with Triton 3.6.
+# Triton 3.6 and 3.9 spill no registers on any architecture. With four columns per thread, registers
+# would spill on sm_80 and sm_100. With eight warps, they would spill on sm_100 with Triton 3.6.
 BLOCK_V, WARPS = 256, 4
 
 
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
-    """Load raw logits of one row. Return the final logits z and their derivatives dz/draw.
+    """Load raw logits of one row. Return the final logits z and the derivatives d z/d raw.
 
     Columns that are not in [0, V) get z = -inf.
     """
@@ -104,8 +105,8 @@ def row_divergence_kernel(
     inv_other = inverse_temperature(None, teacher_temperature, row)
     top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
     lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
-    # `known` has the shape (4, C). Its rows are: values, centers, lse of the student, lse of the
-    # teacher.
+    # `known` has the shape (4, C). Its rows are the values, the centers, the student's lse and the
+    # teacher's lse.
     if known_ptr is None:
         unused_q, lse_high_q, lse_low_q = row_normaliser(
             other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
@@ -121,7 +122,7 @@ def row_divergence_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
     slope_sum = tl.zeros([BLOCK_V], tl.float32)
-    # 2. Compute value and slope of the student's most likely logit now, because step 3 may
+    # 2. Compute the value and the slope of the student's most likely logit now, because step 3 may
     # overwrite the teacher's logits with slopes.
     z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
     y_top, chain_other = load_final_logits(
@@ -201,14 +202,13 @@ def row_divergence_(
         )  # fmt: skip
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
-    if count:
-        *scalars, temperature_ptr = transform_arguments(transform)
-        launch(
-            row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
-            None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
-            teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
-            *transform_arguments(teacher_transform)[:3], float(divergence.beta),
-            DIVERGENCE=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V,
-            num_warps=WARPS,
-        )  # fmt: skip
+    *scalars, temperature_ptr = transform_arguments(transform)
+    launch(
+        row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
+        None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
+        teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
+        *transform_arguments(teacher_transform)[:3], float(divergence.beta),
+        DIVERGENCE=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V,
+        num_warps=WARPS,
+    )  # fmt: skip
     return DivergenceRows(*sums)

@@ -1,8 +1,8 @@
 """Epilogue of the LM head GEMM, which computes online softmax statistics of a tile in registers.
 
 It can also store the tile. A tile is processed from left to right, in pieces with a fixed number of
-columns, for two reasons: only one piece at a time needs registers in addition to the tile, so a 128
-x 256 tile does not spill. And the order of the sums does not depend on the tile size.
+columns. Only one piece at a time needs extra registers, so a tile of 128 x 256 does not spill. The
+fixed number of columns makes the order of the sums independent of the tile size.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def fold(
     With STORE = "logits" or "exponentials", the logits or their exponentials are also stored.
     `sums` contains the running sums (row_max, exp_sum, exp_z_sum, z_target), and the updated sums
     are returned. The caller sets CLEAN if all columns are inside the vocabulary and none of them is
-    a target. The function then skips the masks for both cases, which does not change the bits of
-    the results.
+    a target. The function then skips the masks for both cases. The results are bitwise identical.
     """
     row_max, exp_sum, exp_z_sum, z_target = sums
     target, normaliser, inv_temperature = row
@@ -71,8 +70,8 @@ def fold(
     shifted = z - new_max[:, None]
     e = exp_fp32(shifted)
     if ENTROPY:
-        # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
-        # numbers as large as the logits. FLOOR prevents the NaN of 0·(-inf).
+        # Accumulate Σ e·(z - max). Computing the entropy from Σ e·z would subtract two numbers as
+        # large as the logits, and lose digits. FLOOR prevents the NaN of 0·(-inf).
         exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
             e * tl.maximum(shifted, FLOOR), 1
         )
@@ -83,8 +82,8 @@ def fold(
         e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
-        # Replace NaN with 0, which tl.maximum does. Otherwise a NaN in a row with coefficient 0
-        # would make all of dW NaN, because 0·NaN is NaN.
+        # tl.maximum also replaces NaN with 0. A NaN in a row with coefficient 0 would make all of
+        # dW NaN, because 0·NaN is NaN.
         e = tl.maximum(e, 0.0)
         store_tile(out, e, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     return new_max, exp_sum, exp_z_sum, z_target

@@ -78,7 +78,7 @@ def units_kernel(
     temperature_ptr, raw_target_ptr, lse_ptr, logps_ptr, unit_ptr, target_unit_ptr,
     n_rows, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute `unit` and `target_unit` of BLOCK_T rows, which the module docstring defines."""
+    """Compute `unit` and `target_unit` (see the module docstring) of BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     if temperature_ptr is not None:
@@ -123,9 +123,6 @@ def head_exponentials(
 
     If a target id is outside [0, V), its logit counts as 0. `dominant` in the result is always
     None, because the GEMM uses the stored bf16 values without further rounding.
-
-    Raises:
-        ValueError: hidden and weight have different dtypes.
     """
     p = head_inputs(hidden, weight, bias, target_ids, transform)
     rows = p.hidden.shape[0]
@@ -146,8 +143,8 @@ def head_exponentials(
     else:
         lse, logps, entropy = known
         stats = vector(lse), vector(logps), entropy
-    # 3. Compute the exponentials of the rows that need s = lse. If step 2 did not compute
-    # exponentials, compute those of all rows.
+    # 3. Recompute the exponentials of the rows that need s = lse. If step 2 computed no
+    # exponentials, compute them for all rows.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
     # 4. Compute the factors that turn exponentials into d-logits.
     *scalars, temperature_ptr = transform_arguments(transform)

@@ -1,13 +1,13 @@
-"""Triton kernels that run before and after the gradient GEMMs, which multiply exponentials E.
+"""Triton kernels that run before and after the GEMMs that compute gradients from exponentials.
 
     times          by_row = dL/dlogps·unit,  by_target = dL/dlogps·target_unit
     write_hidden_  dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden  by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_   the contribution of the targets to dW (target_rows.py)
 
-exponentials.py defines E, unit and target_unit. y_t is the target of row t. For each element of a
-(C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and scaled_hidden 4 bytes. A
-coefficient of 0 gives exact zeros, even in rows with NaN.
+exponentials.py defines the matrix E of exponentials, unit and target_unit. y_t is the target of row
+t. For each element of a (C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and
+scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN.
 """
 
 from __future__ import annotations
@@ -97,16 +97,16 @@ def times(
 ) -> tuple[Tensor, Tensor]:
     """Compute by_row and by_target from dL/dlogps, with zeros in the padding rows.
 
-    Returns: (by_row, by_target), (padded C,) each.
+    Returns:
+        (by_row, by_target), (padded C,) each.
     """
     by_row, by_target = (
         torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)
     )
-    if rows:
-        launch(
-            times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), unit, target_unit,
-            by_row, by_target, unit.shape[0], rows, BLOCK_T=BLOCK_T, num_warps=4,
-        )  # fmt: skip
+    launch(
+        times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), unit, target_unit,
+        by_row, by_target, unit.shape[0], rows, BLOCK_T=BLOCK_T, num_warps=4,
+    )  # fmt: skip
     return by_row, by_target
 
 
@@ -119,12 +119,11 @@ def write_hidden_(
     weight: Tensor,  # (V, H)
 ) -> Tensor:
     """Write dH[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]] to `out`."""
-    if target_ids.shape[0]:
-        launch(
-            write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
-            weight, out, weight.shape[1], product.stride(0), weight.stride(0),
-            weight.stride(1), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
-        )  # fmt: skip
+    launch(
+        write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
+        weight, out, weight.shape[1], product.stride(0), weight.stride(0),
+        weight.stride(1), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -135,9 +134,8 @@ def scaled_hidden(
 ) -> Tensor:  # (C, H)
     """Multiply the rows of `hidden` by `by_row`, and round the result, (C, H), to `dtype` once."""
     out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
-    if hidden.shape[0]:
-        launch(
-            scaled_hidden_kernel, hidden.shape[0], hidden, by_row, out, hidden.shape[1],
-            hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
-        )  # fmt: skip
+    launch(
+        scaled_hidden_kernel, hidden.shape[0], hidden, by_row, out, hidden.shape[1],
+        hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
+    )  # fmt: skip
     return out

@@ -49,7 +49,7 @@ def load_tile(
         tile = source.load([row_start, col_start])
     else:
         # Compute the address of the tile's corner in int64, but the offsets inside the tile in
-        # int32, which need half as many registers.
+        # int32, because int32 needs half as many registers.
         offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
         corner = (
             source
@@ -77,8 +77,8 @@ def slice_kernel(
     row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
     # 1. Select the rows and the vocabulary slice of this program. Programs with neighbouring ids
     # share a slice of W, so all but the first of them read its tiles from L2. Rows of `hidden` are
-    # read again for every tile and should also come from L2. Therefore a group of row blocks that
-    # fits into L2 processes all slices before the next group starts.
+    # read again for every tile and should also come from L2. A group of row blocks whose rows fit
+    # into L2 therefore processes all slices before the next group starts.
     first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
     place = tl.program_id(0) % (group_blocks * slices)
     blocks = tl.minimum(row_blocks - first_block, group_blocks)
@@ -98,8 +98,8 @@ def slice_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         row_inv_temperature = inv_temperature
 
-    # 2. Initialise the running sums. If exponentials are stored, choose the number s that is
-    # subtracted from the logits of each row (see exponentials.py).
+    # 2. Initialise the running sums. If exponentials are stored, choose `normaliser`, the number s
+    # that is subtracted from the logits of each row (see exponentials.py).
     first = slice_id * slice_columns
     stop = tl.minimum(first + slice_columns, V)
     row_max = tl.full([BLOCK_T], FLOOR, tl.float32)
@@ -131,8 +131,8 @@ def slice_kernel(
             b = load_tile(
                 weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA
             )
-            # Request "ieee", which disables TF32 for fp32 operands. It does not affect 16-bit
-            # operands, whose products are summed in fp32.
+            # "ieee" disables TF32 for fp32 operands. It has no effect on 16-bit operands, whose
+            # products are summed in fp32.
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
         row_max, exp_sum, exp_z_sum, z_target = fold_tile(
             raw, start, (row_max, exp_sum, exp_z_sum, z_target),
@@ -163,7 +163,7 @@ def join_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # `finish` must not add the exponential of a target outside the vocabulary.
+    # If the target is outside the vocabulary, `finish` must not add its exponential.
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
     offs_s = tl.arange(0, BLOCK_S)
@@ -217,15 +217,11 @@ def head_inputs(
     target_ids: Tensor,
     transform: LogitTransform,
 ) -> HeadInputs:
-    """Validate the inputs of an LM head kernel, and copy hidden if it is unaligned.
+    """Prepare the inputs of an LM head kernel, and copy `hidden` if it is unaligned.
 
     The tile size determines the order of sums. It depends on the layout of W. It must not depend on
     the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
-    if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
-        )
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
@@ -246,21 +242,26 @@ def sweep(
 ) -> None:
     """Launch `slice_kernel` for all rows and slices.
 
-    Args: p: the validated inputs. partial: (3, S, T), or (4, S, T) with the entropy. Receives the
-    sums of all S slices. None: the sums are not stored. out: (T, V) receives raw logits, or
-    exponentials if `raw_target` is given. raw_target: (T,) raw logits of the targets, from which
-    the kernel computes s (exponentials.py). lse: (T,) lse, which the kernel uses as s in rows with
-    -logp > MAX_NLL. only_high_nll: compute only the row blocks that contain a row with -logp >
-    MAX_NLL.
+    The number s of a row is defined in exponentials.py.
+
+    Args:
+        p: the result of `head_inputs`.
+        partial: (3, S, T), or (4, S, T) with the entropy. Receives the sums of all S slices. None:
+            the sums are not stored.
+        out: (T, V). Receives raw logits, or exponentials if `raw_target` is given.
+        raw_target: (T,) raw logits of the targets, from which the kernel computes s.
+        lse: (T,) lse of each row. In rows with -logp > MAX_NLL, the kernel uses it as s.
+        only_high_nll: compute only the row blocks that contain a row with -logp > MAX_NLL.
     """
     # 1. Choose the tile size. It must not depend on the batch, because it changes the order of
     # sums.
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     *scalars, temperature_ptr = transform_arguments(p.transform)
-    is_plain = p.is_light and not has_entropy and temperature_ptr is None
-    is_heavy = p.transform.softcap is not None or (p.bias is not None and has_entropy)
-    is_light = raw_target is None or not is_heavy
+    has_bias = p.bias is not None
+    has_softcap = p.transform.softcap is not None
+    is_plain = not (has_softcap or has_bias or has_entropy or temperature_ptr is not None)
+    is_light = raw_target is None or not (has_softcap or (has_bias and has_entropy))
     config = linear_config(
         p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
         epilogue="plain" if is_plain else "light" if is_light else "heavy",
@@ -268,9 +269,8 @@ def sweep(
     # 2. Decide how results are stored, and whether the epilogue has a short code path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
     # The short code path of the epilogue needs additional registers. Use it only with 16-bit
-    # operands and without a soft cap, a bias, an entropy and a temperature per row. Also do not use
-    # it if no partial sums are stored, because registers would then spill on sm_100 with Triton
-    # 3.6.
+    # operands, and without a soft cap, bias, entropy or temperature per row. Also do not use it if
+    # no partial sums are stored, because registers would then spill on sm_100 with Triton 3.6.
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
     # 3. Compute the number of row blocks whose hidden states fit into GROUP_BYTES of L2. A group of
     # this size processes all slices of W before the next group starts.
@@ -299,15 +299,6 @@ def sweep(
     )  # fmt: skip
 
 
-def join(p: HeadInputs, partial: Tensor, stats: RowStats) -> None:
-    """Compute the statistics of every row from the partial sums of its slices."""
-    _, slices, rows = partial.shape
-    launch(
-        join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows, p.weight.shape[0],
-        slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
-    )  # fmt: skip
-
-
 def statistics(
     p: HeadInputs,
     *,
@@ -317,14 +308,18 @@ def statistics(
 ) -> RowStats:
     """Compute the lse, logp and entropy of every row, (T,) fp32 each.
 
-    `out` and `raw_target` are arguments of `sweep`.
+    `out` and `raw_target` are passed to `sweep`.
     """
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
-        sums = (4 if return_entropy else 3, slice_count(p), rows)
+        slices = slice_count(p)
+        sums = (4 if return_entropy else 3, slices, rows)
         partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
-        join(p, partial, stats)
+        launch(
+            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows,
+            p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+        )  # fmt: skip
     return stats
 
 
@@ -342,10 +337,7 @@ def head_logps(
 
     Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
     any strides. The last dimension of `logits_out` must be contiguous. If a target id is outside
-    [0, V), its logit counts as 0.
-
-    Raises:
-        ValueError: hidden and weight have different dtypes.
+    [0, V), its logit counts as 0. `hidden` must have the dtype of the weight.
     """
     return statistics(
         head_inputs(hidden, weight, bias, target_ids, transform), return_entropy=return_entropy,

@@ -11,7 +11,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # Initial value of the running maximum. If it were -inf, a first block with only -inf columns would
 # compute -inf - (-inf) = NaN. FLOOR is less than every meaningful logit. It is greater than -3e38,
-# a value with which users mask columns, so these columns still get a probability of 0.
+# a value often used to mask columns, so such columns still get a probability of 0.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -24,7 +24,7 @@ def exp_fp32(x):
 def expm1_minus(x):
     """Return e^x - 1 - x.
 
-    The difference cancels for |x| < 1, so use the series x²/2·(1 + x/3·(1 + …)) there.
+    The direct formula is inaccurate for |x| < 1, so use the series x²/2·(1 + x/3·(1 + …)) there.
     """
     # Where the other branch is chosen, evaluate the series at 0, so that it cannot overflow.
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
@@ -53,9 +53,9 @@ def log1p(x):
 def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
     """Compute lse, logp and entropy from sums over all columns except the target.
 
-    `inside` says whether the target is in the vocabulary. The sum of exponentials relative to the
-    target's gives logp = -log1p(sum), which keeps its digits if the target's probability is nearly
-    1. z[target] - lse would be a difference of two numbers as large as the logits.
+    `inside` says whether the target is in the vocabulary. If the target has the largest logit, logp
+    is -log1p(exp_sum), which is accurate even if the target's probability is nearly 1. z[target] -
+    lse would subtract two numbers as large as the logits, and lose digits.
     """
     shifted = z_target - row_max
     # Add the exponential of the target to the sum, or 0 if the target is invalid.
@@ -111,9 +111,9 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# Maximum of lse - z[target], in nats, for which the stored exponentials of a row are exp(z -
-# z[target]). In all other rows, they are exp(z - lse). The limit is far less than 88, where exp
-# overflows in bf16 and fp32. Sums and products of exponentials thus do not overflow either.
+# If lse - z[target] is at most this many nats, the stored exponentials of the row are exp(z -
+# z[target]). Otherwise, they are exp(z - lse). The limit is far less than 88, where exp overflows
+# in bf16 and fp32. Sums and products of exponentials thus do not overflow either.
 MAX_NLL = tl.constexpr(40.0)
 
 

@@ -73,7 +73,8 @@ def statistics(
             tl.float32
         )
         z, _ = final_logits(raw, logit_scale, softcap, inv_temperature)
-        # Exclude the target from the sum, because `finish` adds it without cancellation.
+        # Exclude the target from the sum, because `finish` adds it separately to avoid
+        # cancellation.
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
         # All lanes share one running maximum, so one exponential rescales the sums of all lanes.
         new_max = tl.maximum(row_max, tl.max(z, 0))
@@ -81,8 +82,8 @@ def statistics(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if ENTROPY:
-            # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
-            # numbers as large as the logits.
+            # Accumulate Σ e·(z - max). Computing the entropy from Σ e·z would subtract two numbers
+            # as large as the logits, and lose digits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
                 e > 0, e * shifted, 0.0
             )
@@ -229,14 +230,13 @@ def row_logps(
     target id is outside [0, V), its raw logit counts as 0, and nothing is read.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
-    if len(target_ids):
-        *scalars, temperature_ptr = transform_arguments(transform)
-        block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
-        launch(
-            row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
-            temperature_ptr, lse, logps, entropy, logits.shape[1], logits.stride(0), *scalars,
-            BLOCK_V=block_v, num_warps=num_warps,
-        )  # fmt: skip
+    *scalars, temperature_ptr = transform_arguments(transform)
+    block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
+    launch(
+        row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
+        temperature_ptr, lse, logps, entropy, logits.shape[1], logits.stride(0), *scalars,
+        BLOCK_V=block_v, num_warps=num_warps,
+    )  # fmt: skip
     return lse, logps, entropy
 
 
@@ -256,16 +256,15 @@ def row_grad_(
     `out` must be `logits` itself, or must not overlap it.
     """
     out = logits if out is None else out
-    if len(target_ids):
-        lse, logps, entropy = (vector(x) for x in stats)
-        *scalars, temperature_ptr = transform_arguments(transform)
-        block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
-        launch(
-            row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
-            temperature_ptr, lse, logps, None if grad_entropy is None else entropy,
-            vector(grad_logps), vector(grad_entropy), logits.shape[1], logits.stride(0),
-            out.stride(0), *scalars, BLOCK_V=block_v, num_warps=num_warps,
-        )  # fmt: skip
+    lse, logps, entropy = (vector(x) for x in stats)
+    *scalars, temperature_ptr = transform_arguments(transform)
+    block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
+    launch(
+        row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
+        temperature_ptr, lse, logps, None if grad_entropy is None else entropy,
+        vector(grad_logps), vector(grad_entropy), logits.shape[1], logits.stride(0),
+        out.stride(0), *scalars, BLOCK_V=block_v, num_warps=num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -285,9 +284,6 @@ def row_loss_(
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
-    # Return early, because a launch needs at least one program.
-    if not logits.shape[0]:
-        return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)
     numbers, constants = loss_arguments(config)
     *scalars, temperature_ptr = transform_arguments(transform)

@@ -17,8 +17,8 @@ from grpo_fast.kernels.gpu.launch import launch
 
 # Number of elements that a program processes per step.
 BLOCK = 4096
-# Maximum number of programs. It is large enough to keep any device busy, and small enough that all
-# programs start and return within microseconds if the factor is 1.
+# Maximum number of programs. It is large enough to keep any device busy. It is small enough that,
+# for an upstream gradient of 1, all programs start and return within microseconds.
 PROGRAMS = 2048
 
 
@@ -44,7 +44,6 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
     """
     size = gradient.numel()
-    if size:
-        programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
-        launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
+    programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
+    launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
     return gradient

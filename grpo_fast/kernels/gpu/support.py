@@ -18,8 +18,8 @@ no set.
 Let nnz be the number of ids in the sets of all R rows. The HBM traffic is nnz·H elements of W,
 2·R·H fp32 elements of slopes (written and read), nnz·H elements of `hidden` and V·H elements of dW.
 The additional memory is O(nnz) plus the slopes. Sums are computed in fp32, in a fixed order and
-without atomics, so every run gives the same bits. The results of a row depend on the row, W and the
-row's scalars only.
+without atomics, so every run is bitwise reproducible. The results of a row depend only on the row,
+W and the row's scalars.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from grpo_fast.kernels.types import LogitTransform, transform_arguments
 
 @triton.jit
 def load_columns(start, cols, H, stride):
-    """Load columns of one row as fp32. Columns that are not less than H are 0."""
+    """Load columns of one row as fp32. Columns at or beyond H are 0."""
     return tl.load(start + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)
 
 
@@ -56,7 +56,7 @@ def load_columns(start, cols, H, stride):
 def load_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
     """Load columns of the rows that begin at the addresses `starts`, as fp32.
 
-    Elements are 0 in rows where `inside` is False, and in columns that are not less than H.
+    Elements are 0 in rows where `inside` is False, and in columns at or beyond H.
     """
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
@@ -96,7 +96,7 @@ def support_head_kernel(
     cols = tl.arange(0, BLOCK_H)
     h = load_columns(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
     # 3. For BLOCK_K ids at a time, compute the logits, update the softmax sums, and add the weight
-    # rows to `others`, from which step 6 computes the slope.
+    # rows to `others`. Step 6 computes the slope from `others`.
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
@@ -118,8 +118,8 @@ def support_head_kernel(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if entropy_ptr is not None:
-            # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
-            # numbers as large as the logits.
+            # Accumulate Σ e·(z - max). Computing the entropy from Σ e·z would subtract two numbers
+            # as large as the logits, and lose digits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
                 e * tl.maximum(shifted, FLOOR), 0
             )
@@ -199,9 +199,9 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Compute logits and statistics over token sets in fp32, like `support_reference.head_rows`.
+    """Compute fp32 logits and statistics over token sets, like `support_reference.head_rows`.
 
-    Computing slopes does not change the bits of the other results.
+    The other results are bitwise identical with and without slopes.
     """
     count, width = len(rows.places), weight.shape[1]
     # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
@@ -215,19 +215,18 @@ def head_rows(
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     slopes = new((count, width)) if return_slopes else None
-    if count:
-        *scalars, temperature_ptr = transform_arguments(transform)
-        launch(
-            support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
-            rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),
-            hidden.stride(1), weight.stride(0), weight.stride(1), *scalars,
-            BLOCK_K=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
-        )  # fmt: skip
+    *scalars, temperature_ptr = transform_arguments(transform)
+    launch(
+        support_head_kernel, count, hidden, index, weight, bias, rows.ids, rows.offsets,
+        rows.places, temperature_ptr, raw, *stats, slopes, width, hidden.stride(0),
+        hidden.stride(1), weight.stride(0), weight.stride(1), *scalars,
+        BLOCK_K=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
+    )  # fmt: skip
     return HeadRows(raw, stats, slopes)
 
 
-def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Compute dH, (R, H) fp32, from d-logits over token sets (`support_reference.head_hidden`)."""
+def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, H) fp32
+    """Compute dH from d-logits over token sets, like `support_reference.head_hidden`."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
@@ -247,7 +246,8 @@ def head_weight(
 
     Each element of `out` is written once.
     """
-    # Sort stably, so that the rows of an id stay in order. Every run then gives the same bits.
+    # Sort stably, so that the rows of an id stay in order. Every run then gives bitwise identical
+    # results.
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
@@ -278,9 +278,8 @@ def _sums(
         add: add to `out` instead of overwriting it.
     """
     width, config = out.shape[1], configs.sums_config(aligned=is_aligned(matrix))
-    if out.numel():
-        launch(
-            sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
-            matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
-            BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
-        )  # fmt: skip
+    launch(
+        sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
+        matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
+        BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
+    )  # fmt: skip

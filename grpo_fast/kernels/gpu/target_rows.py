@@ -10,9 +10,9 @@ hidden rows are added to it. This is harmless if the final sum S is at least as 
 and the added rows nearly cancel, S is much smaller than A, and the rounding error of A is about
 1e-2 of S. This happens to a token that is likely in all rows and often the target. Rows of dW with
 |A| > |S|/4 are therefore recomputed from an fp32 product of their columns of E, and rounded once.
-The host does not wait: the kernels that recompute are always launched, and the programs of all
-other rows return immediately. In those rows, the rounding of A adds at most 3% to the rounding
-error of S.
+In all other rows, the rounding of A adds at most 3% to the rounding error of S. The kernels that
+recompute rows are always launched, so the host need not wait for the device. If a row need not be
+recomputed, its programs return immediately.
 
 The kernels use no atomics. If a target id occurs several times, only the program of its first
 position writes the row of dW, and adds the hidden rows in order.
@@ -28,14 +28,15 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
 
-# Threshold of |A|²/|S|² above which a row of dW is recomputed. A is the row before the hidden rows
-# are added, and S is the row afterwards. The ratio is computed for each block of columns.
+# Threshold of |A|²/|S|² above which a row of dW is recomputed, because the rounding error of A is
+# then a large part of S. A is the row before the hidden rows are added, and S is the row
+# afterwards. The ratio is computed for each block of columns.
 CANCELS = tl.constexpr(1 / 16)
 # Number of hidden rows that a program adds per step, and maximum number of columns that it
 # processes. An H100 starts a program about every 5 ns, so programs with fewer columns would take
 # longer to start than to run.
 SEGMENT_ROWS, SEGMENT_H = 4, 1024
-# Maximum number of programs per block of columns that write the recomputed rows. If there are more
+# For each block of columns, at most this many programs write the recomputed rows. If there are more
 # ids, each program processes several of them, because most ids have no recomputed row.
 REPLACING = 256
 # Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
@@ -47,7 +48,7 @@ def add_targets_kernel(
     id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
     out_ptr, n_slots, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Add the hidden rows of all targets with one id to the id's row of dW, for BLOCK_H columns.
+    """For each id, add the hidden rows of its targets to its row of dW, for BLOCK_H columns.
 
     If `place_ptr` is given, it lists positions in the sorted target ids, and only the ids at these
     positions are processed. Unused entries are -1.
@@ -63,8 +64,8 @@ def add_targets_kernel(
         vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
         before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
         cancels = tl.full([], 0, tl.int32)
-        # Continue only if `place` is the first position of its id. Exactly one program then writes
-        # each row.
+        # Continue only if `place` is the first occurrence of its id, so that exactly one program
+        # writes each row.
         if before != vocab_row:
             # 2. Start from the row of dW, or from the recomputed fp32 product.
             to = out_ptr + vocab_row * stride_out_v + cols
@@ -119,7 +120,8 @@ def column_product_kernel(
 ):  # fmt: skip
     """Compute the fp32 product of gathered columns of E and the scaled hidden states.
 
-    The result is product[slot] = Σ_t columns[slot, t]·scaled[t], for every slot with a flagged id.
+    The result is product[slot] = Σ_t columns[slot, t]·scaled[t], for every slot that is in use. A
+    slot is in use if its place is not -1.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H
@@ -177,12 +179,12 @@ def add_targets_(
             ROWS=SEGMENT_ROWS, BLOCK_H=block_h, num_warps=max(block_h // 256, 1),
         )  # fmt: skip
 
-    # 1. Add the targets in one pass if d_weight is fp32, because nothing was rounded before.
+    # 1. If d_weight is fp32, its values are not rounded yet, so it is enough to add the targets.
     if d_weight.dtype.itemsize >= 4:
         add(None, None, None)
         return
-    # 2. In 16 bits, add the targets, and flag rows in which the product and the added rows nearly
-    # cancel.
+    # 2. If d_weight is 16-bit, add the targets, and flag the rows in which the product and the
+    # added rows nearly cancel.
     flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
     add(None, None, flags)
     # 3. Compute the fp32 product of the flagged rows, and add the targets to it. nonzero_static

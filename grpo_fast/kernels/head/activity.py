@@ -14,16 +14,17 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 
 # On a GPU, the host reads the number of active rows only if the gradient GEMMs of all rows take at
-# least this many flops, about 1 ms on an H100. For smaller GEMMs, skipping rows saves too little
-# time for the launches that count the rows, and for the wait.
+# least this many flops, about 1 ms on an H100. For smaller GEMMs, skipping rows does not save
+# enough time to pay for the launches that count the rows and for the wait.
 READ_FROM = 7e11
 
 
 class Activity:
     """The active rows of each chunk. A row is active if its coefficient is not 0.
 
-    Args: active: (T,) bool; None: all rows are active, and the device is not read. chunk_rows: rows
-    per chunk.
+    Args:
+        active: (T,) bool; None: all rows are active, and the device is not read.
+        chunk_rows: number of rows per chunk.
     """
 
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
@@ -52,10 +53,14 @@ class Activity:
 def known_active(terms: RowTerms, config: LossConfig, flops: float) -> Tensor | None:
     """Return a mask of the rows that may have a nonzero coefficient, before any logp is known.
 
-    Args: flops: number of flops of the gradient GEMMs of all rows.
+    Args:
+        terms: the per-row inputs of the loss.
+        config: the loss.
+        flops: number of flops of the gradient GEMMs of all rows.
 
-    Returns: (T,) bool, which is False where the coefficient is 0 or NaN for every value of the
-    logp. None if every row may have a nonzero coefficient, or if skipping rows would save no time.
+    Returns:
+        (T,) bool, which is False where the coefficient is 0 or NaN for every value of the logp.
+        None if every row may have a nonzero coefficient, or if skipping rows would save no time.
     """
     # Keep rows with advantage 0 if there is a KL or entropy term, which also gives them a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
@@ -71,10 +76,7 @@ def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:
-    """Start copying the integers of x to the host.
-
-    Returns: A function that waits for the copy and returns the integers.
-    """
+    """Start copying the integers of x to the host. Return a function that waits for them."""
     if not x.is_cuda:
         return x.tolist
     # Copy asynchronously, because a blocking copy would wait for all queued kernels.

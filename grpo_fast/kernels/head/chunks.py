@@ -3,8 +3,8 @@
     LogitChunks        Stores raw logits in fp32. A row kernel overwrites them with d-logits (4
                        bytes per logit), or on a GPU writes 16-bit d-logits to a second buffer (6
                        bytes per logit).
-    ExponentialChunks  Stores exponentials E, which the epilogue of the GEMM writes once (2 bytes
-                       per logit in 16 bits, 4 in fp32). d-logits are E times a factor per row, so
+    ExponentialChunks  Stores exponentials E (2 bytes per logit in 16 bits, 4 in fp32). The epilogue
+                       of the GEMM writes them once. The d-logits are E times a factor per row, so
                        no row kernel runs. gpu/exponentials.py defines E and the factors.
 
 A chunk has C rows. Its buffers have the padded number of rows.
@@ -30,9 +30,9 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Maximum number of targets, as a fraction of the vocabulary size, for which a 16-bit dW is computed
-# from exponentials. If the targets of a row of dW nearly cancel the rest, the row is computed a
-# second time (see gpu/target_rows.py). More targets could cause too many such rows.
+# A 16-bit dW is computed from exponentials only if the number of targets is at most this fraction
+# of the vocabulary size. If the targets of a row of dW nearly cancel the rest, the row is computed
+# a second time (see gpu/target_rows.py). More targets could cause too many such rows.
 TARGET_SHARE = 1 / 8
 # Rows of a buffer for exponentials are padded to a multiple of this number of elements (128 bytes
 # in 16 bits), so that they are aligned.
@@ -57,8 +57,8 @@ class LogitChunks:
         gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
         self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
         # Compute loss and d-logits in one row kernel only if there is no `head_logps`. Passes
-        # without gradients use `head_logps`, whose logps differ in the last bits from those of the
-        # row kernel.
+        # without gradients use `head_logps`. If gradient passes used the row kernel, their logps
+        # would differ in the last bits.
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace
@@ -79,7 +79,7 @@ class LogitChunks:
         return self._workspace[buffer * self.max_rows :][:rows]
 
     def release(self) -> None:
-        """Give the workspace back, so that the next call can reuse it."""
+        """Release the workspace, so that the next call can reuse it."""
         give_back_workspace(self._workspace)
         self._workspace = self._gradient_16_bit = None
 
@@ -208,18 +208,19 @@ class ExponentialChunks(LogitChunks):
         return self._filled.stats
 
     def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
-        """Compute the lse, logp and entropy of the C rows. `cached` has no effect.
+        """Compute the lse, logp and entropy of the C rows. `cached` is ignored.
 
-        The exponentials stay in the workspace, where `gradients` uses them.
+        The exponentials are always computed. They stay in the workspace, where `gradients` uses
+        them.
         """
         return self._fill(at, return_entropy=return_entropy)
 
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """Return the exponentials, with coefficients that turn them into the d-logits of Σ g·logp.
+        """Return exponentials, and coefficients that convert them to the d-logits of Σ g·logp.
 
-        The gradient of an entropy is not supported. With `cached`, the workspace still contains the
+        Entropy gradients are not supported. With `cached`, the workspace still contains the
         exponentials of the last `logps` call, and they are not recomputed.
         """
         assert g_entropy is None

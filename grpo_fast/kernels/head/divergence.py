@@ -15,6 +15,7 @@ for a top-k teacher without a policy loss.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,56 +50,40 @@ from grpo_fast.objective.config import LossConfig
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
+@dataclass(eq=False, kw_only=True)
 class DivergenceHead(LinearHead):
     """A `LinearHead` that also computes the divergences D of all rows.
 
-    Its gradients include the gradient of Σ weights·D.
+    Its gradients include the gradient of Σ weights·D. It also takes the arguments of `LinearHead`.
 
-    Args: tensors: hidden, weight and bias of the student. rows: the active rows. route: the
-    selected kernels. teacher: the teacher of all N rows. divergence: the kind of divergence and its
-    parameter. weights: (T,) fp32. A row with weight 0 has a value but no gradient. has_policy:
-    whether a policy loss is computed in the same pass. options: further arguments of `LinearHead`.
+    Args:
+        teacher: the teacher of all N rows.
+        divergence: the kind of divergence and its parameter.
+        weights: (T,) fp32. A row with weight 0 has a value but no gradient.
+        has_policy: whether a policy loss is computed in the same pass.
     """
 
-    def __init__(
-        self,
-        tensors: HeadTensors,
-        rows: ActiveRows,
-        route: Route,
-        *,
-        teacher: Teacher,
-        divergence: Divergence,
-        weights: Tensor,  # (T,)
-        has_policy: bool,
-        **options: Any,
-    ) -> None:
-        self.teacher = teacher
-        self.divergence = divergence
-        self.weights = weights
-        self.has_head = isinstance(teacher, TeacherHead)
+    teacher: Teacher
+    divergence: Divergence
+    weights: Tensor  # (T,)
+    has_policy: bool
+
+    def __post_init__(self) -> None:
         # With a teacher that has an LM head, the second buffer holds its logits. With a top-k
         # teacher and a policy loss, it holds the gradient of the divergence.
-        self.buffers = 2 if self.has_head or has_policy else 1
-        self.row_kernels = kernel_module("divergence", route.backend)
+        self.buffers = 2 if isinstance(self.teacher, TeacherHead) or self.has_policy else 1
+        self.row_kernels = kernel_module("divergence", self.route.backend)
         self.has_gradient = False
-        self.values = weights.new_zeros(weights.shape)  # (T,) divergences
-        super().__init__(tensors, rows, route, **options)
+        self.values = torch.zeros_like(self.weights)  # (T,) divergences
+        super().__post_init__()
 
-    def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
-        """Create the chunk, with a second logit buffer if it is needed."""
-        head = self.weight, self.bias, route
+    def _new_chunk(self) -> LogitChunks:
+        """Create the logit chunk, with a second buffer if needed."""
+        head = self.weight, self.bias, self.route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
-
-    def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of all active rows.
-
-        No chunk is cached, and `keep` has no effect. `gradients` processes every chunk again,
-        because it must compute the divergences.
-        """
-        return super().logps(return_entropy=return_entropy)
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
@@ -118,7 +103,10 @@ class DivergenceHead(LinearHead):
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy and of the divergences."""
+        """Compute the gradients of Σ (g·logp + g_entropy·entropy) + Σ weights·D.
+
+        Every chunk is processed again, because its divergences must be computed.
+        """
         if not any(wanted):
             return self.sweep(wanted)
 
@@ -152,8 +140,8 @@ class DivergenceHead(LinearHead):
                 # Rows with coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
-            # 2. Add the d-logits of the divergences and of the policy loss, and accumulate dH, dW
-            # and db.
+            # 2. If gradients are needed, add the d-logits of the policy loss to those of the
+            # divergences, and accumulate dH, dW and db.
             if not self.has_gradient:
                 continue
             d = self._gradient_buffer(at.hidden.shape[0])
@@ -188,7 +176,7 @@ class DivergenceHead(LinearHead):
                 own = self.row_kernels.row_divergence_(*of_rows, out=to, known=joined)
             values = (joined or own).values  # type: ignore[union-attr]
         else:
-            # A top-k teacher has no logits, and all backends share this function.
+            # A top-k teacher has no logits that a kernel could read, so all backends use torch.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
@@ -210,17 +198,16 @@ class DivergenceHead(LinearHead):
     def _join_ranks(
         self, row_divergence_: Callable[..., DivergenceRows], z: Tensor, *of_rows: object
     ) -> DivergenceRows | None:
-        """Compute values, centers and lse over full rows of a sharded vocabulary.
+        """Compute values, centers and lse of full rows if the vocabulary is sharded.
 
-        Two all-gathers exchange the sums of the shards. The result is None if the vocabulary is not
-        sharded.
+        Two all-gathers exchange the sums of the shards. Without a shard, return None.
         """
         if self.shard is None:
             return None
         has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
-        # 1. Compute the lse of the full rows from the lse of all ranks.
+        # 1. Compute the lse of the full rows from the lse values of the individual ranks.
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)
@@ -253,7 +240,8 @@ def supported_divergence(
     If the sets are small, the cost is 8·H·Σ|S| flops, where |S| is the size of a set. A
     `DivergenceHead` computes the rows without a set.
 
-    Returns: A pair of the divergences, (T,), and the gradients (dH, dW, db).
+    Returns:
+        The divergences, (T,), and the gradients (dH, dW, db).
     """
     # 1. Compute the rows without a token set over the full vocabulary.
     support = rows.support

@@ -29,7 +29,7 @@ class SupportGradient(NamedTuple):
 
 
 class GatheredHead:
-    """LM head for rows with a token set, which reads only the weight rows of the tokens.
+    """LM head for rows with a token set. It reads only the rows of W for the ids in the sets.
 
     With `keep_fp32`, gradients are returned in the dtype of their sums.
     """
@@ -68,18 +68,18 @@ class GatheredHead:
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients (dH, dW, db) of the rows with a token set.
+        """Compute the gradients (dH, dW, db) of the rows that have a token set.
 
-        If `others` is given, it contains the gradients of the rows without a set, and the new
-        gradients are added to it.
+        If `others` is given, it contains the gradients of the rows that have no token set, and the
+        new gradients are added to it.
         """
         d_hidden, d_weight, d_bias = self.no_gradients() if others is None else others
         d, g, slopes = of_rows
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                # With an entropy gradient there are no slopes, because dH is then no multiple of d
-                # logp/d hidden. Compute dH from the d-logits instead. They already contain the
+                # With an entropy gradient, there are no slopes, because dH is then not a multiple
+                # of d logp/d hidden. Compute dH from the d-logits instead. They already contain the
                 # coefficients, so set g to 1.
                 slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
@@ -117,7 +117,7 @@ class GatheredHead:
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """Compute dH from g·slopes.
 
-        The result is a new (N, H) tensor, or `total`, to which it was added.
+        Return a new (N, H) tensor, or add dH to `total` and return `total`.
         """
         if total is not None or self.repeats:
             # Add the rows instead of copying them, because several targets may share a row of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ GATHER_BELOW = 0.9
 
 
 class ChunkGradients(NamedTuple):
-    """The d-logits of a chunk: a matrix of them, or a matrix of exponentials with coefficients.
+    """The d-logits of a chunk, or exponentials and the coefficients that convert them to d-logits.
 
     Exponentials are finite, and 0 in the target column. A row with coefficient 0 has no effect on
     the gradients.
@@ -40,59 +41,54 @@ class ChunkGradients(NamedTuple):
     coefficients: Coefficients | None = None
 
 
+@dataclass(eq=False)
 class GradientSums:
     """Sums of dH, dW and db over all chunks, in fp32 (fp64 for fp64 inputs).
 
-    Args: tensors: hidden, weight and bias. wanted: which gradients to compute. index: (T,) row of
-    `hidden` that predicts each target; None: row t predicts target t. repeats: whether a row of
-    `hidden` may predict several targets; its dH is then a sum. is_single_chunk: whether all rows
-    arrive in one call of `add`. keep_fp32: return gradients in the dtype of the sums; otherwise in
-    the dtypes of `hidden`, weight and bias. tolerance: share of Σ|d-logits| that may be skipped
-    (grad_filter.py); None: no filter. fused_kernels: the module gpu/gradients.py on a GPU,
-    otherwise None. sum_hidden: function that sums dH over the ranks of a sharded vocabulary; None:
-    the vocabulary is not sharded.
+    Args:
+        tensors: hidden, weight and bias.
+        wanted: which gradients to compute.
+        index: (T,) row of `hidden` that predicts each target; None: row t predicts target t.
+        repeats: whether a row of `hidden` may predict several targets; its dH is then a sum.
+        is_single_chunk: whether all rows arrive in one call of `add`.
+        keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of `hidden`,
+            weight and bias.
+        tolerance: fraction of Σ|d-logits| that may be skipped (grad_filter.py); None: no filter.
+        fused_kernels: the module gpu/gradients.py on a GPU, otherwise None.
+        sum_hidden: function that sums dH over the ranks of a sharded vocabulary; None: the
+            vocabulary is not sharded.
     """
 
-    def __init__(
-        self,
-        tensors: HeadTensors,
-        wanted: Wanted,
-        *,
-        index: Tensor | None = None,
-        repeats: bool = False,
-        is_single_chunk: bool = False,
-        keep_fp32: bool = False,
-        tolerance: float | None = None,
-        fused_kernels: Any = None,
-        sum_hidden: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.tensors = tensors
-        self.wanted = wanted
-        self.hidden, self.weight, self.bias = tensors
-        self.index = index
-        self.repeats = repeats
-        self.keep_fp32 = keep_fp32
-        self.is_single_chunk = is_single_chunk and not keep_fp32
-        self.tolerance = tolerance
-        self.fused_kernels = fused_kernels
-        self.sum_hidden = sum_hidden
-        self.filtered: list[Filtered] = []
+    tensors: HeadTensors
+    wanted: Wanted
+    _: KW_ONLY
+    index: Tensor | None = None
+    repeats: bool = False
+    is_single_chunk: bool = False
+    keep_fp32: bool = False
+    tolerance: float | None = None
+    fused_kernels: Any = None
+    sum_hidden: Callable[[Tensor], Tensor] | None = None
+    d_hidden: Tensor | None = field(default=None, init=False)
+    d_weight: Tensor | None = field(default=None, init=False)
+    d_bias: Tensor | None = field(default=None, init=False)
+    filtered: list[Filtered] = field(default_factory=list, init=False)
+    # 0-d tensor: NaN if a skipped row has a NaN coefficient, otherwise 0.
+    skipped_nan: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.hidden, self.weight, self.bias = self.tensors
+        self.is_single_chunk = self.is_single_chunk and not self.keep_fp32
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         # Keep dH in fp32 if more terms will be added to it, so that only the final result is
         # rounded.
-        in_parts = keep_fp32 or repeats or sum_hidden is not None
+        in_parts = self.keep_fp32 or self.repeats or self.sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
-        self.d_hidden: Tensor | None = None
-        self.d_weight: Tensor | None = None
-        self.d_bias: Tensor | None = None
-        # 0-d tensor: NaN if a skipped row has a NaN coefficient, otherwise 0.
-        self.skipped_nan: Tensor | None = None
 
     def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
         """Record NaN coefficients of skipped rows, so that `finish` can add them to the gradients.
 
-        A row with a NaN coefficient may be skipped. The NaN comes from its inputs and must stay
-        visible.
+        The NaN of a skipped row comes from its inputs and must stay visible.
         """
         if keep is not None:
             nan = (0 * grad_logps).sum()
@@ -108,10 +104,13 @@ class GradientSums:
     ) -> None:
         """Add the gradients of one chunk to the sums.
 
-        Args: rows: the chunk's positions among the T active rows. h: (padded C, H) rows of
-        `hidden`. d_logits: the chunk's d-logits. count: number of rows that are not padding. keep:
-        (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits of the
-        other rows are exact zeros. If there are many such rows, the GEMMs skip them.
+        Args:
+            rows: the chunk's positions among the T active rows.
+            h: (padded C, H) rows of `hidden`.
+            d_logits: the chunk's d-logits.
+            count: number of rows that are not padding.
+            keep: (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits
+                of all other rows are exact zeros. If many rows have zeros, the GEMMs skip them.
         """
         has_columns = d_logits.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
@@ -125,18 +124,18 @@ class GradientSums:
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
-            # Set the padding rows to zero. They contain old data of the workspace. A NaN in it
-            # would make all of dW NaN.
+            # Set the padding rows to zero. They contain old data from the workspace, and a NaN
+            # there would make all of dW NaN.
             d[count:].zero_()
-        # 2. Add the gradients of the chunk. Without coefficients, d contains d-logits. With
-        # coefficients, it contains exponentials.
+        # 2. Add the chunk to the gradients. It contains exponentials if there are coefficients, and
+        # otherwise d-logits.
         if by is None:
             self._add_products(d, h, count, index)
         else:
             self._add_weighted(d, by, h, count, index)
 
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
-        """Add the gradients of a chunk that contains d-logits."""
+        """Add a chunk of d-logits to the gradients."""
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
             self._accumulate_hidden(matmul_d_hidden(d, weight)[:count], index)
@@ -147,7 +146,7 @@ class GradientSums:
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Add the gradients of a chunk that contains exponentials.
+        """Add a chunk of exponentials to the gradients.
 
         The coefficients scale the rows of (C, H) matrices, because scaling the larger matrix of
         exponentials would cost more. The contributions of the targets are added in fp32.
@@ -180,7 +179,7 @@ class GradientSums:
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Add the dH and dW of a chunk of exponentials, with kernels for the GPU."""
+        """Add a chunk of exponentials to dH and dW, using GPU kernels."""
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
@@ -216,8 +215,8 @@ class GradientSums:
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
         columns, dropped, total = heavy_columns(masses, self.tolerance)
         if by is not None:
-            # Add the masses of the targets to the total. The matrix contains 0 in the targets'
-            # columns.
+            # Add the absolute target terms to the total, because the matrix contains 0 in the
+            # targets' columns.
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
         # Keep all columns if the filter would skip too few of them to save time.

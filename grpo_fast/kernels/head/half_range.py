@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 # Exponent that bounds stored gradients: they are scaled so that their largest element is less than
-# 2^13. This leaves a factor of 8 to the maximum of fp16 (2^16).
+# 2^13. This leaves a factor of 8 below the fp16 maximum (2^16).
 TOP_EXPONENT = 13
 
 
@@ -26,7 +26,7 @@ def needs_scaling(dtype: torch.dtype) -> bool:
 
 
 def weight_unit(weights: Tensor) -> Tensor:
-    """Return the power of two that scales the largest weight into [0.5, 1). It is a 0-d fp32."""
+    """Return the power of two that scales the largest weight into [0.5, 1), as 0-d fp32."""
     return power_of_two(-largest_exponent(weights))
 
 

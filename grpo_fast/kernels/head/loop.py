@@ -22,6 +22,7 @@ its bits were not compared between batch sizes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -49,60 +50,60 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
 
+@dataclass(eq=False)
 class LinearHead:
     """A pass of T active rows through the LM head, which computes logits and gradients by chunk.
 
-    Args: tensors: hidden, weight and bias. rows: targets, logit transform, and the rows of `hidden`
-    that predict the targets. route: the selected kernels. tolerance: share of Σ|d-logits| that the
-    gradient GEMMs may skip (grad_filter.py). entropy_gradient: whether the coefficients will
-    include dL/dentropy. keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
-    needs_d_weight: whether dW will be computed. shard: this rank's vocabulary shard, if weight and
-    bias are sharded. The statistics and dH are then those of the full LM head, and dW and db are
-    those of the shard (vocabulary.py).
+    Args:
+        tensors: hidden, weight and bias.
+        rows: targets, logit transform, and the rows of `hidden` that predict the targets.
+        route: the selected kernels.
+        tolerance: fraction of Σ|d-logits| that the gradient GEMMs may skip (grad_filter.py).
+        entropy_gradient: whether the coefficients will include dL/dentropy.
+        keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
+        needs_d_weight: whether dW will be computed.
+        shard: this rank's vocabulary shard, if weight and bias are sharded. The statistics and dH
+            are then those of the full LM head, and dW and db are those of the shard
+            (vocabulary.py).
     """
 
-    def __init__(
-        self,
-        tensors: HeadTensors,
-        rows: ActiveRows,
-        route: Route,
-        *,
-        tolerance: float | None = None,
-        entropy_gradient: bool = False,
-        keep_fp32: bool = False,
-        needs_d_weight: bool = False,
-        shard: VocabularyShard | None = None,
-    ) -> None:
-        self.tensors = tensors
-        self.rows = rows
-        self.hidden, self.weight, self.bias = tensors
-        self.kernels = route.kernels
-        self.head_logps = route.kernels.head_logps
-        self.shard = shard
-        self.on_gpu = self.weight.is_cuda or route.backend == "triton"
-        self.tolerance = tolerance
-        self.keep_fp32 = keep_fp32
-        self.num_rows = rows.target_ids.shape[0]
-        self.chunk = self._chunks_of(route, entropy_gradient)
+    tensors: HeadTensors
+    rows: ActiveRows
+    route: Route
+    _: KW_ONLY
+    tolerance: float | None = None
+    entropy_gradient: bool = False
+    keep_fp32: bool = False
+    needs_d_weight: bool = False
+    shard: VocabularyShard | None = None
+
+    def __post_init__(self) -> None:
+        self.hidden, self.weight, self.bias = self.tensors
+        self.kernels = self.route.kernels
+        self.on_gpu = self.weight.is_cuda or self.route.backend == "triton"
+        self.num_rows = self.rows.target_ids.shape[0]
+        self.chunk = self._new_chunk()
         allowed = self.chunk.allows_16_bit_d_weight(padded(self.num_rows))
-        self.d_weight_16_bit = self.on_gpu and not keep_fp32 and allowed
-        self.chunk_rows = self._chunk_rows(needs_d_weight)
+        self.d_weight_16_bit = self.on_gpu and not self.keep_fp32 and allowed
+        self.chunk_rows = self._chunk_rows()
+        # Whether the representation of a chunk supports the gradient of an entropy.
+        self.has_entropy_gradient = self.chunk.has_entropy_gradient
         self.chunk.max_rows = padded(min(self.chunk_rows, self.num_rows))
         # The chunk whose logits or exponentials the last `logps` call left in the workspace.
         self.cached: slice | None = None
         # The (2,) result of `filtered_shares`, set by the last gradient computation.
         self.filtered: Tensor | None = None
 
-    def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
+    def _new_chunk(self) -> LogitChunks:
         """Create the object that stores a chunk as logits or as exponentials (chunks.py)."""
-        head = self.weight, self.bias, route
+        head = self.weight, self.bias, self.route
         if self.shard is not None:
             return VocabularyChunks(*head, self.shard)
-        if route.exponentials is not None and not entropy_gradient:
+        if self.route.exponentials is not None and not self.entropy_gradient:
             return ExponentialChunks(*head)
         return LogitChunks(*head)
 
-    def _chunk_rows(self, needs_d_weight: bool) -> int:
+    def _chunk_rows(self) -> int:
         """Return the number of rows per chunk.
 
         All rows form one chunk if this takes no more memory than several chunks and their fp32 dW.
@@ -115,10 +116,9 @@ class LinearHead:
         row_bytes = max(columns, 1) * bytes_per_logit
         # The gradient filter adds up dW in fp32, so a 16-bit dW is not possible with it.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
-        single_16_bit = needs_d_weight and allows_16_bit
         # A single chunk does not need an fp32 dW, so its logits may use the memory that the fp32 dW
         # would take.
-        spared = 4 * self.weight.numel() if single_16_bit else 0
+        spared = 4 * self.weight.numel() if self.needs_d_weight and allows_16_bit else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
@@ -132,15 +132,6 @@ class LinearHead:
         for start in range(0, self.num_rows, self.chunk_rows):
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
 
-    @property
-    def has_entropy_gradient(self) -> bool:
-        """True if the representation of a chunk supports the gradient of an entropy."""
-        return self.chunk.has_entropy_gradient
-
-    @property
-    def is_single_chunk(self) -> bool:
-        return self.num_rows <= self.chunk_rows
-
     def _hidden(self, chunk: slice) -> Tensor:
         index = self.rows.hidden_index
         return self.hidden[chunk] if index is None else self.hidden.index_select(0, index[chunk])
@@ -152,10 +143,11 @@ class LinearHead:
 
     def _sums(self, wanted: Wanted) -> GradientSums:
         """Create the object that sums the gradients of this head over all chunks."""
+        is_single_chunk = self.num_rows <= self.chunk_rows
         return GradientSums(
             self.tensors, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, keep_fp32=self.keep_fp32, tolerance=self.tolerance,
-            is_single_chunk=self.is_single_chunk and (self.d_weight_16_bit or not self.on_gpu),
+            is_single_chunk=is_single_chunk and (self.d_weight_16_bit or not self.on_gpu),
             fused_kernels=self.kernels.gradients,
             sum_hidden=self.shard.summed if self.shard else None,
         )  # fmt: skip
@@ -174,17 +166,18 @@ class LinearHead:
         """
         parts = []
         chunks = list(self.chunks())
-        if self.head_logps is not None and not keep and self.num_rows:
+        head_logps = self.kernels.head_logps
+        if head_logps is not None and not keep and self.num_rows:
             # Process all rows at once if only statistics are needed. `head_logps` stores no logits,
             # so its memory does not grow with the number of rows.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
             # 1. Use `head_logps` for a chunk that need not be cached.
-            if self.head_logps is not None and not (keep and chunk == chunks[-1]):
+            if head_logps is not None and not (keep and chunk == chunks[-1]):
                 targets = self.rows.target_ids[chunk]
                 transform = self.rows.transform.rows(chunk)
                 head = self._hidden(chunk), self.weight, self.bias
-                stats = self.head_logps(*head, targets, transform, return_entropy=return_entropy)
+                stats = head_logps(*head, targets, transform, return_entropy=return_entropy)
             else:
                 # 2. Otherwise, also store the chunk's logits or exponentials in the workspace.
                 stats = self.chunk.logps(self._rows_of(chunk), return_entropy=return_entropy)
@@ -205,8 +198,8 @@ class LinearHead:
         sums = self._sums(wanted)
         parts = []
         # On a GPU, select rows by advantages and weights, which are known now. A row may also have
-        # the coefficient 0 because of its logp (by clipping). It stays in the GEMMs as zeros,
-        # because the host would have to wait for the GPU to find it.
+        # the coefficient 0 because of its logp (by clipping). Such a row stays in the GEMMs as
+        # zeros, because finding it would make the host wait for the GPU.
         flops = 2 * self.num_rows * self.weight.numel() * (wanted.hidden + wanted.weight)
         active = known_active(terms, config, flops) if self.on_gpu else None
         activity = Activity(active, self.chunk_rows)
@@ -229,7 +222,7 @@ class LinearHead:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (dH, dW, db) of Σ g·logp + g_entropy·entropy.
+        """Compute (dH, dW, db) of Σ (g·logp + g_entropy·entropy).
 
         `known` contains the statistics that `logps` returned. The logits of a cached chunk are
         reused, and those of all other chunks are recomputed.

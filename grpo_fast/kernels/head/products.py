@@ -1,4 +1,4 @@
-"""The three matrix products of a chunk. Dtype and device determine which GEMM computes them."""
+"""The three matrix products of a chunk. The dtype and the device determine the GEMM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Number of rows of the weight that are converted to fp32 at a time, where no GEMM has 16-bit inputs
-# and an fp32 output.
+# Number of weight rows that are converted to fp32 at a time, on devices without a GEMM from 16-bit
+# inputs to an fp32 output.
 WIDEN_ROWS = 16384
 # Minimum number of elements for which a GPU's GEMM may write 16-bit output. For a smaller output,
 # the vendor's GEMM may split the inner dimension and add partial sums that were already rounded to
@@ -102,9 +102,9 @@ def accumulate_outer(
 
     Args:
         total: sum of earlier chunks, or None.
-        d: (C, V) d-logits, or exponentials with `scales`.
+        d: (C, V) d-logits, or exponentials if `scales` is given.
         h: (C, H).
-        weight: gives shape and dtype of the result.
+        weight: tensor with the shape and dtype of the result.
         is_single_chunk: there are no further chunks, so the result may be rounded to the weight's
             dtype.
         scales: (C,) fp32 factors of the rows of d; a factor of 0 gives exact zeros.
@@ -138,26 +138,16 @@ def _accumulate_outer(
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
-        # If a single GEMM computes dW, write dW in 16 bits, because each fp32 sum is then rounded
-        # only once.
+        # If a single GEMM computes dW, let it write 16-bit output: it rounds each fp32 sum only
+        # once.
         if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
-    d = d.float()
-    h = h.float()
-    if total is None and not is_single_chunk:
-        total = d.new_zeros(weight.shape)
-    if total is not None:
-        return add_product_(total, d.t(), h)
-    # A single chunk gives all of dW. Compute it in fp32, one block of rows at a time, and round
-    # each block by copying it into the 16-bit result.
-    total = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for v in range(0, total.shape[0], WIDEN_ROWS):
-        part = total[v : v + WIDEN_ROWS]
-        part.copy_(accumulate_outer(None, d[:, v : v + WIDEN_ROWS], h, part, is_single_chunk=True))
-    return total
+    if total is None:
+        total = d.new_zeros(weight.shape, dtype=torch.float32)
+    return add_product_(total, d.float().t(), h.float())
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""LM head pass over rows with a token set, combined with a pass over the rows without one.
+"""LM head pass for rows that have a token set, combined with a pass for rows that have none.
 
 A row with a set of k ids costs 6·k·H instead of 6·V·H flops, and the row kernels process k logits.
 The logits have one of three sources: gathered weight rows (gathered.py), a dense product with all
@@ -8,6 +8,7 @@ of W if it is cheaper because the sets are large, or logits that the caller prov
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ GATHERED_COST_GPU = 128
 def linear_sweep(
     tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
 ) -> LinearHead | SupportSweep | FullEntropySweep:
-    """Create the object that runs rows with or without token sets through an LM head.
+    """Create the object that computes the LM head for rows with or without token sets.
 
     Args:
         tensors: hidden, weight and bias.
@@ -69,8 +70,7 @@ def linear_sweep(
             tensors, rows.select(support.dense_index), route, keep_fp32=True, **options
         )
     head = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
-    has_entropy = options.get("entropy_gradient", False)
-    return SupportSweep(head, rows, route, dense, entropy_gradient=has_entropy)
+    return SupportSweep(head, rows, dense, options.get("entropy_gradient", False))
 
 
 def supported_head(
@@ -86,40 +86,32 @@ def supported_head(
     return form(tensors, rows, route, keep_fp32=keep_fp32)
 
 
+@dataclass(eq=False)
 class SupportSweep:
     """Pass over all active rows, which merges the results of rows with and without a token set.
 
-    Args: source: computes the logits of the token sets, and the gradients from their d-logits.
-    rows: all active rows. route: the selected kernels. dense: the pass over rows without a token
-    set, or None. entropy_gradient: whether the coefficients will include dL/dentropy.
+    Args:
+        source: computes the logits of the token sets, and the gradients from their d-logits.
+        rows: all active rows.
+        dense: the pass over rows without a token set, or None.
+        entropy_gradient: whether the coefficients will include dL/dentropy.
     """
 
+    source: GatheredHead | GivenLogits
+    rows: ActiveRows
+    dense: Any
+    entropy_gradient: bool = False
+    cached: HeadRows | None = field(default=None, init=False)
     filtered = None
 
-    def __init__(
-        self,
-        source: GatheredHead | GivenLogits,
-        rows: ActiveRows,
-        route: Route,
-        dense: Any,
-        *,
-        entropy_gradient: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
+        rows = self.rows
         assert rows.support is not None
-        self.source = source
-        self.dense = dense
         self.support = rows.support
         self.transform = rows.transform.rows(rows.support.row_index)
-        self.kernels = route.kernels
-        self.row_coefficients = route.kernels.row_coefficients
-        self.entropy_gradient = entropy_gradient
+        self.kernels = self.source.kernels
+        self.has_entropy_gradient = self.dense is None or self.dense.has_entropy_gradient
         self.num_rows = rows.target_ids.shape[0]
-        self.cached: HeadRows | None = None
-
-    @property
-    def has_entropy_gradient(self) -> bool:
-        """True if this pass can compute the gradient of an entropy."""
-        return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of all active rows, (T,) fp32 each.
@@ -145,13 +137,13 @@ class SupportSweep:
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
         """Compute the policy loss and its gradients."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
-        losses, g = self.row_coefficients(stats[1], terms, config)
+        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
 
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy.
+        """Compute the gradients of Σ (g·logp + g_entropy·entropy).
 
         `known` contains the statistics that `logps` returned.
         """
@@ -177,13 +169,13 @@ class SupportSweep:
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
-# A tuple of the rows, their hidden states, the range of their ids in (nnz,), the row and column of
-# each id, and a logit buffer.
+# A tuple: the rows, their hidden states, the slice of the nnz ids that belongs to the rows, the row
+# and column of each id, and a logit buffer.
 DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
 
 
 class DenseHead(GatheredHead):
-    """LM head for rows with large token sets, which multiplies with all of W."""
+    """LM head for rows with large token sets. It multiplies by all of W."""
 
     def _chunks(self) -> Iterator[DenseChunk]:
         """Yield the chunks of the rows, each with its hidden states and a logit buffer."""
@@ -222,17 +214,17 @@ class DenseHead(GatheredHead):
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients (dH, dW, db) of the rows with a token set.
+        """Compute the gradients (dH, dW, db) of the rows that have a token set.
 
-        If `others` is given, it contains the gradients of the rows without a set, and the new
-        gradients are added to it.
+        If `others` is given, it contains the gradients of the rows that have no token set, and the
+        new gradients are added to it.
         """
         keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Start from the gradients of the rows without a set.
+            # Start from the gradients of the rows that have no token set.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
@@ -245,8 +237,11 @@ class DenseHead(GatheredHead):
 class GivenLogits:
     """Source of the logits of rows with a token set: a matrix that the caller provides.
 
-    Args: logits: (N, V), rows contiguous. out: (N, V) destination of the d-logits, which may be
-    `logits`; None: allocate. rows: all active rows. route: the selected kernels.
+    Args:
+        logits: (N, V), rows contiguous.
+        out: (N, V) destination of the d-logits, which may be `logits`; None: it is allocated.
+        rows: all active rows.
+        route: the selected kernels.
     """
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:
@@ -268,7 +263,7 @@ class GivenLogits:
         return _head_rows(self, raw, transform, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
-        """Return an empty tensor in place of the gradient."""
+        """Return a tuple with one empty tensor in place of the gradient."""
         return (self.logits.new_empty(0),)
 
     def gradients(
@@ -276,7 +271,8 @@ class GivenLogits:
     ) -> tuple[Tensor, ...]:
         """Write the d-logits of the rows with a token set into a matrix, and return (matrix,).
 
-        If `others` is given, it is the matrix with the d-logits of the rows without a set.
+        If `others` is given, it contains the matrix to write into, which already holds the d-logits
+        of the rows that have no token set.
         """
         if others is not None:
             out = others[0]

@@ -71,7 +71,8 @@ def test_a_support(launched, monkeypatch):
 def test_weights_are_held_or_computed_again(monkeypatch):
     """Check that a sequence-level loss recomputes the exponentials of all chunks but the last.
 
-    With a single chunk, nothing is recomputed. Both ways must give the same bits.
+    With a single chunk, nothing is recomputed. Stored and recomputed exponentials must give the
+    same bits.
     """
     case = make_case(7, mask=torch.ones(2, 35, dtype=torch.bool), dtype=torch.bfloat16,
                      **options_for("gspo")).but(old=None)  # fmt: skip

@@ -1,9 +1,9 @@
 """Repairs and checks for Triton's interpreter: bf16, memory accesses and program order.
 
 Import this module in a process with TRITON_INTERPRET=1, before any kernel runs. The interpreter
-stores bf16 as bit patterns in uint16, and wrongly computes with these patterns as integers. The
-repaired arithmetic converts each bf16 operand to fp32, computes, and rounds the result to nearest
-even. `tl.sum` of bf16 is not repaired, so kernels must reduce in fp32.
+stores bf16 as uint16 bit patterns, and wrongly uses these integers in arithmetic. The repaired
+arithmetic converts each bf16 operand to fp32, computes, and rounds the result to nearest even.
+`tl.sum` of bf16 is not repaired, so kernels must reduce in fp32.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _repaired_arithmetic(original: Any) -> Any:
 
 def _repaired_dot(original: Any) -> Any:
     def dot(self, a, b, accumulator, *rest):
-        # Multiply in fp64. In the fp32 product of BLAS, the bits of a row depend on the position of
-        # the row in the tile. On tensor cores, they do not.
+        # Multiply in fp64. In a BLAS fp32 product, the bits of a row depend on the position of the
+        # row in the tile, unlike on tensor cores.
         product = np.matmul(widen(a).data.astype(np.float64), widen(b).data.astype(np.float64))
         total = (product + accumulator.data).astype(accumulator.data.dtype)
         return TensorHandle(total, accumulator.dtype.scalar)
@@ -86,7 +86,8 @@ _replace("binary_op", _repaired_arithmetic)
 _replace("unary_op", _repaired_arithmetic)
 _replace("create_dot", _repaired_dot)
 # If one operand is NaN, tl.maximum and tl.minimum return the other operand on every GPU (maxnum,
-# minnum). The interpreter of Triton 3.6 returns NaN, so replace its two functions.
+# minnum). The interpreter of Triton 3.6 returns NaN instead, so replace its versions of these two
+# functions.
 InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -202,7 +203,7 @@ _replace("set_grid_idx", _reorder)
 
 @contextlib.contextmanager
 def only_memory_of(*tensors: Any) -> Iterator[None]:
-    """Inside the block, raise IndexError for loads and stores outside of these tensors.
+    """Inside the block, raise IndexError for loads and stores outside these tensors.
 
     Arguments that are not tensors are ignored. Tensors that a function allocates with `torch.empty`
     or `torch.empty_like` are allowed, too. Inside the block, these two functions fill them with

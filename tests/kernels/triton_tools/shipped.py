@@ -1,4 +1,4 @@
-"""Calls of kernel functions that together use every Triton configuration of the package.
+"""Calls to kernel functions that together use every Triton configuration of the package.
 
 `compile_launches` compiles the kernels that these calls launch.
 """
@@ -64,7 +64,7 @@ def written(
 ) -> None:
     """Compile the kernels that write 16-bit exponentials.
 
-    If the statistics are `known`, one pass is enough. Otherwise, two passes are compiled.
+    If the statistics are `known`, this compiles one pass, and otherwise two.
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
@@ -96,7 +96,7 @@ def scaled(dtype: torch.dtype) -> None:
     scale_triton.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
 
 
-def surrounded(hidden_size: int) -> None:
+def around_gemms(hidden_size: int) -> None:
     """Compile the kernels that run before and after the gradient GEMMs."""
     vocab, ids = 1000, torch.zeros(ROWS, dtype=torch.long)
     hidden, by = torch.empty(ROWS, hidden_size, dtype=torch.bfloat16), torch.ones(ROWS)
@@ -111,7 +111,7 @@ def surrounded(hidden_size: int) -> None:
 
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
-    """Compile the kernels for `support`. `problem` documents `options`."""
+    """Compile the kernels for token sets. See `problem` for the meaning of `options`."""
     (hidden, weight, bias, ids, transform), has_entropy = problem(dtype, 1000, hidden_size, options)
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
@@ -186,7 +186,7 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for kind, vocab in zip(DIVERGENCES, (1000, 32000, 32001), strict=True):
         yield call(compared, kind, vocab)
     for hidden_size in (896, 897):
-        yield call(surrounded, hidden_size)
+        yield call(around_gemms, hidden_size)
     # Cover each number of warps, an odd hidden size, and the largest hidden size.
     for hidden_size in (897, 4096, 8192):
         yield call(supported, bf16, hidden_size, "bce")
@@ -195,7 +195,7 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype in (fp32, bf16):
         yield call(scaled, dtype)
     # The code of the loss functions does not depend on the architecture, so compile it only for
-    # sm_90. There are fewer KL estimators than losses, so the estimators are repeated.
+    # sm_90. There are fewer KL estimators than losses, so the estimators are cycled.
     if arch == "sm_90":
         token = {
             o.function: name

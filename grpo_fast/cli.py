@@ -14,7 +14,14 @@ from typing import Annotated
 
 import typer
 
-from grpo_fast.train.report.endings import USAGE_ERROR, Debug, Words, key_values, refuse, told
+from grpo_fast.train.report.endings import (
+    USAGE_ERROR,
+    Debug,
+    Words,
+    key_values,
+    print_errors,
+    refuse,
+)
 
 app = typer.Typer(
     name="grpo-fast",
@@ -70,7 +77,7 @@ def train(
     from grpo_fast.train.ranks.distributed import launched_rank
     from grpo_fast.train.runs.folder import free_folder, run_folder
 
-    with told(debug, RunError):
+    with print_errors(debug, RunError):
         words = settings or []
         config = load_recipe(recipe, words)
         says_where = config.resume == "auto" or any(w.startswith("output_dir=") for w in words)
@@ -117,7 +124,7 @@ def evaluate(
     from grpo_fast.train.evaluation import command
     from grpo_fast.train.evaluation.settings import is_model
 
-    with told(debug, NonFiniteLogits, OSError):
+    with print_errors(debug, NonFiniteLogits, OSError):
         words = words or []
         others = [word for word in words if is_model(word)][:1]
         rest = [word for word in words if word not in others]
@@ -135,7 +142,7 @@ def export(
     """Export the model of a checkpoint in the format of transformers. A LoRA adapter is merged."""
     from grpo_fast.train.runs.export import export as write
 
-    with told(debug, OSError):
+    with print_errors(debug, OSError):
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
@@ -157,7 +164,7 @@ def doctor(
     The exit status is 1 if a self-test fails, or if the mean difference of the log-probs exceeds
     the threshold.
     """
-    with told(debug, RuntimeError, OSError):
+    with print_errors(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import run
 
         ok = run(words or [], as_json=as_json)
@@ -202,7 +209,7 @@ def config(
     from grpo_fast.train.config import RunConfig
     from grpo_fast.train.config.listing import listed_keys
 
-    with told(debug):
+    with print_errors(debug):
         typer.echo("\n".join(listed_keys(RunConfig, section)))
 
 
@@ -227,7 +234,7 @@ def plan(
     from grpo_fast.train.planning.plan import KNOWN_MODELS, render
     from grpo_fast.train.planning.plan import plan as predict
 
-    with told(debug):
+    with print_errors(debug):
         if not model or "=" in model:
             words = [word for word in (model, *(settings or [])) if word]
             plans = [predict(name, words) for name in KNOWN_MODELS]
@@ -246,7 +253,7 @@ def plot(
     debug: Debug = False,
 ) -> None:
     """Draw the metrics of one or several runs as curves in one picture."""
-    with told(debug, OSError, code=USAGE_ERROR):
+    with print_errors(debug, OSError, code=USAGE_ERROR):
         from grpo_fast.train.report.curves import plot_runs
 
         path = None if out is None else os.path.expanduser(out)
@@ -265,5 +272,5 @@ def data(
     from grpo_fast.data import escape_control
     from grpo_fast.train.evaluation.data_view import data_lines
 
-    with told(debug, OSError):
+    with print_errors(debug, OSError):
         typer.echo("\n".join(map(escape_control, data_lines(source, settings or []))))

@@ -1,4 +1,4 @@
-"""Helpers for the files of a run: safe reading, and JSON-lines logs without incomplete rows."""
+"""Helpers for the files of a run: safe reading, and JSON Lines logs without partial rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written(path: Path) -> Iterator[None]:
 
 
 def write_on_main(path: Path, write: Callable[[], object]) -> None:
-    """Call `write` on rank 0. If it fails, all ranks raise its error. Collective call.
+    """Call `write` on rank 0. If it fails, all ranks raise its error. All ranks must call this.
 
     Args:
         path: the file or folder that a WriteError names.
@@ -87,12 +87,12 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value to JSON types. Non-finite numbers become null, and 0-d tensors numbers."""
+    """Convert a value to JSON types: non-finite numbers to null, and 0-d tensors to numbers."""
     return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
 class JsonLines:
-    """Writer of a JSON-lines file. A call of `append` writes either all of its rows or none.
+    """Writer of a JSON Lines file. Each call to `append` writes either all of its rows or none.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -115,7 +115,7 @@ class JsonLines:
         """Append one line for each row.
 
         Raises:
-            WriteError: the disk is full. The file has its previous length again.
+            WriteError: the disk is full. The file is restored to its previous length.
         """
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         rest = memoryview(text)

@@ -110,7 +110,7 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
 
 
 def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
-    """Run one training step. Return the step and its metrics. Collective call.
+    """Run one training step. Return the step and its metrics. All ranks must call this.
 
     Args:
         number: number of the step, counted from 1.
@@ -132,7 +132,10 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
 
 
 def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Collect the metrics of a step and, if due, its table of completions. Collective call."""
+    """Collect the metrics of a step and, if due, its table of completions.
+
+    All ranks must call this.
+    """
     config = trainer.config
     number = step.number
     rows = Rows(finite(metrics), [])

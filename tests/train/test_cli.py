@@ -60,7 +60,7 @@ def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):
     assert result.exit_code == 1 and "reward bad:" in result.stderr and "boom" in result.stderr
 
 
-# ------------------------- ASCII locales: files are UTF-8, and printed text has ? for other letters
+# ------------- ASCII locales: files are UTF-8, and printed text shows ? for non-ASCII characters
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
          "PYTHONIOENCODING": "ascii:strict"}  # fmt: skip
 OTHER = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").replace(

@@ -33,7 +33,7 @@ TOKENS = 1024
 
 
 def predicted(shape, device, gpu=80 * 10**9, *, model=(), **sections):
-    """Predict the memory of a run with these fields of its section `model`."""
+    """Predict the memory of a run. `model` has fields of its section `model`."""
     fields = {"path": "x", **dict(model)}
     config = validated(RunConfig, {**MINIMAL, "model": fields, **sections})
     return predict(shape, config, device, gpu)
@@ -63,7 +63,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, **options):
 def kept_bytes(policy, packed):
     """Run a forward pass, and return how many bytes autograd saves for the backward pass.
 
-    The weights do not count.
+    The weights are not included.
     """
     weights, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
 
@@ -80,8 +80,9 @@ def kept_bytes(policy, packed):
 
 
 def save_in_numpy(pin_memory):
-    """Replace `torch.autograd.graph.save_on_cpu`, which has no effect for tensors on a CPU.
+    """Save tensors for the backward pass in numpy arrays.
 
+    This replaces `torch.autograd.graph.save_on_cpu`, which has no effect for tensors on a CPU.
     torch's allocator does not count numpy arrays, as the allocator of a GPU does not count host
     memory.
     """
@@ -277,7 +278,7 @@ def test_a_config_json_that_is_none(tmp_path, content):
 
 
 def test_a_plan_without_a_model_is_for_every_known_model():
-    """Check that the models that fit are printed first."""
+    """Check that the plan lists every known model, and the models that fit first."""
     done = invoke("plan", "gpu=16", "group=8")
     lines = done.output.splitlines()
     assert done.exit_code == 0 and len(lines) == len(KNOWN_MODELS)

@@ -22,7 +22,7 @@ UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
     # The case "exact" logs the gradient variance, and the engine of "apart" copies unsharded
-    # weights. Both do not work with sharded weights. The other excluded cases would test nothing
+    # weights. Neither works with sharded weights. The other excluded cases would test nothing
     # new.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
@@ -82,7 +82,7 @@ def test_a_model_that_differs_between_ranks_is_refused(ranks):
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
     """Check that a sharded model has the same weights, buffers and adapters as an unsharded model.
 
-    Of the sharded model, only rank 0 reads the files. Tied weights must stay tied.
+    Only rank 0 reads the files of the sharded model. Tied weights must stay tied.
     """
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, ["load_shards", *folders]):
@@ -115,7 +115,7 @@ APART = {
 
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
-    """Check that training is refused if the ranks have different settings.
+    """Check that training does not start if the ranks have different settings.
 
     The error on every rank must name the rank and the setting that differ. No folder is created.
     """
@@ -129,7 +129,7 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """Check that training is refused if ranks have equal settings but different data files."""
+    """Check that training does not start if ranks have equal settings but different data files."""
     words = []
     for rank in range(2):
         here = tmp_path / str(rank)

@@ -182,7 +182,7 @@ def test_a_folders_name_is_no_mathematics(tmp_path):
 
 
 def test_a_picture_needs_a_files_name(tmp_path):
-    """Check that the output path of a plot must be a file name with the suffix of a picture.
+    """Check that the output path of a plot must be a file name with an image suffix.
 
     For other names, matplotlib would append a suffix and write to a different path.
     """
@@ -217,7 +217,7 @@ def test_smoothing_has_neither_bias_nor_lag():
     assert [value for _, value in smooth(points)] == pytest.approx([3.0] * 50)
     line = [(float(i), 2.0 * i) for i in range(200)]
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
-    # The axis of a constant series would show a difference of one rounding.
+    # A constant series must stay constant, because its axis would show any rounding error.
     assert {value for _, value in smooth([(float(i), 0.1) for i in range(2000)])} == {0.1}
 
 

@@ -66,7 +66,7 @@ def test_plot_and_plan_of_a_run_import_nothing(run, tmp_path, monkeypatch):
 def plant_model_code(model: Path, marker: Path) -> None:
     """Add custom model code to a model's folder, and name its classes in config.json.
 
-    The code creates a file `marker` in the folder `marker` if it is executed.
+    If the code is executed, it creates a file with the name `marker` in the folder `marker`.
     """
     auto_map = {"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}
     change_json(model / "config.json", model_type="planted", auto_map=auto_map)
@@ -101,10 +101,10 @@ def test_allowed_code_of_a_run_that_asked_for_none_stays_out(run, tmp_path):
 
 
 def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):
-    """Check that an evaluation with worked examples refuses custom tokenizer code without asking.
+    """Check that an evaluation with worked examples rejects custom tokenizer code.
 
-    The tokenizer is loaded to count the tokens of the examples. If trust_remote_code is not set to
-    False, transformers asks the user whether to execute the code.
+    The tokenizer is loaded to count the tokens of the examples. Unless trust_remote_code is False,
+    transformers prompts the user whether to execute the code.
     """
     plant_model_code(run / "model", tmp_path)
     auto_map = {"AutoTokenizer": [None, "planted.T"]}
@@ -201,8 +201,8 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     assert (home / "e.json").is_file()
     assert invoke("plot", "~/a", "--out=~/p.png").exit_code == 0 and (home / "p.png").is_file()
     assert not list(here.iterdir())
-    # A path that begins with `./~` must not be expanded. It names the folder `~` in the working
-    # folder.
+    # A path that begins with `./~` must not be expanded. It names the folder `~` in the current
+    # directory.
     assert invoke("train", recipe, "output_dir=./~/a", *words).exit_code == 0
     assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
     # The saved configuration has the full path, so it names the same folder for every user.

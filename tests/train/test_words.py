@@ -28,7 +28,7 @@ PPO = "advantages=gae critic.bootstrap=false"
     ("reader", "words", "message"),
     [
         # The key is unknown. The message must name the nearest key of this section or of another
-        # section, or our key for the name that another library uses.
+        # section. If the key is another library's name for a setting, it must name our key.
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
         ("train", "gradient_acumulation=1", "gradient_acumulation: unknown key; known: seed, "),
@@ -56,7 +56,7 @@ PPO = "advantages=gae critic.bootstrap=false"
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
-        # The index of a list is invalid, or the list must not be empty.
+        # The index of a list is invalid, or the setting leaves no reward with a weight.
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is not an index of a list of 2"),
         ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
         ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",

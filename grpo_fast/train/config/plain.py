@@ -1,4 +1,4 @@
-"""Strict YAML 1.2 reader and writer, without aliases and repeated keys."""
+"""Strict YAML 1.2 reader and writer. The reader rejects aliases and repeated keys."""
 
 from __future__ import annotations
 

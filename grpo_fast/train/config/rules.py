@@ -19,11 +19,11 @@ MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 SERVER = "distill.teacher=*://*"
 TRACES = "data.task=traces"
 DIFFER = "the branches of a task differ in number"
-# Conditions that hold for the losses in which beta is not the weight of a KL to the reference.
+# Conditions that select the losses in which beta does not weight a KL to the reference.
 NO_KL = [f"loss.loss_type={name}" for name, loss in OBJECTIVES.items() if not loss.reference]
-# Each row has two conditions that must not both hold, and the reason. The conditions `key=pattern`
-# and `key!=pattern` compare the key's value with a shell pattern. The condition `key` holds if the
-# value is not null, false, 0 or empty.
+# Each row has two conditions that must not both be true, and the reason why. The conditions
+# `key=pattern` and `key!=pattern` compare the value of a key with a pattern such as exact*. The
+# condition `key` is true if the value is not null, false, 0 or empty.
 CONFLICTS = (
     ("model.path=null", "model.config=null", "name a model: model=PATH"),
     ("model.path", "model.config", "keep one; model=PATH replaces a recipe's config"),
@@ -72,7 +72,7 @@ CONFLICTS = (
 
 
 def check_conflicts(config: Any) -> None:
-    """Raise a ValueError for the first row of CONFLICTS whose two conditions both hold.
+    """Raise a ValueError for the first row of CONFLICTS whose two conditions are both true.
 
     Args:
         config: the `RunConfig`.

@@ -36,7 +36,7 @@ def read_words(
         kind: class of the configuration.
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
-        settings: nested settings, which are changed in place. None starts without settings.
+        settings: nested settings, which are changed in place. None means empty settings.
         also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
@@ -104,7 +104,7 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key in nested settings, and create missing sections.
 
     Raises:
-        ValueError: a part of the key is below a value that is not a section, or is not an index of
+        ValueError: a part of the key is below a value that has no keys, or is not a valid index of
             a list.
     """
     node: Any = settings
@@ -116,8 +116,8 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
             raise ValueError(f"{where} is not an index of a list of {len(node)}")
         parent = node
         index: Any = int(part) if isinstance(node, list) else part
-        # Replace null by an empty section, so that keys of optional sections such as model.lora can
-        # be set.
+        # Replace null with an empty section, so that keys of optional sections such as model.lora
+        # can be set.
         if isinstance(node, dict) and node.get(part) is None:
             node[part] = {}
         node = node[index]
@@ -240,6 +240,6 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
 
 
 def quoted(value: Any, show: Any = repr) -> str:
-    """Format a value for an error message. A text of more than 200 characters is cut."""
+    """Format a value for an error message. Text longer than QUOTED characters is truncated."""
     text = show(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"

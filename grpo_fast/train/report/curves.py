@@ -1,4 +1,4 @@
-"""Pictures of the metrics of one or several runs, with a panel for each group of metrics."""
+"""Plots of the metrics of one or more runs, with a panel for each group of metrics."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def series(rows: Rows, metric: str) -> Series:
 
 def smooth(points: Series) -> Series:
     """Smooth a series with a centered moving average over a twentieth of its points."""
-    # Sum the differences from the first value. Sums of the values would round, so that a constant
-    # series would not stay constant, and its axis would magnify the rounding.
+    # Sum the differences from the first value. Sums of the values themselves would have rounding
+    # errors. A constant series would then not stay constant, and its axis would show the errors.
     first = points[0][1] if points else 0.0
     sums = [0.0, *itertools.accumulate(value - first for _, value in points)]
     half = max(1, len(points) // 40)
@@ -100,12 +100,12 @@ def smooth(points: Series) -> Series:
 
 
 def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Draw the metrics of one or several runs into one picture.
+    """Plot the metrics of one or more runs in one picture.
 
     Args:
         runs: folders of runs, or paths of their metrics.jsonl.
-        out: path of the picture. None writes curves.png into the folder of a single run, or into
-            the current folder if there are several runs.
+        out: path of the picture. If it is None, curves.png is written to the folder of a single
+            run, or to the current folder if there are several runs.
 
     Returns:
         The path of the picture.
@@ -158,8 +158,8 @@ def picture_path(out: str | Path) -> Path:
         ValueError: the path is a folder, has no suffix, or has the suffix .pgf.
     """
     path = Path(out)
-    # Without a suffix, matplotlib would append one and write to a different path. For .pgf,
-    # matplotlib needs LaTeX.
+    # Without a suffix, matplotlib would append one and write to a different path. The format .pgf
+    # is excluded because it needs LaTeX.
     fits = not path.is_dir() and path.suffix not in ("", ".pgf")
     require(fits, "out", "a file such as curves.png", repr(str(out)))
     return path

@@ -21,8 +21,8 @@ from jinja2 import Environment, FileSystemLoader
 from grpo_fast.data import escape_control
 from grpo_fast.train.report.lines import shown_number
 
-# Maximum length of a prompt or answer in characters, and of a completion in tokens. The page omits
-# the middle of longer texts.
+# Maximum number of characters of a prompt or answer on the page, and maximum number of tokens of a
+# completion. If a text is longer, the page omits its middle.
 LONGEST_TEXT = 4000
 LONGEST_TOKENS = 1200
 LOGP_STEP = 0.5  # a token's shade gets stronger by one level for each 0.5 nats of surprise
@@ -128,7 +128,7 @@ def _shade(logp: float, advantage: float, largest: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """Escape the control characters of a text. In a long text, replace the middle with a note."""
+    """Escape control characters. If the text is long, replace its middle with a note."""
     if len(text) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         hidden = len(text) - LONGEST_TEXT

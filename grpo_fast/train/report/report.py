@@ -150,8 +150,8 @@ class RunReport(AbstractContextManager[Any]):
         except (OSError, ValueError):
             lost = self._stream
             self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            # Redirect the file descriptor of the old stream, too. Otherwise Python would try to
-            # write the text in its buffer at exit, which would raise the error again.
+            # Redirect the file descriptor of the lost stream as well. Otherwise Python would flush
+            # the buffer of this stream at exit, and the flush would fail again.
             with suppress(OSError, ValueError, AttributeError):
                 os.dup2(self._stream.fileno(), lost.fileno())
 

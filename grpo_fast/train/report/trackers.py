@@ -37,14 +37,14 @@ def start_trackers(
         settings: configuration of the run.
 
     Returns:
-        The trackers of accelerate.
+        The started trackers, which are objects of accelerate.
     """
     if not names:
         return []
     from accelerate import Accelerator
     from accelerate.utils import clear_environment
 
-    # Hide the environment variables of torchrun. With them, accelerate would wait for the other
+    # Hide the environment variables of torchrun. Otherwise, accelerate would wait for the other
     # ranks, which start no trackers.
     with clear_environment():
         accelerator = Accelerator(
@@ -57,7 +57,7 @@ def start_trackers(
 
 
 def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys. Convert values that are not plain to text."""
+    """Flatten nested settings to dotted keys. Convert lists and nulls to text."""
     flattened: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):

@@ -54,7 +54,7 @@ class FormatError(ValueError):
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of the step in a folder name such as step_000010."""
+    """Return the step number from a folder name such as step_000010."""
     return int(checkpoint.name.removeprefix(STEP))
 
 
@@ -66,7 +66,7 @@ def checkpoints_in(run: str | Path) -> list[Path]:
 
 
 def newest(run: str | Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None. Log a warning for damaged ones."""
+    """Return the newest complete checkpoint of a run, or None. Warn about damaged checkpoints."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -114,7 +114,9 @@ def problem_of(checkpoint: Path) -> str | None:
 def write_checkpoint(
     run: str | Path, step: int, tensors: Mapping[str, Tensor], fill: Callable[[Path], None]
 ) -> Path:
-    """Write a checkpoint, unless a complete checkpoint of the step exists. Collective call.
+    """Write a checkpoint, unless a complete checkpoint of the step exists.
+
+    All ranks must call this.
 
     Args:
         run: folder of the run.
@@ -169,7 +171,7 @@ def _finish(part: Path, final: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename the folder of a damaged checkpoint, so that no run uses it. It may not exist."""
+    """Rename the folder of a damaged checkpoint, if it exists, so that no run uses it."""
     if checkpoint.exists():
         os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
@@ -181,7 +183,7 @@ def prune(run: str | Path, keep: int) -> None:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into files of about FILE_BYTES each. Collective call.
+    """Write tensors into files of about FILE_BYTES each. All ranks must call this.
 
     Sharded tensors are gathered one after the other, and rank 0 writes them. At any time, only the
     gathered tensors of one file are in memory.
@@ -216,7 +218,7 @@ def stored_in(folder: Path) -> dict[str, Path]:
 
 
 def read_part(stored: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
-    """Read the tensors whose names begin with a prefix. The keys of the result lack the prefix."""
+    """Read the tensors whose names begin with a prefix, and remove the prefix from the names."""
     part = {}
     for name, path in stored.items():
         if name.startswith(prefix):
@@ -231,11 +233,11 @@ def read_tensors(stored: Mapping[str, Path], into: Mapping[str, Tensor]) -> None
 
     Args:
         stored: the file of each stored tensor, from `stored_in`.
-        into: the tensors to fill, keyed by name. Of a sharded tensor, only this rank's shard is
+        into: the tensors to fill, keyed by name. For a sharded tensor, only this rank's shard is
             filled.
 
     Raises:
-        ValueError: a name is missing in `stored` or in `into`, or the dtypes or shapes differ.
+        ValueError: a tensor is missing in `stored` or `into`, or its dtypes or shapes differ.
     """
     for name in sorted(stored.keys() | into.keys()):
         expected = "no such tensor"

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run use the same settings and files, and so does a resumed run."""
+"""Checks that settings and files are equal on all ranks, and unchanged in a resumed run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
             prints[f"rewards.{label}"] = _of_path(source)
     reference = config.reference
     model = config.model
-    # A checkpoint does not contain the models below. A resumed run loads them again, so they must
-    # be unchanged.
+    # A resumed run loads the following models from their files again, because a checkpoint does not
+    # contain them. The files must be unchanged.
     base = None if model.path is None else adapter_at(model.path)
     if base is not None:
         prints["adapter"] = _of_path(str(model.path))
@@ -56,9 +56,9 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
 
 def check_ranks(settings: dict[str, Any]) -> None:
-    """Raise a ValueError if a rank's settings differ from rank 0's settings. Collective call.
+    """Raise a ValueError if a rank's settings differ from rank 0's settings.
 
-    The message lists the ranks and the settings that differ.
+    All ranks must call this. The message lists the ranks and the settings that differ.
 
     Args:
         settings: settings of this rank, including its fingerprints.
@@ -75,7 +75,7 @@ def check_ranks(settings: dict[str, Any]) -> None:
 
 
 def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str] = ()) -> None:
-    """Raise a ValueError if a resumed run has different settings or files than the original run.
+    """Raise a ValueError if a resumed run's settings or files differ from the original run's.
 
     The settings in FREE may differ. With a constant learning rate, the number of steps may be
     larger.

@@ -31,14 +31,14 @@ def run_folder(root: str | Path, name: str) -> Path:
 
 
 def free_folder(folder: str | Path) -> Path:
-    """Return the first folder without a run among `folder`, `folder`-2, `folder`-3 and so on."""
+    """Return the first of `folder`, `folder`-2, `folder`-3 and so on that contains no run."""
     base = Path(folder)
     numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([base], numbered) if not is_occupied(path))
 
 
 def is_occupied(folder: str | Path) -> bool:
-    """Return True if the folder contains any file, except files of a failed start.
+    """Return True if the folder contains any files other than those that a failed start leaves.
 
     Raises:
         ValueError: the folder cannot be listed.

@@ -60,9 +60,10 @@ class Start:
         return self.state.length, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
-        """Save the configuration in the run's folder, and begin the report. Collective call.
+        """Save the configuration in the run's folder, and begin the report.
 
-        If the run resumes, checkpoints that are newer than the loaded one are renamed.
+        All ranks must call this. If the run resumes, checkpoints that are newer than the loaded one
+        are renamed.
         """
         folder = Path(self.config.output_dir)
 
@@ -79,11 +80,11 @@ class Start:
 
 @contextmanager
 def run_start(config: RunConfig) -> Iterator[Start]:
-    """Lock the folder of a run, and decide where the run starts. Collective call.
+    """Lock the folder of a run, and decide where the run starts. All ranks must enter this.
 
     Raises:
-        ValueError: the folder is in use, or contains a different run or only damaged checkpoints.
-            Also raised if another version of the package wrote the checkpoint.
+        ValueError: the folder is in use, it contains a different run, or all its checkpoints are
+            damaged. Also raised if another version of the package wrote the checkpoint.
     """
     with ExitStack() as until_the_end:
         with distributed.together():
@@ -114,7 +115,7 @@ def _find_checkpoint(config: RunConfig) -> Path | None:
 
 
 def _check_begins(folder: Path, config: RunConfig) -> None:
-    """Check that a run without checkpoints can begin again in an occupied folder.
+    """Check that a run without checkpoints can start over in a folder that is not empty.
 
     Raises:
         ValueError: the folder contains checkpoints, a finished run, a run with other settings, or
@@ -134,9 +135,9 @@ def _check_begins(folder: Path, config: RunConfig) -> None:
 
 
 def resume(start: Start, saver: Saver) -> None:
-    """Load the checkpoint of `start`, if it names one, into a run. Collective call.
+    """Load the checkpoint of `start`, if there is one, into the run.
 
-    Afterwards, remove the log rows of steps after the checkpoint.
+    All ranks must call this. Afterwards, remove the log rows of steps after the checkpoint.
 
     Raises:
         ValueError: the checkpoint does not fit the configuration.

@@ -3,8 +3,8 @@
 A checkpoint contains the following files:
 
 - weights/: safetensors files with the policy (with LoRA only the adapter), the optimizer's moments,
-  the critic, the reference if no path can load it again, the random state, and the samples that
-  were drawn ahead for the next step.
+  the critic, the reference if it cannot be loaded from a path, the random state, and the samples
+  that were drawn ahead for the next step.
 - state.json: the fields of `State`.
 - tokenizer/: the tokenizer, which `grpo-fast export` needs.
 """
@@ -42,7 +42,7 @@ STATE = "state.json"
 
 @dataclass
 class Rows:
-    """The metrics and completions of a finished step that were not logged yet."""
+    """The metrics and completions of a finished step that have not been logged yet."""
 
     metrics: dict[str, float]
     completions: list[dict[str, Any]]
@@ -74,7 +74,7 @@ class State:
 def draws_now(ahead: Samples | None) -> dict[str, Tensor]:
     """Return torch's random state and the samples of the next step as a dict of tensors.
 
-    The argument `ahead` is None if no samples were drawn ahead for the next step.
+    `ahead` is None if no samples were drawn ahead for the next step.
     """
     draws = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -135,10 +135,10 @@ class Saver:
 
     Args:
         config: configuration of the run.
-        collector: the collector, which has the position in the training set, and the samples that
+        collector: the collector. It holds the position in the training set, and the samples that
             were drawn ahead.
-        trainer: the trainer, which has the weights, moments and counters.
-        report: the writer of the logs, which has the length of metrics.jsonl.
+        trainer: the trainer. It holds the weights, moments and counters.
+        report: the writer of the logs. It knows the length of metrics.jsonl.
         settings: the configuration, and fingerprints of the files that it names.
         stopping: the signal handler. The saver sets its function `may_stop`, so that a signal ends
             the run only while the recorded state is valid.
@@ -186,7 +186,7 @@ class Saver:
     def is_due(self) -> bool:
         """Return True if `checkpoint.every` or `checkpoint.every_minutes` requires a checkpoint.
 
-        Collective call. All ranks use rank 0's clock, so that they get the same result.
+        All ranks must call this. They use rank 0's clock, so that they get the same result.
         """
         plan = self.config.checkpoint
         by_step = plan.every and self.state.step % plan.every == 0
@@ -195,7 +195,10 @@ class Saver:
         return bool(by_step or is_late)
 
     def save(self) -> Path:
-        """Write a checkpoint of the recorded state, and delete old checkpoints. Collective call."""
+        """Write a checkpoint of the recorded state, and delete old checkpoints.
+
+        All ranks must call this.
+        """
         run = self.report.folder
         trainer = self.trainer
 
@@ -216,7 +219,7 @@ class Saver:
     def saved_when_it_ends(self) -> Iterator[None]:
         """Save the recorded state if an error or a signal ends the run inside this context.
 
-        A note that is added to the error names the checkpoint from which the run can resume.
+        A note on the error names the checkpoint from which the run can resume.
         """
         try:
             yield

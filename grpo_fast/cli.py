@@ -62,9 +62,6 @@ def train(
     settings: Annotated[
         Words, key_values("Changes to the recipe: steps=50 optim.lr=1e-4 …")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Write to this folder in the output_dir.")
-    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a model with a recipe. Write metrics, curves and the model to the recipe's output_dir.
@@ -75,15 +72,13 @@ def train(
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names
     from grpo_fast.train.ranks.distributed import launched_rank
-    from grpo_fast.train.runs.folder import free_folder, run_folder
+    from grpo_fast.train.runs.folder import free_folder
 
     with print_errors(debug, RunError):
         words = settings or []
         config = load_recipe(recipe, words)
         says_where = config.resume == "auto" or any(w.startswith("output_dir=") for w in words)
-        if name is not None:
-            config.output_dir = str(run_folder(config.output_dir, name))
-        elif recipe in recipe_names() and not says_where:
+        if recipe in recipe_names() and not says_where:
             usual = config.output_dir
             config.output_dir = str(free_folder(usual))
             if config.output_dir != usual and launched_rank() == 0:

@@ -60,16 +60,6 @@ def check_regular(path: Path) -> None:
     require(fits, str(path), "a regular file", "a folder, a pipe or a device")
 
 
-def check_length(path: Path, length: int) -> None:
-    """Raise a ValueError if the path is not a regular file with at least `length` bytes.
-
-    A missing file counts as an empty file.
-    """
-    check_regular(path)
-    size = path.stat().st_size if path.exists() else 0
-    require(size >= length, str(path), f"at least {length} bytes", f"{size} bytes")
-
-
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file as hexadecimal digits."""
     check_regular(path)
@@ -97,13 +87,9 @@ class JsonLines:
     Args:
         path: the file, which is created if it does not exist.
         length: number of bytes to keep if the file exists. All later bytes are removed.
-
-    Raises:
-        ValueError: the path is not a regular file, or the file is shorter than `length`.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        check_length(path, length)
         self.path = path
         self.length = length
         # In append mode, each write goes to the end of the file, even after a truncation. Do not

@@ -60,7 +60,7 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # the first run has ended
     for name in os.listdir("runs"):
         assert load_recipe(f"runs/{name}/config.yaml").output_dir == f"runs/{name}"
-    assert refused(invoke(*words, "output_dir=runs/sort"), "runs/sort is occupied", "--name")
+    assert refused(invoke(*words, "output_dir=runs/sort"), "runs/sort is occupied")
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
 
 

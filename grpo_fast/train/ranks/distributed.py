@@ -36,30 +36,17 @@ SHARED: tuple[type[Exception], ...] = (
     ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError, RewardError,
     WriteError,
 )  # fmt: skip
-_is_alone = False
 
 
 # ----------------------------------------------------------------------------- Number of ranks
 def size() -> int:
     """Return the number of ranks. It is 1 if there is no process group."""
-    is_met = dist.is_available() and dist.is_initialized() and not _is_alone
-    return dist.get_world_size() if is_met else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
     """Return the number of this rank, counted from 0."""
     return dist.get_rank() if size() > 1 else 0
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Make this rank work as a single process. Inside, `size()` is 1 and no call is collective."""
-    global _is_alone
-    _is_alone = True
-    try:
-        yield
-    finally:
-        _is_alone = False
 
 
 def launched_rank() -> int:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pydantic
 import torch
-from pydantic_core import from_json
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -42,15 +41,11 @@ STEP = "step_"  # prefix of the name of a checkpoint's folder
 NAME = re.compile(rf"{STEP}\d{{6,12}}")
 
 
-class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
+class Manifest(pydantic.BaseModel, strict=True):
     """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
 
-    format: int = FORMAT
-    files: dict[str, str]
-
-
-class FormatError(ValueError):
-    """Raised for a checkpoint that another version of this package wrote. It is not damaged."""
+    format: int
+    files: dict[str, str] = {}
 
 
 def step_of(checkpoint: Path) -> int:
@@ -75,39 +70,29 @@ def newest(run: str | Path) -> Path | None:
     return None
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        FormatError: another version of the package wrote the checkpoint.
-    """
-    fields = from_json(read_regular(checkpoint / MANIFEST))
-    found = fields.get("format") if isinstance(fields, dict) else None
-    if isinstance(found, int) and found != FORMAT:
-        raise FormatError(
-            f"resume: expected a checkpoint of format {FORMAT}, which this version writes and "
-            f"reads, got format {found} in {checkpoint}; use the version that wrote it, or "
-            "another output_dir"
-        )
-    return Manifest.model_validate(fields)
-
-
 def problem_of(checkpoint: Path) -> str | None:
     """Compare the files of a checkpoint with its manifest.
 
     Returns:
         A description of the first damaged or missing file, or None if the checkpoint is complete.
+
+    Raises:
+        ValueError: another version of the package wrote the checkpoint, which is not damaged.
     """
     try:
-        for name, digest in read_manifest(checkpoint).files.items():
-            if sha256_of(checkpoint / name) != digest:
+        manifest = Manifest.model_validate_json(read_regular(checkpoint / MANIFEST))
+        is_readable = manifest.format == FORMAT
+        for name, digest in manifest.files.items():
+            if is_readable and sha256_of(checkpoint / name) != digest:
                 return f"{name} is not what was written"
-    except FormatError:
-        raise
     except FileNotFoundError as error:
         return f"{os.path.relpath(error.filename, checkpoint)} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} or a file cannot be read ({reason(error)})"
+    expected = f"a checkpoint of format {FORMAT}, which this version writes and reads"
+    came = f"format {manifest.format} in {checkpoint}"
+    advice = "use the version that wrote it, or another output_dir"
+    require(is_readable, "resume", expected, f"{came}; {advice}")
     return None
 
 
@@ -158,7 +143,7 @@ def _finish(part: Path, final: Path) -> None:
     """Write the manifest, flush all files to disk, and give the folder its final name."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
-    manifest = Manifest(files=sums)
+    manifest = Manifest(format=FORMAT, files=sums)
     (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     # Flush files and directory entries before the rename. Otherwise a power cut could leave a
     # checkpoint with its final name and empty files.

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -223,42 +223,36 @@ class Saver:
         """
         try:
             yield
-        except Stopped as stopped:
-            said = self._save_at_the_end(stopped)
-            self.report.note(f"{stopped.name}: {said}")
-            raise
-        except NonFiniteLogits as error:
-            advice = "a lower optim.lr or a wider model.dtype may help"
-            error.add_note(f"this is after {self.state.step} steps; {advice}")
-            # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
-            # deleted after each save, may be the only ones with finite weights.
-            error.add_note(self._newest())
-            raise
         except BaseException as error:
-            error.add_note(self._save_at_the_end(error))
+            said = self._save_at_the_end(error)
+            if isinstance(error, Stopped):
+                self.report.note(f"{error.name}: {said}")
+            else:
+                error.add_note(said)
             raise
 
     def _save_at_the_end(self, error: BaseException) -> str:
         """Save the recorded state if possible. Return a sentence that says what was saved."""
+        if isinstance(error, NonFiniteLogits):
+            # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
+            # deleted after each save, may be the only ones with finite weights.
+            advice = "a lower optim.lr or a wider model.dtype may help"
+            return f"this is after {self.state.step} steps; {advice}; {self._newest()}"
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
-        is_shared = distributed.is_on_all_ranks(error)
-        if not is_shared and self.config.is_sharded:  # the other ranks do not take part in saving
-            return f"one rank alone cannot save sharded weights; {self._newest()}"
-        if not is_shared and not distributed.is_main():
-            return "only rank 0 can save the run"
+        if not distributed.is_on_all_ranks(error):
+            return f"one rank alone cannot save the run; {self._newest()}"
         self.trainer.forget_gradients()  # free memory for saving
         try:
-            with nullcontext() if is_shared else distributed.alone():
-                path = self.save()
+            path = self.save()
         except WriteError as failed:
             return f"{failed}; {self._newest()}"
         if isinstance(error, Stopped):
             error.code = SAVED
-        return f"saved in {path}; resume=auto goes on from there"
+        return f"saved in {path}; resume=auto continues from there"
 
     def _newest(self) -> str:
         path = checkpoint.newest(self.report.folder)
         if path is None:
-            return "there is no checkpoint: resume=auto begins again"
+            return "there is no checkpoint: resume=auto starts over"
         return f"the newest checkpoint is {path}: resume=auto repeats the steps after it"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from grpo_fast.data import escape_control
-from grpo_fast.errors import require
+from grpo_fast.errors import argument_error, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = list[dict[str, float | None]]  # rows of a metrics.jsonl
+ROW = TypeAdapter(dict[str, float | None], config=ConfigDict(strict=True))
 Series = list[tuple[float, float]]  # pairs of step and value
 
 
@@ -50,35 +52,31 @@ def read_metrics(run: str | Path) -> Rows:
         run: folder of a run, or path of the file.
 
     Raises:
-        ValueError: the file does not exist, or a line is not a JSON object.
+        ValueError: the file does not exist, or a line is not a JSON object of numbers.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
     expected = "a run's folder or its metrics.jsonl"
     require(path.is_file(), "run", expected, f"{path}, which does not exist")
-    lines = path.read_bytes().split(b"\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line, parse_int=float)  # an int may be too large for a float
-        except (ValueError, RecursionError):
-            if number == len(lines):
-                break
-            row = None
-        fits = isinstance(row, dict) and isinstance(row.get("step", 0), (int, float))
-        expected = "a JSON object, whose step is a number"
-        require(fits, f"{path}:{number}", expected, repr(line[:40]))
-        rows.append(row)
+            rows.append(ROW.validate_json(line))
+        except ValidationError:
+            expected = "a JSON object, whose values are numbers or null"
+            raise argument_error(f"{path}:{number}", expected, repr(line[:40])) from None
     return rows
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """Return the pairs (step, value) of a metric. Rows without a finite value are skipped."""
+    """Return the pairs (step, value) of a metric. Rows without step or finite value are skipped."""
     points = []
-    for index, row in enumerate(rows):
+    for row in rows:
+        step = row.get("step")
         value = row.get(metric)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            points.append((float(row.get("step", index)), float(value)))
+        if step is not None and value is not None and math.isfinite(value):
+            points.append((step, value))
     return points
 
 

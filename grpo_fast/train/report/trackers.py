@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.errors import choice, require
+from grpo_fast.errors import require
 
 PROJECT = "grpo_fast"  # name of the project in the tracker's service
 FOLDER = "trackers"  # subfolder of a run for files that trackers write
@@ -16,14 +16,12 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise a ValueError if a tracker is not installed or is not supported by accelerate."""
     if not names:
         return
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.tracking import get_available_trackers
 
-    for name in names:
-        choice("log.trackers", name, sorted(LOGGER_TYPE_TO_CLASS))
-    installed = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
+    installed = sorted(str(getattr(kind, "value", kind)) for kind in get_available_trackers())
     missing = ", ".join(name for name in names if name not in installed)
-    came = f"{missing} (pip install {missing})"
-    require(not missing, "log.trackers", "trackers whose packages are installed", came)
+    expected = f"trackers of accelerate whose packages are installed, here {installed}"
+    require(not missing, "log.trackers", expected, missing)
 
 
 def start_trackers(

@@ -31,7 +31,7 @@ class _StrictLoader(yaml.SafeLoader):
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        # Reject aliases. With nested aliases, a text of 400 bytes can expand to a billion values.
+        # Reject aliases. With nested aliases, 400 bytes of YAML can expand to a billion values.
         if self.check_event(yaml.AliasEvent):
             raise ValueError("aliases (*name) are not supported: repeat the value")
         node: Any = super().compose_node(parent, index)

@@ -78,40 +78,29 @@ def check_conflicts(config: Any) -> None:
         config: the `RunConfig`.
     """
     for first, second, why in CONFLICTS:
-        if _holds(config, first) and _holds(config, second):
-            raise conflict(_shown(config, first), _shown(config, second), why)
+        settings = [_setting_if_true(config, condition) for condition in (first, second)]
+        if all(settings):
+            raise conflict(*settings, why)
 
 
-def _holds(config: Any, condition: str) -> bool:
-    key, equals, pattern = condition.partition("=")
-    text = _text(_value(config, condition))
-    if not equals:
-        return text not in ("null", "false", "0")
-    return fnmatchcase(text, pattern) != key.endswith("!")
+def _setting_if_true(config: Any, condition: str) -> str:
+    """Return the setting that a condition names as `key=value`, or "" if the condition is false.
 
-
-def _shown(config: Any, condition: str) -> str:
-    value = _value(config, condition)
-    key = condition.partition("=")[0].rstrip("!")
-    return key if isinstance(value, (BaseModel, list, dict)) else f"{key}={_text(value)}"
-
-
-def _value(config: Any, condition: str) -> Any:
-    """Return the value of the setting that a condition names.
-
-    The condition `a.b=x` names the setting `a.b`. Its value is None if the section `a` is null.
+    If the value is a section, a list or a mapping, only the key is returned.
     """
+    left, equals, pattern = condition.partition("=")
+    key = left.rstrip("!")
     value = config
-    for part in condition.partition("=")[0].rstrip("!").split("."):
-        value = getattr(value, part, None)
-    return value
-
-
-def _text(value: Any) -> str:
-    """Format a value for the comparison with a pattern. None, [] and {} become "null"."""
+    for part in key.split("."):
+        value = getattr(value, part, None)  # None if a section is null
+    text = f"{value:g}" if isinstance(value, float) else str(value).lower()
     if value is None or value in ([], {}):
-        return "null"
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+        text = "null"
+    is_true = text not in ("null", "false", "0")
+    if equals:
+        is_true = fnmatchcase(text, pattern) != left.endswith("!")
+    shown = key if isinstance(value, (BaseModel, list, dict)) else f"{key}={text}"
+    return shown if is_true else ""
 
 
 def check_numbers(config: Any) -> None:

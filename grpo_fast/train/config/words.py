@@ -157,8 +157,7 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
             annotation = field and field.annotation
     # 2. Describe an unknown or missing key.
     if error["type"] == "extra_forbidden":
-        known = [*section.model_fields, *getattr(section, "more_keys", ())]
-        known += also if len(path) == 1 else ()
+        known = [*section.model_fields, *(also if len(path) == 1 else ())]
         name = where if where in other_names() else path[-1]
         return f"{where}: unknown key" + nearest(name, known, list(dotted_keys(kind)))
     if error["type"] == "missing":
@@ -231,12 +230,10 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
     ours = other_names().get(key.casefold(), "")
     if ours.partition("=")[0] in dotted:
         return f"; here it is {ours}"
-    for name in (ours.rpartition(".")[2], key):
-        same = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
-        if same:
-            return f"; nearest: {', '.join(same)}"
+    same = [name for name in dotted if name.rpartition(".")[2] == key]
     close = nearest_name(key, known, cutoff=0.7) or nearest_name(key, dotted, cutoff=0.85)
-    return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
+    found = ", ".join(same) or close
+    return f"; nearest: {found}" if found else f"; known: {', '.join(known)}"
 
 
 def quoted(value: Any, show: Any = repr) -> str:

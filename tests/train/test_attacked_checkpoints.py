@@ -96,9 +96,7 @@ def contents(place: Path) -> dict[Path, bytes]:
 
 FIELDS = [
     ("step", 10**9, "state.json: step: expected 2, as its name says"),
-    ("step", "2", "state.json: step: Input should be a valid integer"),
     ("consumed", -1, "state.json: consumed: Input should be greater"),
-    ("length", DELETE, "state.json: length: Field required"),
     ("length", 10**9, "metrics.jsonl: expected at least 1000000000 bytes"),
     ("optimizers", {}, "got another: .*policy"),
     ("optimizers.policy.steps", DELETE, "got another: .*steps"),
@@ -311,7 +309,7 @@ def test_a_run_does_not_begin_again_when_all_checkpoints_are_damaged(folder):
     (folder / "summary.json").unlink()
     for checkpoint in checkpoints_in(folder):
         (checkpoint / "state.json").unlink()
-    is_refused(folder, "got 2 damaged ones .*move them away to begin again")
+    is_refused(folder, "got 2 damaged ones .*move them away to start over")
     assert len(checkpoints_in(folder)) == 2
 
 

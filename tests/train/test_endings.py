@@ -170,7 +170,7 @@ def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------------- Errors that end a run
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
-LOOP, TRAINER = "grpo_fast.train.loop", "grpo_fast.train.update.trainer"
+LOOP = "grpo_fast.train.loop"
 COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"
 LOSS, ADAM = "grpo_fast.train.update.gradients.packed_loss", "torch.optim.AdamW.step"
 SAVE = "grpo_fast.train.runs.checkpoint"
@@ -190,7 +190,6 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     # The error occurs before the first update of step 2.
     "a reward's interrupt": (f"{COLLECTOR}.score", 2, KEY, BEFORE, 130),
     "an engine's error": (f"{COLLECTOR}.generate", 2, EngineError("gone"), BEFORE, 1),
-    "a teacher's 4xx": (f"{TRAINER}.precompute", 2, ValueError("teacher: 400"), BEFORE, 2),
     "no memory for one completion": (LOSS, (2, 99), torch.OutOfMemoryError("no"), BEFORE, 2),
     "an interrupt of the first evaluation": (f"{LOOP}._evaluated", 1, KEY,
                                              "saved in RUN/step_000000", 130),
@@ -201,15 +200,12 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
         f"{ADAM}", 4, KEY, NEWEST, 130, "advantages=gae", "critic={kind: model}", *EVERY),
     # The error occurs after the updates of step 2. The checkpoint contains its unlogged rows.
     "a full disk for metrics": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
-    "a full disk for the page": (f"{REPORT}.CompletionsPage.add", 2, FULL, AFTER, 1),
     "a bug in a tracker": (f"{REPORT}.RunReport._show", 3, TypeError("mine"), AFTER, 1),
     "no memory while evaluating": (f"{LOOP}._evaluated", 3, MemoryError("no"), AFTER, 1),
     # The error occurs while a checkpoint is saved.
     "a full disk for a checkpoint": (f"{SAVE}.save_file", (2, 99), FULL, NEWEST, 1, *EVERY),
-    "a full disk for a manifest": (f"{SAVE}._finish", (2, 99), FULL, NEWEST, 1, *EVERY),
     "an interrupt while saving": (f"{SAVE}._finish", 2, KEY, AFTER, 130, *EVERY),
     # The error occurs after the last step.
-    "a full disk for the summary": (f"{REPORT}.plain_json", 5, FULL, "saved in RUN/step_000003", 1),
     "a full disk for the model": ("grpo_fast.train.models.policy.Policy.save", 1, FULL,
                                   "saved in RUN/step_000003", 1),
 }  # fmt: skip

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs import build
 from tests.command_line import RECIPE, invoke, refused, write_recipe
@@ -39,18 +38,9 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
     assert not marker.exists() and "planted_reward" not in sys.modules
     allowed = invoke(*words, "--allow-code")
     assert allowed.exit_code == 0 and "rewards/score" in allowed.output and marker.exists()
-
-
-def test_a_function_that_runs_the_folders_code(run, tmp_path):
-    """Check that `grpo-fast eval` refuses a run whose reward function is torch.hub.load.
-
-    This function would execute the file hubconf.py in the folder of the run.
-    """
-    (run / "hubconf.py").write_text(mark(tmp_path) + "def reward(**options):\n    return None\n")
-    options = {"repo_or_dir": str(run), "model": "reward", "source": "local"}
-    change(run, rewards=[{"name": "torch.hub:load", "options": options}])
-    assert refused(invoke("eval", str(run), "n=2"), "torch.hub:load", "--allow-code")
-    assert not (tmp_path / "marker").exists()
+    # A function of an installed package could execute a file in the folder of the run.
+    change(run, rewards=[{"name": "torch.hub:load", "options": {"repo_or_dir": str(run)}}])
+    assert refused(invoke(*words), "torch.hub:load", "--allow-code")
 
 
 def test_plot_and_plan_of_a_run_import_nothing(run, tmp_path, monkeypatch):
@@ -144,18 +134,6 @@ def texts_recipe(folder, lines, n_test=1):
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "occupied"])
-def test_output_folders(tmp_path, recipe, no_model, place):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "occupied").mkdir()
-    (tmp_path / "occupied" / "old").write_text("x")
-    folder = tmp_path / place
-    said = f"output_dir: {'' if place == 'occupied' else 'cannot'}"
-    assert refused(invoke("train", recipe, f"output_dir={folder}"), said)
-    with pytest.raises(ValueError, match="output_dir: "):  # the Python API raises the same error
-        loop.train(load_recipe(recipe, [f"output_dir={folder}"]))
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
     """Check that a prompt that is too long for the model is refused before anything is sampled.
@@ -193,10 +171,8 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     monkeypatch.chdir(here)
     words = ("steps=0", "log.progress=false")
     assert invoke("train", recipe, "output_dir=~/a", *words).exit_code == 0
-    assert invoke("train", recipe, "output_dir=~/", "--name", "b", *words).exit_code == 0
-    for name in ("a", "b"):
-        found = {path.name for path in (home / name).iterdir()}
-        assert {"model", "metrics.jsonl", "summary.json", "config.yaml"} <= found
+    found = {path.name for path in (home / "a").iterdir()}
+    assert {"model", "metrics.jsonl", "summary.json", "config.yaml"} <= found
     assert invoke("eval", "~/a", "n=2", "out=~/e.json").exit_code == 0
     assert (home / "e.json").is_file()
     assert invoke("plot", "~/a", "--out=~/p.png").exit_code == 0 and (home / "p.png").is_file()

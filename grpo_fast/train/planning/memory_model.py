@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# If the memory of a model cannot be predicted, a warning is logged only for models with at least
-# this number of parameters.
-SMALL = 1_000_000
 USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
 USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -210,9 +207,8 @@ def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
     try:
         shape = Shape.of(lm)
     except ValueError as error:
-        is_small = lm.num_parameters() < SMALL
         said = "the memory cannot be predicted (%s): micro-batches are split when memory runs out"
-        log.log(logging.INFO if is_small else logging.WARNING, said, error)
+        log.warning(said, error)
         return None
     ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
     # If `lora` is not set but the model has an adapter, the adapter was loaded from the model's

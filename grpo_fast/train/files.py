@@ -114,10 +114,5 @@ class JsonLines:
             raise WriteError(f"{said}; the lines before it are complete") from error
         self.length += len(text)
 
-    def sync(self) -> None:
-        """Flush the file to disk. Do nothing if the file is closed."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-
     def close(self) -> None:
         self._file.close()

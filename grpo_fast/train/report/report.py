@@ -129,11 +129,6 @@ class RunReport(AbstractContextManager[Any]):
         return self._metrics.length if self._has_begun else self._length
 
     @if_begun
-    def sync(self) -> None:
-        """Flush metrics.jsonl to the disk."""
-        self._metrics.sync()
-
-    @if_begun
     def note(self, *lines: str) -> None:
         """Print lines to the output stream, with control characters escaped.
 

@@ -29,7 +29,7 @@ from grpo_fast.rollout import Samples
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count, Positive
-from grpo_fast.train.files import read_regular
+from grpo_fast.train.files import read_regular, sync
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint
@@ -203,7 +203,7 @@ class Saver:
         trainer = self.trainer
 
         def fill(folder: Path) -> None:
-            self.report.sync()  # flush the log lines that `length` counts, in case of a power cut
+            sync(run / "metrics.jsonl")  # the state counts its bytes, which a power cut could lose
             trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             text = json.dumps(dataclasses.asdict(self.state))
             (folder / STATE).write_text(text + "\n", encoding="utf-8")

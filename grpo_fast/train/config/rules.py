@@ -78,9 +78,10 @@ def check_conflicts(config: Any) -> None:
         config: the `RunConfig`.
     """
     for first, second, why in CONFLICTS:
-        settings = [_setting_if_true(config, condition) for condition in (first, second)]
-        if all(settings):
-            raise conflict(*settings, why)
+        left = _setting_if_true(config, first)
+        right = _setting_if_true(config, second)
+        if left and right:
+            raise conflict(left, right, why)
 
 
 def _setting_if_true(config: Any, condition: str) -> str:

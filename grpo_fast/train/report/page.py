@@ -70,6 +70,16 @@ def step_html(step: int, rows: Sequence[Row]) -> str:
     )
 
 
+def has_fixed_length(row: Row) -> bool:
+    """Return True if each token is a symbol, and there are as many symbols as in the gold answer.
+
+    In generated tasks, such a completion is complete without an EOS. The page therefore does not
+    mark it as cut off by the length limit.
+    """
+    symbols = len((row["answer"] or "").split())
+    return symbols == len(row["completion"].split()) == len(row["tokens"])
+
+
 def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
     """Yield a dict for each shown token of a completion, for use in the HTML template.
 
@@ -121,4 +131,4 @@ def harmless(text: str) -> str:
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
 TEMPLATES.filters |= {"harmless": harmless, "number": shown_number}
-TEMPLATES.globals["shaded_tokens"] = shaded_tokens
+TEMPLATES.globals |= {"has_fixed_length": has_fixed_length, "shaded_tokens": shaded_tokens}

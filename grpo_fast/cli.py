@@ -14,7 +14,14 @@ from typing import Annotated
 
 import typer
 
-from grpo_fast.train.report.endings import USAGE_ERROR, Debug, Words, key_values, refuse, told
+from grpo_fast.train.report.endings import (
+    USAGE_ERROR,
+    Debug,
+    Words,
+    key_values,
+    print_errors,
+    refuse,
+)
 
 app = typer.Typer(
     name="grpo-fast",
@@ -55,9 +62,6 @@ def train(
     settings: Annotated[
         Words, key_values("Changes to the recipe: steps=50 optim.lr=1e-4 …")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Write to this folder in the output_dir.")
-    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a model with a recipe. Write metrics, curves and the model to the recipe's output_dir.
@@ -68,15 +72,13 @@ def train(
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names
     from grpo_fast.train.ranks.distributed import launched_rank
-    from grpo_fast.train.runs.folder import free_folder, run_folder
+    from grpo_fast.train.runs.folder import free_folder
 
-    with told(debug, RunError):
+    with print_errors(debug, RunError):
         words = settings or []
         config = load_recipe(recipe, words)
         says_where = config.resume == "auto" or any(w.startswith("output_dir=") for w in words)
-        if name is not None:
-            config.output_dir = str(run_folder(config.output_dir, name))
-        elif recipe in recipe_names() and not says_where:
+        if recipe in recipe_names() and not says_where:
             usual = config.output_dir
             config.output_dir = str(free_folder(usual))
             if config.output_dir != usual and launched_rank() == 0:
@@ -117,7 +119,7 @@ def evaluate(
     from grpo_fast.train.evaluation import command
     from grpo_fast.train.evaluation.settings import is_model
 
-    with told(debug, NonFiniteLogits, OSError):
+    with print_errors(debug, NonFiniteLogits, OSError):
         words = words or []
         others = [word for word in words if is_model(word)][:1]
         rest = [word for word in words if word not in others]
@@ -135,7 +137,7 @@ def export(
     """Export the model of a checkpoint in transformers format. A LoRA adapter is merged."""
     from grpo_fast.train.runs.export import export as write
 
-    with told(debug, OSError):
+    with print_errors(debug, OSError):
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
@@ -157,7 +159,7 @@ def doctor(
     The exit status is 1 if a self-test fails, or if the mean difference of the log-probs exceeds
     the threshold.
     """
-    with told(debug, RuntimeError, OSError):
+    with print_errors(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import run
 
         ok = run(words or [], as_json=as_json)
@@ -202,7 +204,7 @@ def config(
     from grpo_fast.train.config import RunConfig
     from grpo_fast.train.config.listing import listed_keys
 
-    with told(debug):
+    with print_errors(debug):
         typer.echo("\n".join(listed_keys(RunConfig, section)))
 
 
@@ -226,7 +228,7 @@ def plan(
     from grpo_fast.train.planning.plan import KNOWN_MODELS, render
     from grpo_fast.train.planning.plan import plan as predict
 
-    with told(debug):
+    with print_errors(debug):
         if not model or "=" in model:
             words = [word for word in (model, *(settings or [])) if word]
             plans = [predict(name, words) for name in KNOWN_MODELS]
@@ -245,7 +247,7 @@ def plot(
     debug: Debug = False,
 ) -> None:
     """Draw the metrics of one or more runs as curves in a single figure."""
-    with told(debug, OSError, code=USAGE_ERROR):
+    with print_errors(debug, OSError, code=USAGE_ERROR):
         from grpo_fast.train.report.curves import plot_runs
 
         path = None if out is None else os.path.expanduser(out)
@@ -264,5 +266,5 @@ def data(
     from grpo_fast.data import escape_control
     from grpo_fast.train.evaluation.data_view import data_lines
 
-    with told(debug, OSError):
+    with print_errors(debug, OSError):
         typer.echo("\n".join(map(escape_control, data_lines(source, settings or []))))

@@ -1,4 +1,4 @@
-"""Helpers for the files of a run: safe reading, and JSON-lines logs without incomplete rows."""
+"""Helpers for the files of a run: safe reading, and JSON Lines logs without partial rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written(path: Path) -> Iterator[None]:
 
 
 def write_on_main(path: Path, write: Callable[[], object]) -> None:
-    """Call `write` on rank 0. If it fails, all ranks raise its error. Collective call.
+    """Call `write` on rank 0. If it fails, all ranks raise its error. All ranks must call this.
 
     Args:
         path: the file or folder that a WriteError names.
@@ -60,16 +60,6 @@ def check_regular(path: Path) -> None:
     require(fits, str(path), "a regular file", "a folder, a pipe or a device")
 
 
-def check_length(path: Path, length: int) -> None:
-    """Raise a ValueError if the path is not a regular file with at least `length` bytes.
-
-    A missing file counts as an empty file.
-    """
-    check_regular(path)
-    size = path.stat().st_size if path.exists() else 0
-    require(size >= length, str(path), f"at least {length} bytes", f"{size} bytes")
-
-
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file as hexadecimal digits."""
     check_regular(path)
@@ -87,23 +77,19 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value to JSON types. Non-finite numbers become null, and 0-d tensors numbers."""
+    """Convert a value to JSON types: non-finite numbers to null, and 0-d tensors to numbers."""
     return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
 class JsonLines:
-    """Writer of a JSON-lines file. A call of `append` writes either all of its rows or none.
+    """Writer of a JSON Lines file. Each call to `append` writes either all of its rows or none.
 
     Args:
         path: the file, which is created if it does not exist.
         length: number of bytes to keep if the file exists. All later bytes are removed.
-
-    Raises:
-        ValueError: the path is not a regular file, or the file is shorter than `length`.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        check_length(path, length)
         self.path = path
         self.length = length
         # In append mode, each write goes to the end of the file, even after a truncation. Do not
@@ -115,7 +101,7 @@ class JsonLines:
         """Append one line for each row.
 
         Raises:
-            WriteError: the disk is full. The file has its previous length again.
+            WriteError: the disk is full. The file is restored to its previous length.
         """
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         rest = memoryview(text)
@@ -127,11 +113,6 @@ class JsonLines:
             said = f"{self.path}: expected room for a line, got {reason(error)}"
             raise WriteError(f"{said}; the lines before it are complete") from error
         self.length += len(text)
-
-    def sync(self) -> None:
-        """Flush the file to disk. Do nothing if the file is closed."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -107,8 +107,9 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
         *words: Further settings.
 
     Returns:
-        A dictionary with the exit `code` after a signal, or with `error` and its `text`, or with
-        the numbers of `skipped` steps and of `tokens` per micro-batch.
+        A dictionary. After a signal it has the exit `code`. After an error it has the `error`'s
+        class name and its `text`. Otherwise it has the number of `skipped` steps and the number of
+        `tokens` per micro-batch.
     """
     given = [] if kind is None else [f"distributed={kind}"]
     if kind == "hsdp":
@@ -126,10 +127,10 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
 
 
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
-    """Train a case, but send a signal to one rank before its forward pass number `passes`.
+    """Train a case, and send a signal to one rank just before its `passes`-th forward pass.
 
     Returns:
-        The result of `train`, and the number of forward passes as `seen`.
+        The result of `train`. It also contains the number of forward passes, as `seen`.
     """
     with MonkeyPatch.context() as patched:
         leave = Leave(patched, passes if distributed.rank() == rank else None)
@@ -169,7 +170,7 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
 
 
 def raise_together(*kinds: str | None) -> Any:
-    """Raise the given error on each rank, and return the error that all ranks then raise together.
+    """Raise one error per rank in `together`, and return the error that all ranks then raise.
 
     Args:
         kinds: For each rank the class name of its error, or None for no error.
@@ -194,8 +195,8 @@ def raise_together(*kinds: str | None) -> Any:
 def track() -> Any:
     """Start and finish a metrics tracker on rank 0, and return the rows that the tracker received.
 
-    All ranks gather the rows afterwards. The gather fails if finishing the tracker has destroyed
-    the process group.
+    The ranks then gather the rows, which fails if finishing the tracker destroyed the process
+    group.
     """
     from tests.train.test_trackers import Fake
 
@@ -208,10 +209,11 @@ def track() -> Any:
 
 
 def shards(case: str, kind: str, folder: str) -> Any:
-    """Train one step, and return which fraction of the tensors this rank stores.
+    """Train one step, and return the fraction of the tensors that this rank stores.
 
     Returns:
-        The result of `train` and the fractions of `weights`, `grads` and Adam `moments`.
+        The result of `train`. It also contains the fractions of `weights`, `grads` and Adam's
+        `moments`.
     """
     found: dict[str, Any] = {}
 
@@ -263,9 +265,10 @@ def load_shards(*folders: str) -> Any:
 
 
 def sharded_policy(fields: dict[str, Any], *, empty: bool) -> Policy:
-    """Build and shard a Llama model with random weights and these fields of its configuration.
+    """Build and shard a Llama model with random weights.
 
-    If `empty` is True, the model is on the meta device until it is sharded.
+    `fields` are the fields of the model's configuration. If `empty` is True, the model is on the
+    meta device until it is sharded.
     """
     config = ModelConfig(config={"model_type": "llama", **fields}, tokenizer="symbols",
                          device="cpu")  # fmt: skip
@@ -275,7 +278,7 @@ def sharded_policy(fields: dict[str, Any], *, empty: bool) -> Policy:
 
 
 def load_other(size: int) -> str:
-    """Shard a model that is larger on rank 1 by `size`. Return the error's message, or ""."""
+    """Shard a model that is wider on rank 1 by `size`. Return the error message, or ""."""
     fields = {"hidden_size": 16 + size * distributed.rank(), "intermediate_size": 16,
               "num_hidden_layers": 1, "num_attention_heads": 2,
               "tie_word_embeddings": False}  # fmt: skip
@@ -297,7 +300,7 @@ def load_large(megabytes: int) -> Any:
     fields = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
               "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
     peaks = []
-    # Load a small model first, so that the growth excludes the memory of imports.
+    # Load a small model first, so that the measured growth excludes the memory of imports.
     for layers in (1, round(megabytes / 8.5)):
         policy = sharded_policy({**fields, "num_hidden_layers": layers},
                                 empty=not distributed.is_main())  # fmt: skip
@@ -307,11 +310,11 @@ def load_large(megabytes: int) -> Any:
 
 
 def pass_unevenly() -> Any:
-    """Train a sharded model after a rollout in which the ranks make different forward passes.
+    """Train a sharded model after a rollout in which the forward passes of the ranks differ.
 
     Returns:
         Two bools. The first is True if the layers are sharded again after the forward pass of the
-        training. The second is True if all parameters have gradients.
+        training step. The second is True if all parameters have gradients.
     """
     fields = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
               "num_attention_heads": 2}  # fmt: skip
@@ -418,7 +421,7 @@ def import_all(folder: Path) -> None:
 
 
 class Ranks:
-    """Client of the server process that forks the ranks. Calling the client runs jobs."""
+    """Client of the server process that forks the ranks. Call the client to run jobs on them."""
 
     def __init__(self, folder: Path) -> None:
         self.log = (folder / "log").open("w", encoding="utf-8")
@@ -432,7 +435,7 @@ class Ranks:
         """Run jobs on the given number of ranks, and return their results.
 
         Returns:
-            One list per rank with the results of its jobs. The list of a rank that died is empty.
+            One list per rank, with the results of its jobs. The list of a rank that died is empty.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Timer(timeout, self.kill)
@@ -476,7 +479,7 @@ def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[s
     """Return a description of each value that differs between the folders of two runs.
 
     The tolerance is relative for values above 1 and absolute for smaller values. A tolerance of 0
-    requires the same bits.
+    requires bitwise equality.
     """
     ours, theirs = dict(numbers(folder)), dict(numbers(expected))
     apart = [f"{name} is missing" for name in ours.keys() ^ theirs.keys()]

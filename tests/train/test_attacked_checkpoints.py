@@ -42,7 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """Return a copy of the folder of a run that has a checkpoint for each of its two steps."""
+    """Return a copy of the finished run, which has a checkpoint for each of its two steps."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -96,9 +96,7 @@ def contents(place: Path) -> dict[Path, bytes]:
 
 FIELDS = [
     ("step", 10**9, "state.json: step: expected 2, as its name says"),
-    ("step", "2", "state.json: step: Input should be a valid integer"),
     ("consumed", -1, "state.json: consumed: Input should be greater"),
-    ("length", DELETE, "state.json: length: Field required"),
     ("length", 10**9, "metrics.jsonl: expected at least 1000000000 bytes"),
     ("optimizers", {}, "got another: .*policy"),
     ("optimizers.policy.steps", DELETE, "got another: .*steps"),
@@ -204,8 +202,8 @@ def test_no_file_is_unpickled_or_executed(folder, newest, tmp_path, monkeypatch)
 def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
     """Check that reading a named pipe in a run's folder gives an error and does not block.
 
-    A pipe in a checkpoint makes the checkpoint damaged. A pipe in place of metrics.jsonl makes the
-    resume fail.
+    A checkpoint with a pipe counts as damaged. With a pipe in place of metrics.jsonl, the run
+    cannot resume.
     """
     for name in ("manifest.json", "state.json", FILE):
         (newest / name).rename(newest.parent / "aside")
@@ -270,7 +268,7 @@ def test_a_run_is_exported_from_its_newest_complete_checkpoint(folder, newest, t
 
 
 def test_an_exported_config_is_data(newest, tmp_path):
-    """Check that an export refuses a model config with too many layers or with a hub kernel."""
+    """Check that an export refuses too many layers, and an attention kernel from the hub."""
     words = "export", str(newest), str(tmp_path / "out")
     change(newest, "settings.model.config.num_hidden_layers", 10**7)
     assert refused(invoke(*words), "num_hidden_layers: expected 0 to")
@@ -311,7 +309,7 @@ def test_a_run_does_not_begin_again_when_all_checkpoints_are_damaged(folder):
     (folder / "summary.json").unlink()
     for checkpoint in checkpoints_in(folder):
         (checkpoint / "state.json").unlink()
-    is_refused(folder, "got 2 damaged ones .*move them away to begin again")
+    is_refused(folder, "got 2 damaged ones .*move them away to start over")
     assert len(checkpoints_in(folder)) == 2
 
 
@@ -350,7 +348,7 @@ def test_a_start_that_fails_changes_nothing(folder, monkeypatch, owner, name):
     [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("can't allocate memory")],
 )
 def test_too_little_memory_is_not_the_checkpoints_fault(tmp_path, error):
-    """Check that an out-of-memory error while a checkpoint is loaded keeps its class."""
+    """Check that an out-of-memory error while a checkpoint is loaded is raised unchanged."""
     with pytest.raises(type(error)) as raised, saving.refused("resume", tmp_path):
         raise error
     assert raised.value is error

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Train three steps with a checkpoint after each. Return the folder and the run's results."""
+    """Train for three steps, each with a checkpoint. Return the run's folder and results."""
     folder = tmp_path_factory.mktemp("kept") / "run"
     return folder, run(folder, *EVERY)
 
@@ -91,8 +91,8 @@ def same(found, expected):
 def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
     """Check that an interrupted and resumed run has the same results as an uninterrupted run.
 
-    The run is interrupted once for each number in `places`, after this fraction of its forward
-    passes.
+    `places` holds fractions of the run's forward passes. The run is interrupted once after each of
+    these fractions.
     """
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *overrides, **options)
@@ -202,7 +202,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, monkeypatch, place):
-    """Check that a run that is killed while it saves a checkpoint resumes from the previous one.
+    """Check that a run killed while saving a checkpoint resumes from the previous one.
 
     The killed process leaves an unfinished checkpoint, and the resumed run deletes it.
     """

@@ -1,8 +1,6 @@
 """Tests of completions as rows, as parquet files, and on the page of a run."""
 
-import base64
 import functools
-import hashlib
 import math
 import re
 from html.parser import HTMLParser
@@ -169,7 +167,7 @@ def hostile_page(folder):
     return (folder / "completions.html").read_text(encoding="utf-8")
 
 
-def test_hostile_text_stays_text_and_the_policy_allows_the_style_sheet_alone(tmp_path):
+def test_hostile_text_stays_text_and_the_policy_allows_styles_alone(tmp_path):
     html = hostile_page(tmp_path)
     seen = Walk(html)
     allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "input", "label",
@@ -185,14 +183,10 @@ def test_hostile_text_stays_text_and_the_policy_allows_the_style_sheet_alone(tmp
     # answer, the answers of two completions, the name of a reward, and two tokens.
     assert seen.text.count(shown) == 9
     assert "\x1b" not in html and "\u202e" not in html
-    html = hostile_page(tmp_path)
-    policy = next(v for _, n, v in Walk(html).attributes if n == "content" and "-src" in v)
-    style = html.partition("<style>")[2].partition("</style>")[0]
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    assert policy.split("; ") == [
-        "default-src 'none'", "base-uri 'none'", "form-action 'none'",
-        f"style-src 'sha256-{digest}'",
-    ]  # fmt: skip
+    policy = next(v for _, n, v in seen.attributes if n == "content" and "-src" in v)
+    assert policy == (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'"
+    )
     assert html.index("Content-Security-Policy") < html.index("<style>") < html.index("<body>")
 
 
@@ -220,8 +214,9 @@ def test_shades():
     odd = step_html(1, [row(advantages=[math.nan, math.inf]), row(advantages=[0.0, 2.0])])
     assert odd.count("u4") == 1 and "d4" not in odd
     assert '"d4"' in both and '"p4 d2"' in both  # the color scale must use absolute advantages
+    style = page.TEMPLATES.get_template("page.html").render()
     for name in ("p1", "p8", "u1", "u4", "d1", "d4"):
-        assert f"main .{name}{{" in page.STYLE
+        assert f"main .{name}{{" in style
 
 
 def test_long_texts_show_both_ends():

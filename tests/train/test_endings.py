@@ -36,7 +36,7 @@ LONG = ["steps=100000", "eval.n=2", "log.completions_every=0"]
 def answer_signals():
     """Restore the default signal handlers in a child process.
 
-    If the tests run under nohup or in the background of a shell, some signals would be ignored.
+    Otherwise, some signals would be ignored if the tests run under nohup or as a background job.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -46,7 +46,7 @@ def answer_signals():
 def start():
     """Return a function that starts `grpo-fast train` in a subprocess.
 
-    Processes that still run after the test are killed.
+    Processes that are still running after the test are killed.
     """
     processes = []
 
@@ -170,7 +170,7 @@ def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------------- Errors that end a run
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
-LOOP, TRAINER = "grpo_fast.train.loop", "grpo_fast.train.update.trainer"
+LOOP = "grpo_fast.train.loop"
 COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"
 LOSS, ADAM = "grpo_fast.train.update.gradients.packed_loss", "torch.optim.AdamW.step"
 SAVE = "grpo_fast.train.runs.checkpoint"
@@ -179,15 +179,17 @@ TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=fal
          "tokens_per_microbatch=400"]  # fmt: skip
 BEFORE, AFTER, NOTHING = "saved in RUN/step_000001", "saved in RUN/step_000002", "no checkpoint"
 NEWEST = "the newest checkpoint is RUN/step_000001"
-# Maps a description of an error to a tuple. The tuple contains the function that raises the error,
-# the number (from 1) of the call that raises it or an inclusive range of numbers, and the error.
-# Then it contains the expected text in the last line of stderr, the expected exit status, and
-# further settings of the run.
+# Maps a description of an error to a tuple with these elements:
+# - the function that raises the error
+# - the number (from 1) of the call that raises the error, or an inclusive range of numbers
+# - the error
+# - the expected text in the last line of stderr
+# - the expected exit status
+# - further settings of the run
 ENDINGS: dict[str, tuple[Any, ...]] = {
     # The error occurs before the first update of step 2.
     "a reward's interrupt": (f"{COLLECTOR}.score", 2, KEY, BEFORE, 130),
     "an engine's error": (f"{COLLECTOR}.generate", 2, EngineError("gone"), BEFORE, 1),
-    "a teacher's 4xx": (f"{TRAINER}.precompute", 2, ValueError("teacher: 400"), BEFORE, 2),
     "no memory for one completion": (LOSS, (2, 99), torch.OutOfMemoryError("no"), BEFORE, 2),
     "an interrupt of the first evaluation": (f"{LOOP}._evaluated", 1, KEY,
                                              "saved in RUN/step_000000", 130),
@@ -196,17 +198,14 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     "a bug between updates": (LOSS, 4, RuntimeError("shape"), NEWEST, 1, *MU, *EVERY),
     "an interrupt between critic and policy": (
         f"{ADAM}", 4, KEY, NEWEST, 130, "advantages=gae", "critic={kind: model}", *EVERY),
-    # The error occurs after the updates of step 2. The checkpoint contains the rows to log.
+    # The error occurs after the updates of step 2. The checkpoint contains its unlogged rows.
     "a full disk for metrics": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
-    "a full disk for the page": (f"{REPORT}.CompletionsPage.add", 2, FULL, AFTER, 1),
     "a bug in a tracker": (f"{REPORT}.RunReport._show", 3, TypeError("mine"), AFTER, 1),
     "no memory while evaluating": (f"{LOOP}._evaluated", 3, MemoryError("no"), AFTER, 1),
     # The error occurs while a checkpoint is saved.
     "a full disk for a checkpoint": (f"{SAVE}.save_file", (2, 99), FULL, NEWEST, 1, *EVERY),
-    "a full disk for a manifest": (f"{SAVE}._finish", (2, 99), FULL, NEWEST, 1, *EVERY),
     "an interrupt while saving": (f"{SAVE}._finish", 2, KEY, AFTER, 130, *EVERY),
     # The error occurs after the last step.
-    "a full disk for the summary": (f"{REPORT}.plain_json", 5, FULL, "saved in RUN/step_000003", 1),
     "a full disk for the model": ("grpo_fast.train.models.policy.Policy.save", 1, FULL,
                                   "saved in RUN/step_000003", 1),
 }  # fmt: skip
@@ -247,7 +246,7 @@ def resolve(target):
 def undisturbed(tmp_path_factory):
     """Return a function that trains an uninterrupted run and returns its results.
 
-    The argument of the function is a tuple of settings. Equal settings are trained only once.
+    The argument of the function is a tuple of settings. A run with equal settings runs only once.
     """
     known = {}
 

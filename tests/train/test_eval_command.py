@@ -42,7 +42,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def asked(spied):
-    """Record all calls of `rollout.generate`, and return the list of calls."""
+    """Return a list to which each call of `rollout.generate` is appended."""
     return spied(rollout, "generate")
 
 
@@ -73,14 +73,14 @@ def test_a_setting_counts_before_the_recipe(models, recipe, asked):
 
 
 def test_the_training_split_is_not_read(models, recipe, tmp_path):
-    """Check that a bad row of the training file does not prevent an evaluation."""
+    """Check that a bad row in the training file does not prevent an evaluation."""
     write_lines(tmp_path / "train.jsonl", "{")
     found = run_eval(models[:1], [f"recipe={recipe}", "samples=1", "k=[]"])
     assert found["greedy"]["eval_n"] == 2
 
 
 def settings_of(*words, recipe=None):
-    """Return the configuration of an evaluation of a plain model."""
+    """Return the configuration for evaluating a model that is not a run's folder."""
     named = [] if recipe is None else [f"recipe={recipe}"]
     return read_settings([Source("m", "m", None)], [*words, *named], False)[1]
 

@@ -55,9 +55,6 @@ def flip(file: Path) -> None:
 
 CHANGES = {
     "cut": ("data.train: '8 examples, .* → '7 examples", lines("train", lambda rows: rows[1:])),
-    "other answers": (
-        "data.train", lines("train", lambda rows: [row | {"answer": "#### 7"} for row in rows])
-    ),
     "test set": ("data.test", lines("test", lambda rows: rows[::-1])),
     "reward": ("rewards.score", lambda p: (p / "mine.py").write_text(REWARD + "# more\n")),
     "reference": ("reference", lambda p: flip(p / "tiny/model.safetensors")),

@@ -26,27 +26,26 @@ from tests.command_line import invoke
 from tests.tiny import SYMBOLS, tiny_model
 from tests.train.test_train_config import MINIMAL
 
-SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
-         "max_position_embeddings": 4096}  # fmt: skip
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 16,
+         "num_key_value_heads": 2, "max_position_embeddings": 4096}  # fmt: skip
 CHECKPOINTING = {"gradient_checkpointing": True}
 TOKENS = 1024
 
 
 def predicted(shape, device, gpu=80 * 10**9, *, model=(), **sections):
-    """Predict the memory of a run with these fields of its section `model`."""
+    """Predict the memory of a run. `model` has fields of its section `model`."""
     fields = {"path": "x", **dict(model)}
     config = validated(RunConfig, {**MINIMAL, "model": fields, **sections})
     return predict(shape, config, device, gpu)
 
 
-def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, **options):
+def a_trunk(family, dtype, **options):
     """Build a tiny policy for measurements of memory.
 
     Returns:
         The policy, its `Shape`, its predicted memory, and a packed batch of `TOKENS` tokens.
     """
-    fields = {**SIZES, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
+    model = tiny_model(family, vocab_size=13, **SIZES).to(getattr(torch, dtype))
     apply_options(model, ModelConfig(path="x", **options))
     with pytest.MonkeyPatch.context() as patch:  # use the layers of a GPU, which save more tensors
         patch.setattr(policies, "fast_layers", lambda model: None)
@@ -63,7 +62,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, **options):
 def kept_bytes(policy, packed):
     """Run a forward pass, and return how many bytes autograd saves for the backward pass.
 
-    The weights do not count.
+    The weights are not included.
     """
     weights, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
 
@@ -80,8 +79,9 @@ def kept_bytes(policy, packed):
 
 
 def save_in_numpy(pin_memory):
-    """Replace `torch.autograd.graph.save_on_cpu`, which has no effect for tensors on a CPU.
+    """Save tensors for the backward pass in numpy arrays.
 
+    This replaces `torch.autograd.graph.save_on_cpu`, which has no effect for tensors on a CPU.
     torch's allocator does not count numpy arrays, as the allocator of a GPU does not count host
     memory.
     """
@@ -126,20 +126,6 @@ def test_the_prediction_against_what_autograd_keeps(family):
     assert kept == pytest.approx(memory.kept_per_token, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
-    """Check that the predicted memory per key-value head is exactly what autograd saves for it.
-
-    Autograd saves keys and values without repeating them for the query heads.
-    """
-    kept, expected = [], []
-    for kv_heads in (1, 4):
-        policy, _, memory, packed = a_trunk("llama", dtype, kv_heads=kv_heads)
-        kept.append(kept_bytes(policy, packed) / TOKENS)
-        expected.append(memory.kept_per_token)
-    assert kept[1] - kept[0] == expected[1] - expected[0] > 0
-
-
 def test_tokens_is_the_inverse_of_peak():
     shape = Shape(28, 1536, 8960, 1536, 256, 151936, 1_543_714_304)
     for options in ({}, CHECKPOINTING, {**CHECKPOINTING, "tiled_mlp": 2048}):
@@ -175,8 +161,7 @@ def test_fixed_memory():
 
 def test_an_unknown_architecture_has_no_prediction(caplog):
     config = SimpleNamespace(model_type="odd", hidden_size=3)
-    lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config),
-                         num_parameters=lambda: 10**9)  # fmt: skip
+    lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
     assert predict_model(lm, load_recipe("sort")) is None
     assert "(num_hidden_layers: the config of model_type 'odd' has none)" in caplog.text
 
@@ -216,7 +201,9 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5b"]))
     assert plan(str(path), ["gpu=80"]).shape.parameters == 494_032_768
-    assert plan("sort", ["gpu=1"]).shape.vocab == 13
+    assert plan("sort", ["gpu=24.5"]).gb == 24.5
+    by_name = plan("sort", ["gpu=h100"])
+    assert by_name.gb == 80 and by_name.shape.vocab == 13
 
 
 @pytest.mark.parametrize(
@@ -227,7 +214,6 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
         ("sort", ["gpu=Q100"], "gpu: expected the GB of a GPU's memory (gpu=80), or one of A10,"),
-        ("sort", ["gpu=TB"], "gpu: expected the GB"),
     ],
 )
 def test_plans_that_are_refused(model, settings, message, monkeypatch):
@@ -247,28 +233,20 @@ def test_a_plan_without_a_gpu_is_for_this_machines_memory(monkeypatch):
     assert "64 GB of this machine, which has no GPU" in " ".join(shown(found).split())
 
 
-@pytest.mark.parametrize(
-    ("word", "gb"),
-    [("H100", 80), ("h100", 80), ("A100-40GB", 40), ("80", 80), ("24.5", 24.5)],
-)  # fmt: skip
-def test_a_gpu_by_its_name(word, gb):
-    assert plan("sort", [f"gpu={word}"]).gb == gb
-
-
 def test_a_sentence_names_the_first_options_that_fit():
     small, large, none = (plan("qwen2.5-7b", [f"gpu={gb}"]) for gb in (80, 1000, 4))
     sentence = "qwen2.5-7b fits with model.gradient_checkpointing=true 'model.lora={r: 16}': "
-    assert small.verdict.startswith(sentence) and render(small)[-1] == small.verdict
+    table, said = render(small)
+    assert said == small.verdict and said.startswith(sentence)
+    labels = list(table.columns[0].cells)  # the options that fit are the first rows
+    assert set(labels) == set(OPTIONS)
+    assert labels[0] == "checkpointing, LoRA r=16" and labels[2] == "as configured"
     assert large.verdict.startswith("qwen2.5-7b fits as configured: ")
     assert none.verdict.startswith("qwen2.5-7b does not fit: a prompt of 8,192 tokens with 16 ")
     assert none.verdict.endswith(" GB, and 3.6 GB are usable.")
 
 
-WRONG = [b"\xff", b"{", b"[1]", b'{"model_type": ["x"]}',
-         b'{"model_type": "llama", "vocab_size": "x"}']  # fmt: skip
-
-
-@pytest.mark.parametrize("content", WRONG)
+@pytest.mark.parametrize("content", [b"\xff", b"[1]", b'{"model_type": ["x"]}'])
 def test_a_config_json_that_is_none(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
@@ -277,17 +255,10 @@ def test_a_config_json_that_is_none(tmp_path, content):
 
 
 def test_a_plan_without_a_model_is_for_every_known_model():
-    """Check that the models that fit are printed first."""
+    """Check that the plan lists every known model, and the models that fit first."""
     done = invoke("plan", "gpu=16", "group=8")
     lines = done.output.splitlines()
     assert done.exit_code == 0 and len(lines) == len(KNOWN_MODELS)
     assert all(" fits " in line or " does not fit: " in line for line in lines)
     fits = [" fits " in line for line in lines]
     assert fits == sorted(fits, reverse=True) and len(set(fits)) == 2
-
-
-def test_the_options_that_fit_are_the_first_rows():
-    table = render(plan("qwen2.5-7b", ["gpu=80"]))[0]
-    labels = list(table.columns[0].cells)
-    assert set(labels) == set(OPTIONS)
-    assert labels[0] == "checkpointing, LoRA r=16" and labels[2] == "as configured"

@@ -7,9 +7,9 @@ from tests import chromium
 
 pytestmark = pytest.mark.skipif(not chromium.COMMAND, reason="Chromium is not installed")
 
-# JavaScript that returns the lowest contrast ratio of a text to its background (WCAG 2.2, 1.4.3),
-# and the HTML of this text, over both ways of shading the tokens. A transparent background is
-# blended with the background of the parent element.
+# JavaScript that finds the text with the lowest contrast ratio to its background (WCAG 2.2, 1.4.3)
+# in both color modes of the tokens. It returns this ratio and the HTML of the text. A transparent
+# background is blended with the background of the parent element.
 CONTRAST = """page => {
   const parse = text => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
@@ -43,7 +43,7 @@ CONTRAST = """page => {
 def row(number, reward, correct):
     """Return a completion in the format of `rows_of`.
 
-    The page colors tokens by logp and advantage. The tokens of the completion have all colors.
+    The page colors tokens by logp and advantage. The tokens of this completion cover all colors.
     """
     n = 40
     return {

@@ -27,9 +27,10 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def lines(spied):
-    """Return a function that trains a model with the recipe `sort`.
+    """Return a function that trains with the recipe `sort`.
 
-    The function returns the metrics of each step, and the metrics of each optimizer update.
+    The function returns a list with the metrics of each step, and a list with the metrics of each
+    optimizer update.
     """
 
     def train(folder, *overrides):
@@ -248,7 +249,7 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
 
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
-    """Check that the predicted memory includes a separate critic, and a reference with β = 0."""
+    """Check that the predicted memory includes a separate critic, and a reference if β = 0, too."""
     shape = Shape(2, 32, 64, 32, 16, 100, 10_000)
 
     def fixed(*overrides):

@@ -3,7 +3,6 @@
 They cover equality with one process, shared errors, and resuming on another number of processes.
 """
 
-import re
 import shutil
 from pathlib import Path
 
@@ -22,7 +21,7 @@ UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
     # The case "exact" logs the gradient variance, and the engine of "apart" copies unsharded
-    # weights. Both do not work with sharded weights. The other excluded cases would test nothing
+    # weights. Neither works with sharded weights. The other excluded cases would test nothing
     # new.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
@@ -82,7 +81,7 @@ def test_a_model_that_differs_between_ranks_is_refused(ranks):
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
     """Check that a sharded model has the same weights, buffers and adapters as an unsharded model.
 
-    Of the sharded model, only rank 0 reads the files. Tied weights must stay tied.
+    Only rank 0 reads the files of the sharded model. Tied weights must stay tied.
     """
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, ["load_shards", *folders]):
@@ -105,17 +104,14 @@ def test_a_rollout_leaves_no_order_behind(ranks):
 
 
 APART = {
-    "seed": (["seed=1"], "rank 1: seed: 0 → 1"),
-    "lr": (["optim.lr=0.5"], r"rank 1: optim\.lr: 0\.\d+ → 0\.5"),
-    "steps": (["steps=3"], "rank 1: steps: 1 → 3"),
-    "entropy": (["loss.entropy_coef=0.5"], r"rank 1: loss\.entropy_coef: 0.* → 0\.5"),
-    "kind": (["distributed=fsdp2"], "rank 1: distributed: 'ddp' → 'fsdp2'"),
-    "reward": (["rewards=[{name: 'REWARD:score'}]"], "rank 1: rewards"),
+    "seed": (["seed=1"], "seed: 0 → 1"),
+    "kind": (["distributed=fsdp2"], "distributed: 'ddp' → 'fsdp2'"),
+    "reward": (["rewards=[{name: 'REWARD:score'}]"], "rewards"),
 }
 
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
-    """Check that training is refused if the ranks have different settings.
+    """Check that training does not start if the ranks have different settings.
 
     The error on every rank must name the rank and the setting that differ. No folder is created.
     """
@@ -124,12 +120,13 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
     for name, (words, said) in APART.items():
         words = [word.replace("REWARD", str(tmp_path / "mine.py")) for word in words]
         for [one] in ranks(2, ["train_apart", "ddp", str(tmp_path / name), [], words]):
-            assert one.get("error") == "ValueError" and re.search(said, one["text"]), (name, one)
+            expected = f"rank 1: expected the settings and files of rank 0, got others\n  {said}"
+            assert one.get("error") == "ValueError" and expected in one["text"], (name, one)
         assert not (tmp_path / name).exists()
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """Check that training is refused if ranks have equal settings but different data files."""
+    """Check that training does not start if ranks have equal settings but different data files."""
     words = []
     for rank in range(2):
         here = tmp_path / str(rank)
@@ -140,7 +137,7 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
                       "model.tokenizer=symbols", "rewards=[{name: exact_match}]"])  # fmt: skip
     for [one] in ranks(2, ["train_apart", "ddp", str(tmp_path / "run"), *words]):
         assert one.get("error") == "ValueError", one
-        assert "rank 1: files.data.t" in one["text"], one
+        assert "rank 1: expected " in one["text"] and "files.data.t" in one["text"], one
     assert not (tmp_path / "run").exists()
 
 
@@ -257,9 +254,7 @@ def test_a_rank_that_is_killed_ends_the_others(ranks, tmp_path, dead):
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
     assert "a rank, which torchrun names, has ended" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
-    # With ddp, rank 0 has all weights, so it can save a checkpoint without the killed rank.
-    saved = [path.name for path in checkpoints_in(tmp_path / "run")]
-    assert saved == (["step_000000"] if dead == 1 else [])
+    assert checkpoints_in(tmp_path / "run") == []  # a run is saved by all ranks together
 
 
 def test_groups_are_dealt_by_their_tokens():

@@ -16,7 +16,7 @@ from grpo_fast.train.report import report as module
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.lines import final_line
 from grpo_fast.train.report.page import MOST_STEPS
-from grpo_fast.train.runs.folder import check_folder, free_folder, locked, run_folder
+from grpo_fast.train.runs.folder import check_folder, free_folder, locked
 from tests.train.resuming import opened
 from tests.train.test_completions import row
 from tests.train.test_train_config import MINIMAL
@@ -144,14 +144,6 @@ def test_a_folder_that_stays_empty_is_removed(tmp_path):
     assert (tmp_path / "deep" / "new" / "file").exists()
 
 
-def test_run_names_cannot_leave_the_folder(tmp_path):
-    assert run_folder(tmp_path, "lr 1e-4 β") == tmp_path / "lr 1e-4 β"
-    (tmp_path / "link").symlink_to("/")
-    for name in ("..", "", " ", "a/b", "/etc", "../x", "a\\b", "a\x00", "c:", "\u202ex", "link"):
-        with pytest.raises(ValueError, match="plain folder name"):
-            run_folder(tmp_path, name)
-
-
 def test_control_characters_are_escaped():
     assert escape_control("a\n\tb") == "a\n\tb"
     shown = r"\x1b[2J\r\x00\x9b\u202e\u200b\u2028\ud800"
@@ -161,28 +153,20 @@ def test_control_characters_are_escaped():
 
 def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "reward": 1, "note": "a\u2028b\x85c"}\n{"step": 2, "rew')
-    assert read_metrics(path) == [{"step": 1, "reward": 1, "note": "a\u2028b\x85c"}]
+    path.write_text('{"step": 1, "a\u2028b\x85c": null}\n{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1, "a\u2028b\x85c": None}]
     with pytest.raises(ValueError, match="which does not exist"):
         read_metrics(tmp_path / "no")
-    damaged = (b'{"step": 1, "rew', b"[" * 100_000, b'{"step": null}', b'{"note": "\xff"}', b"[1]")
+    damaged = (b'{"step": 1, "rew', b"[" * 100_000, b'{"step": "1"}', b'{"\xff": 1}', b"[1]")
     for line in damaged:
         path.write_bytes(line + b"\n{}\n")
-        expected = r"metrics.jsonl:1: expected a JSON object, whose step is a number"
+        expected = r"metrics.jsonl:1: expected a JSON object, whose values are numbers"
         with pytest.raises(ValueError, match=expected):
             read_metrics(tmp_path)
 
 
-def test_a_folders_name_is_no_mathematics(tmp_path):
-    names = b"a$\\frac{$", b"bad\xff\xfe", b"e\x1b[31mred"
-    folders = [tmp_path / os.fsdecode(name) for name in names]
-    for folder in folders:
-        logged_run(folder, 3).close()
-    assert plot_runs(folders, tmp_path / "p.png").is_file()
-
-
 def test_a_picture_needs_a_files_name(tmp_path):
-    """Check that the output path of a plot must be a file name with the suffix of a picture.
+    """Check that the output path of a plot must be a file name with an image suffix.
 
     For other names, matplotlib would append a suffix and write to a different path.
     """
@@ -196,7 +180,8 @@ def test_a_picture_needs_a_files_name(tmp_path):
 
 
 def test_plot_several_runs(tmp_path):
-    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run"]  # two folders of the same name
+    names = b"x/run", b"y/run", b"a$\\frac{$", b"bad\xff\xfe", b"e\x1b[31mred"
+    folders = [tmp_path / os.fsdecode(name) for name in names]
     for folder in folders:
         logged_run(folder, 30).close()
     for suffix in ("png", "svg"):
@@ -217,7 +202,7 @@ def test_smoothing_has_neither_bias_nor_lag():
     assert [value for _, value in smooth(points)] == pytest.approx([3.0] * 50)
     line = [(float(i), 2.0 * i) for i in range(200)]
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
-    # The axis of a constant series would show a difference of one rounding.
+    # A constant series must stay constant, because its axis would show any rounding error.
     assert {value for _, value in smooth([(float(i), 0.1) for i in range(2000)])} == {0.1}
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs import build
 from tests.command_line import RECIPE, invoke, refused, write_recipe
@@ -39,18 +38,9 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
     assert not marker.exists() and "planted_reward" not in sys.modules
     allowed = invoke(*words, "--allow-code")
     assert allowed.exit_code == 0 and "rewards/score" in allowed.output and marker.exists()
-
-
-def test_a_function_that_runs_the_folders_code(run, tmp_path):
-    """Check that `grpo-fast eval` refuses a run whose reward function is torch.hub.load.
-
-    This function would execute the file hubconf.py in the folder of the run.
-    """
-    (run / "hubconf.py").write_text(mark(tmp_path) + "def reward(**options):\n    return None\n")
-    options = {"repo_or_dir": str(run), "model": "reward", "source": "local"}
-    change(run, rewards=[{"name": "torch.hub:load", "options": options}])
-    assert refused(invoke("eval", str(run), "n=2"), "torch.hub:load", "--allow-code")
-    assert not (tmp_path / "marker").exists()
+    # A function of an installed package could execute a file in the folder of the run.
+    change(run, rewards=[{"name": "torch.hub:load", "options": {"repo_or_dir": str(run)}}])
+    assert refused(invoke(*words), "torch.hub:load", "--allow-code")
 
 
 def test_plot_and_plan_of_a_run_import_nothing(run, tmp_path, monkeypatch):
@@ -66,7 +56,7 @@ def test_plot_and_plan_of_a_run_import_nothing(run, tmp_path, monkeypatch):
 def plant_model_code(model: Path, marker: Path) -> None:
     """Add custom model code to a model's folder, and name its classes in config.json.
 
-    The code creates a file `marker` in the folder `marker` if it is executed.
+    If the code is executed, it creates a file with the name `marker` in the folder `marker`.
     """
     auto_map = {"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}
     change_json(model / "config.json", model_type="planted", auto_map=auto_map)
@@ -101,10 +91,10 @@ def test_allowed_code_of_a_run_that_asked_for_none_stays_out(run, tmp_path):
 
 
 def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):
-    """Check that an evaluation with worked examples refuses custom tokenizer code without asking.
+    """Check that an evaluation with worked examples rejects custom tokenizer code.
 
-    The tokenizer is loaded to count the tokens of the examples. If trust_remote_code is not set to
-    False, transformers asks the user whether to execute the code.
+    The tokenizer is loaded to count the tokens of the examples. Unless trust_remote_code is False,
+    transformers prompts the user whether to execute the code.
     """
     plant_model_code(run / "model", tmp_path)
     auto_map = {"AutoTokenizer": [None, "planted.T"]}
@@ -144,18 +134,6 @@ def texts_recipe(folder, lines, n_test=1):
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "occupied"])
-def test_output_folders(tmp_path, recipe, no_model, place):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "occupied").mkdir()
-    (tmp_path / "occupied" / "old").write_text("x")
-    folder = tmp_path / place
-    said = f"output_dir: {'' if place == 'occupied' else 'cannot'}"
-    assert refused(invoke("train", recipe, f"output_dir={folder}"), said)
-    with pytest.raises(ValueError, match="output_dir: "):  # the Python API raises the same error
-        loop.train(load_recipe(recipe, [f"output_dir={folder}"]))
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
     """Check that a prompt that is too long for the model is refused before anything is sampled.
@@ -193,16 +171,14 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     monkeypatch.chdir(here)
     words = ("steps=0", "log.progress=false")
     assert invoke("train", recipe, "output_dir=~/a", *words).exit_code == 0
-    assert invoke("train", recipe, "output_dir=~/", "--name", "b", *words).exit_code == 0
-    for name in ("a", "b"):
-        found = {path.name for path in (home / name).iterdir()}
-        assert {"model", "metrics.jsonl", "summary.json", "config.yaml"} <= found
+    found = {path.name for path in (home / "a").iterdir()}
+    assert {"model", "metrics.jsonl", "summary.json", "config.yaml"} <= found
     assert invoke("eval", "~/a", "n=2", "out=~/e.json").exit_code == 0
     assert (home / "e.json").is_file()
     assert invoke("plot", "~/a", "--out=~/p.png").exit_code == 0 and (home / "p.png").is_file()
     assert not list(here.iterdir())
-    # A path that begins with `./~` must not be expanded. It names the folder `~` in the working
-    # folder.
+    # A path that begins with `./~` must not be expanded. It names the folder `~` in the current
+    # directory.
     assert invoke("train", recipe, "output_dir=./~/a", *words).exit_code == 0
     assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
     # The saved configuration has the full path, so it names the same folder for every user.

@@ -79,12 +79,10 @@ def test_what_has_no_number_is_not_logged(tmp_path, fake):
 
 def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_available_trackers", [])
-    words = ["log.trackers=[tensorboard, wandb]", f"output_dir={tmp_path}/run"]
-    expected = "expected trackers whose packages are installed, got tensorboard, wandb"
+    words = ["log.trackers=[tensorboard, tensor]", f"output_dir={tmp_path}/run"]
+    expected = r"log.trackers: expected trackers .* installed, here \[\], got tensorboard, tensor$"
     with pytest.raises(ValueError, match=expected):
         loop.train(load_recipe("sort", [*WORDS, *words]))
-    with pytest.raises(ValueError, match="log.trackers: expected one of .*mlflow.*, got 'tensor'"):
-        loop.train(load_recipe("sort", [*WORDS, "log.trackers=[tensor]", words[1]]))
     assert not list(tmp_path.iterdir())
 
 

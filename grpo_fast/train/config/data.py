@@ -30,7 +30,7 @@ class DataConfig(Section):
     columns: dict[Literal["prompt", "answer", "solution"], str] = Field(default_factory=dict)
     """Names of the columns to read, for example {prompt: title, answer: reward_model.truth}."""
     prompt_template: str | None = None
-    """A text with {question}, or plain, hash or answer_tag; null sends the question alone."""
+    """Text with {question}, or plain, hash or answer_tag; null sends the question alone."""
     system_prompt: str | None = None
     """System message before every question; null sends none."""
     chat: bool | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, create_model
 
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.config import CHOICES, LossConfig
@@ -17,11 +17,14 @@ from grpo_fast.train.config.base import Section
 OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
 
 
-class LossSettings(Section):
-    """The objective. Further arguments of LossConfig, for example delta, are also valid keys."""
+ARGUMENTS: dict[str, Any] = {
+    field.name: (Any, Field(None, description="An argument of LossConfig; null means its default."))
+    for field in fields(LossConfig) if field.name not in OF_THE_RUN
+}  # fmt: skip
 
-    model_config = ConfigDict(extra="allow")
-    more_keys: ClassVar = [f.name for f in fields(LossConfig) if f.name not in OF_THE_RUN]
+
+class LossSettings(create_model("Arguments", __base__=Section, **ARGUMENTS)):  # type: ignore[misc]
+    """The objective. All arguments of LossConfig, except OF_THE_RUN, are keys."""
 
     loss_type: Literal[tuple(OBJECTIVES)] = LossConfig.loss_type  # type: ignore[valid-type]
     """The objective; docs/losses explains each choice."""
@@ -37,6 +40,8 @@ class LossSettings(Section):
     """How the KL divergence to the reference is estimated."""
     aggregation: Literal[(*AGGREGATIONS, None)] = LossConfig.aggregation  # type: ignore[valid-type]
     """How the losses of tokens are averaged; null uses the default of the loss type."""
+    temperature: float | None = None
+    """Temperature of the log-probs; null uses rollout.temperature."""
     entropy_coef: float = LossConfig.entropy_coef
     """Weight of the entropy bonus; 0 adds none."""
     compute_entropy: bool = LossConfig.compute_entropy
@@ -45,13 +50,3 @@ class LossSettings(Section):
         default_factory=lambda: [asdict(correction) for correction in LossConfig.corrections]
     )
     """Corrections of the sampler-trainer mismatch, each with arguments of Correction."""
-
-    @model_validator(mode="after")
-    def _know_arguments(self) -> LossSettings:
-        unknown: Any = [
-            {"type": "extra_forbidden", "loc": (name,), "input": value}
-            for name, value in (self.model_extra or {}).items() if name not in self.more_keys
-        ]  # fmt: skip
-        if unknown:
-            raise ValidationError.from_exception_data("loss", unknown)
-        return self

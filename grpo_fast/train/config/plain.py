@@ -1,4 +1,4 @@
-"""Strict YAML 1.2 reader and writer, without aliases and repeated keys."""
+"""Strict YAML 1.2 reader and writer. The reader rejects aliases and repeated keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _StrictLoader(yaml.SafeLoader):
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        # Reject aliases. With nested aliases, a text of 400 bytes can expand to a billion values.
+        # Reject aliases. With nested aliases, 400 bytes of YAML can expand to a billion values.
         if self.check_event(yaml.AliasEvent):
             raise ValueError("aliases (*name) are not supported: repeat the value")
         node: Any = super().compose_node(parent, index)

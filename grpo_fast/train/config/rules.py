@@ -19,11 +19,11 @@ MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 SERVER = "distill.teacher=*://*"
 TRACES = "data.task=traces"
 DIFFER = "the branches of a task differ in number"
-# Conditions that hold for the losses in which beta is not the weight of a KL to the reference.
+# Conditions that select the losses in which beta does not weight a KL to the reference.
 NO_KL = [f"loss.loss_type={name}" for name, loss in OBJECTIVES.items() if not loss.reference]
-# Each row has two conditions that must not both hold, and the reason. The conditions `key=pattern`
-# and `key!=pattern` compare the key's value with a shell pattern. The condition `key` holds if the
-# value is not null, false, 0 or empty.
+# Each row has two conditions that must not both be true, and the reason why. The conditions
+# `key=pattern` and `key!=pattern` compare the value of a key with a pattern such as exact*. The
+# condition `key` is true if the value is not null, false, 0 or empty.
 CONFLICTS = (
     ("model.path=null", "model.config=null", "name a model: model=PATH"),
     ("model.path", "model.config", "keep one; model=PATH replaces a recipe's config"),
@@ -72,46 +72,36 @@ CONFLICTS = (
 
 
 def check_conflicts(config: Any) -> None:
-    """Raise a ValueError for the first row of CONFLICTS whose two conditions both hold.
+    """Raise a ValueError for the first row of CONFLICTS whose two conditions are both true.
 
     Args:
         config: the `RunConfig`.
     """
     for first, second, why in CONFLICTS:
-        if _holds(config, first) and _holds(config, second):
-            raise conflict(_shown(config, first), _shown(config, second), why)
+        left = _setting_if_true(config, first)
+        right = _setting_if_true(config, second)
+        if left and right:
+            raise conflict(left, right, why)
 
 
-def _holds(config: Any, condition: str) -> bool:
-    key, equals, pattern = condition.partition("=")
-    text = _text(_value(config, condition))
-    if not equals:
-        return text not in ("null", "false", "0")
-    return fnmatchcase(text, pattern) != key.endswith("!")
+def _setting_if_true(config: Any, condition: str) -> str:
+    """Return the setting that a condition names as `key=value`, or "" if the condition is false.
 
-
-def _shown(config: Any, condition: str) -> str:
-    value = _value(config, condition)
-    key = condition.partition("=")[0].rstrip("!")
-    return key if isinstance(value, (BaseModel, list, dict)) else f"{key}={_text(value)}"
-
-
-def _value(config: Any, condition: str) -> Any:
-    """Return the value of the setting that a condition names.
-
-    The condition `a.b=x` names the setting `a.b`. Its value is None if the section `a` is null.
+    If the value is a section, a list or a mapping, only the key is returned.
     """
+    left, equals, pattern = condition.partition("=")
+    key = left.rstrip("!")
     value = config
-    for part in condition.partition("=")[0].rstrip("!").split("."):
-        value = getattr(value, part, None)
-    return value
-
-
-def _text(value: Any) -> str:
-    """Format a value for the comparison with a pattern. None, [] and {} become "null"."""
+    for part in key.split("."):
+        value = getattr(value, part, None)  # None if a section is null
+    text = f"{value:g}" if isinstance(value, float) else str(value).lower()
     if value is None or value in ([], {}):
-        return "null"
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+        text = "null"
+    is_true = text not in ("null", "false", "0")
+    if equals:
+        is_true = fnmatchcase(text, pattern) != left.endswith("!")
+    shown = key if isinstance(value, (BaseModel, list, dict)) else f"{key}={text}"
+    return shown if is_true else ""
 
 
 def check_numbers(config: Any) -> None:

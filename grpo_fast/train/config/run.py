@@ -51,7 +51,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Schedule of the checkpoints. A run that ends early also writes a checkpoint."""
+    """Checkpoint schedule. A run that ends early also writes a checkpoint."""
 
     every: Count = 0
     """Steps between checkpoints; 0 writes them by time only."""
@@ -137,8 +137,8 @@ class RunConfig(Section):
         if "://" in str(path):
             teacher = plain_url("distill.teacher", path)
             return {**values, "distill": {**distill, "teacher": teacher}}
-        # The trainer uses its reference model as the teacher, unless the teacher is a server. Make
-        # the teacher the frozen reference if the user has not set a reference.
+        # The trainer uses its reference model as the teacher, unless the teacher is a server. If
+        # the user has not set a reference, load the teacher as the frozen reference.
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -161,7 +161,7 @@ class RunConfig(Section):
 
     @property
     def stores_reference(self) -> bool:
-        """Return True if checkpoints must store the reference, because no file has its weights."""
+        """Return True if checkpoints must store the reference, which has no other weight file."""
         is_new = self.reference.kind == "synced" or self.warm_start is not None
         return is_new and self.reference.path is None
 

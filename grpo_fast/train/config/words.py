@@ -36,7 +36,7 @@ def read_words(
         kind: class of the configuration.
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
-        settings: nested settings, which are changed in place. None starts without settings.
+        settings: nested settings, which are changed in place. None means empty settings.
         also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
@@ -104,7 +104,7 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key in nested settings, and create missing sections.
 
     Raises:
-        ValueError: a part of the key is below a value that is not a section, or is not an index of
+        ValueError: a part of the key is below a value that has no keys, or is not a valid index of
             a list.
     """
     node: Any = settings
@@ -116,8 +116,8 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
             raise ValueError(f"{where} is not an index of a list of {len(node)}")
         parent = node
         index: Any = int(part) if isinstance(node, list) else part
-        # Replace null by an empty section, so that keys of optional sections such as model.lora can
-        # be set.
+        # Replace null with an empty section, so that keys of optional sections such as model.lora
+        # can be set.
         if isinstance(node, dict) and node.get(part) is None:
             node[part] = {}
         node = node[index]
@@ -157,8 +157,7 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
             annotation = field and field.annotation
     # 2. Describe an unknown or missing key.
     if error["type"] == "extra_forbidden":
-        known = [*section.model_fields, *getattr(section, "more_keys", ())]
-        known += also if len(path) == 1 else ()
+        known = [*section.model_fields, *(also if len(path) == 1 else ())]
         name = where if where in other_names() else path[-1]
         return f"{where}: unknown key" + nearest(name, known, list(dotted_keys(kind)))
     if error["type"] == "missing":
@@ -231,15 +230,13 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
     ours = other_names().get(key.casefold(), "")
     if ours.partition("=")[0] in dotted:
         return f"; here it is {ours}"
-    for name in (ours.rpartition(".")[2], key):
-        same = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
-        if same:
-            return f"; nearest: {', '.join(same)}"
+    same = [name for name in dotted if name.rpartition(".")[2] == key]
     close = nearest_name(key, known, cutoff=0.7) or nearest_name(key, dotted, cutoff=0.85)
-    return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
+    found = ", ".join(same) or close
+    return f"; nearest: {found}" if found else f"; known: {', '.join(known)}"
 
 
 def quoted(value: Any, show: Any = repr) -> str:
-    """Format a value for an error message. A text of more than 200 characters is cut."""
+    """Format a value for an error message. Text longer than QUOTED characters is truncated."""
     text = show(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"

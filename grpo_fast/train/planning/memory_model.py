@@ -20,11 +20,12 @@ kv_heads·head_dim. An activation has e bytes. Autograd stores these bytes per t
 The backward pass of a layer needs e·(2I + 3h) more bytes per token.
 
 With gradient checkpointing, a step stores only the input of each layer (e·h), and the activations
-of one layer at a time. If q = h and kv is small, a layer in its backward pass then needs 27h + 12I
-at 16 bits.
+of one layer at a time. If q = h and kv = h/4, the backward pass of a layer then needs 27h + 12I
+bytes per token at 16 bits.
 
 With a tiled MLP, no tensor of size I is stored for all tokens. The backward pass of a layer needs
-18h at 16 bits (39h including the layer's activations) and 16h at 32 bits.
+18h bytes per token at 16 bits and 16h at 32 bits. With the layer's activations, it needs 39h bytes
+per token at 16 bits.
 
 Deep trees of recorded samples can need a quarter more. Tests compare these numbers with the tensors
 that autograd stores and with the peak that the allocator reports.
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# If the memory of a model cannot be predicted, a warning is logged only for models with at least
-# this number of parameters.
-SMALL = 1_000_000
 USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
 USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -59,7 +57,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder model that determine its memory."""
+    """Sizes of a decoder model that determine its memory use."""
 
     layers: int
     hidden: int
@@ -96,8 +94,8 @@ class Memory:
 
     fixed: int  # weights, gradients, optimizer states and a reference copy
     # Temporary memory of the LM head: the buffer for the logits of one chunk, and the gradient of
-    # the head's weight before it is added to `.grad`. With 16-bit activations, an fp32 sum of this
-    # gradient over all chunks is added.
+    # the head's weight before it is added to `.grad`. With 16-bit activations, this also includes
+    # an fp32 buffer that sums this gradient over all chunks.
     head: int
     kept_per_token: float  # per trunk token: activations of all layers for the backward pass
     working_per_token: float  # per trunk token: temporary memory of one layer's backward pass
@@ -109,7 +107,7 @@ class Memory:
         return self.kept_per_token + self.working_per_token
 
     def peak(self, tokens: int) -> int:
-        """Return the number of bytes at the peak of a micro-batch of `tokens` trunk tokens."""
+        """Return the peak memory, in bytes, of a micro-batch of `tokens` trunk tokens."""
         working = max(self.head, self.working + self.working_per_token * tokens)
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
@@ -123,7 +121,7 @@ class Memory:
 def predict(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
     """Predict the memory of a training step.
 
-    A separate critic is assumed to have the sizes of the policy.
+    A separate critic is assumed to have the same sizes as the policy.
 
     Args:
         shape: sizes of the policy.
@@ -131,8 +129,8 @@ def predict(shape: Shape, config: RunConfig, device: str, gpu: int | None = None
         device: "cpu" or "cuda". On the CPU, offloading of layer inputs saves no memory.
         gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
     """
-    # 1. Add up the weights, their gradients, Adam's two moments and a reference. With autocast, add
-    # a 16-bit copy of the weights, too.
+    # 1. Add up the weights, their gradients, Adam's two moments and the reference model. With
+    # autocast, also add a 16-bit copy of the weights.
     model = config.model
     weight = DTYPE_BYTES[model.dtype]
     activation = DTYPE_BYTES[model.autocast or model.dtype]
@@ -160,7 +158,7 @@ def host_memory() -> int:
 
 
 def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
-    """Return the number of trained parameters. A LoRA adapter covers all linear layers."""
+    """Return the number of trained parameters. LoRA is assumed to cover all linear layers."""
     if model.lora is None:
         return shape.parameters
     h, i, q, kv = shape.hidden, shape.mlp, shape.query, shape.kv
@@ -169,7 +167,7 @@ def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
 
 
 def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[float, float, int]:
-    """Compute the memory of activations.
+    """Compute the memory that activations need.
 
     Args:
         shape: sizes of the model.
@@ -184,8 +182,8 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
-    # On a CPU, attention is computed in fp32. Its inputs and its output are stored in fp32, and the
-    # output is stored again in 16 bits.
+    # On a CPU, attention runs on fp32 copies of its inputs. Autograd stores these copies, the fp32
+    # output and its 16-bit copy.
     if on_cpu and e == 2:
         attention = 4 * (2 * shape.query + 2 * shape.kv) + e * shape.query
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
@@ -209,9 +207,8 @@ def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
     try:
         shape = Shape.of(lm)
     except ValueError as error:
-        is_small = lm.num_parameters() < SMALL
         said = "the memory cannot be predicted (%s): micro-batches are split when memory runs out"
-        log.log(logging.INFO if is_small else logging.WARNING, said, error)
+        log.warning(said, error)
         return None
     ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
     # If `lora` is not set but the model has an adapter, the adapter was loaded from the model's

@@ -37,7 +37,7 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
 OFFLOAD = "model.gradient_checkpointing=offload"
 TILED = "model.tiled_mlp=2048"
 LORA = "model.lora={r: 16}"
-# Sets of options that the plan compares. Maps the label of a table row to the settings of the row.
+# Sets of options that the plan compares: the label of a table row, and the settings of the row.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "as configured": (),
     "checkpointing": (CHECKPOINTING,),
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return a sentence that names the first options with which a group fits into memory."""
+        """Return a sentence with the first set of options for which a group fits into memory."""
         completions = f"{self.size} completions of {self.completion:,}"
         group = f"a prompt of {self.prompt:,} tokens with {completions}"
         best = next(filter(self.groups, self.memory), None)
@@ -167,7 +167,7 @@ def render(plan: Plan) -> list[object]:
     largest = f"largest prompt\nC={plan.completion}, G={plan.size}"
     for name in ("fixed GB", "kB per\ntoken", "largest\ntokens", largest, "groups"):
         table.add_column(name, justify="right")
-    # The options with which at least one group fits come first.
+    # List the options that leave room for at least one group first.
     for label in sorted(plan.memory, key=lambda label: plan.groups(label) == 0):
         memory = plan.memory[label]
         most = memory.tokens(plan.usable)

@@ -1,1 +1,1 @@
-"""Runs with several processes: divided sampling, sharded weights, and collectives."""
+"""Runs with several processes: collectives, sampling on all ranks, and sharded weights."""

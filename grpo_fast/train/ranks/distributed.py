@@ -36,30 +36,17 @@ SHARED: tuple[type[Exception], ...] = (
     ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError, RewardError,
     WriteError,
 )  # fmt: skip
-_is_alone = False
 
 
 # ----------------------------------------------------------------------------- Number of ranks
 def size() -> int:
     """Return the number of ranks. It is 1 if there is no process group."""
-    is_met = dist.is_available() and dist.is_initialized() and not _is_alone
-    return dist.get_world_size() if is_met else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
     """Return the number of this rank, counted from 0."""
     return dist.get_rank() if size() > 1 else 0
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Make this rank work as a single process. Inside, `size()` is 1 and no call is collective."""
-    global _is_alone
-    _is_alone = True
-    try:
-        yield
-    finally:
-        _is_alone = False
 
 
 def launched_rank() -> int:
@@ -79,7 +66,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 @contextmanager
 def as_rank_error() -> Iterator[None]:
-    """Replace an error of a collective call with a RankError, which says that a rank has ended."""
+    """Replace an error of a collective call with a RankError that explains the likely cause."""
     try:
         yield
     except RuntimeError as error:
@@ -138,7 +125,7 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
 
 # ------------------------------------------------------------------------------- Collectives
 def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in the order of the ranks. Collective call."""
+    """Return the values of all ranks, in the order of the ranks. All ranks must call this."""
     if size() == 1:
         return [value]
     values: list[Any] = [None] * size()
@@ -147,7 +134,10 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_main(make: Callable[[], Result]) -> Result:
-    """Call `make` on rank 0. Return its value or raise its error on all ranks. Collective call."""
+    """Call `make` on rank 0, and return its value or raise its error on all ranks.
+
+    All ranks must call this.
+    """
     if size() == 1:
         return make()
     with together():
@@ -157,7 +147,7 @@ def from_main(make: Callable[[], Result]) -> Result:
 
 
 def sum_(values: Tensor) -> Tensor:
-    """Sum a tensor over the ranks in place, and return it. Collective call."""
+    """Sum a tensor over the ranks in place, and return it. All ranks must call this."""
     if size() > 1:
         dist.all_reduce(values)
     return values
@@ -165,11 +155,11 @@ def sum_(values: Tensor) -> Tensor:
 
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Re-raise an error from any rank on all ranks. The message names the rank. Collective call.
+    """Re-raise an error from any rank on all ranks, with a message that names the rank.
 
-    If several ranks fail, the error `Stopped`, which a signal causes, takes precedence. Otherwise
-    the error of the lowest rank is raised. Code inside the context must not call collectives,
-    because the other ranks would wait for a failed rank.
+    All ranks must enter this context. If several ranks fail, the error `Stopped`, which a signal
+    causes, takes precedence. Otherwise the error of the lowest rank is raised. Code inside the
+    context must not call collectives, because the other ranks would wait for a failed rank.
 
     Args:
         in_step: True if the code inside calls collectives, as the passes of sharded models do. The
@@ -214,7 +204,7 @@ def _twin(error: BaseException) -> BaseException:
 # ---------------------------------------------------------------------------------- Weights
 @torch.no_grad()
 def align(module: nn.Module) -> None:
-    """Copy the weights and buffers of rank 0 to all ranks. Collective call."""
+    """Copy the weights and buffers of rank 0 to all ranks. All ranks must call this."""
     if size() == 1:
         return
     for tensor in (*module.parameters(), *module.buffers()):
@@ -222,7 +212,7 @@ def align(module: nn.Module) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients over the ranks. Collective call.
+    """Sum the gradients over the ranks. All ranks must call this.
 
     Gradients of sharded parameters are skipped, because FSDP2 has already summed them. Gradients
     are never averaged, because the losses are already divided by the counts of the whole step.
@@ -236,7 +226,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor as a full tensor, or any other tensor unchanged. Collective call."""
+    """Return a sharded tensor as a full tensor, and any other tensor unchanged.
+
+    All ranks must call this.
+    """
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

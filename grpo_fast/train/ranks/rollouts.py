@@ -1,4 +1,7 @@
-"""Sampling on several ranks. Each rank samples for some prompts, and rank 0 scores all samples."""
+"""Sampling on several ranks.
+
+Each rank samples completions for its share of the prompts. Rank 0 scores all completions.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ def generate(
     policy: Any, prompts: Sequence[Any], options: Sampling, *, engine: Engine | None = None,
     **others: Any,
 ) -> Samples:  # fmt: skip
-    """Divide the prompts among the ranks, and join the samples of all ranks. Collective call.
+    """Sample completions for all prompts, which are divided among the ranks.
+
+    All ranks must call this.
 
     Args:
         policy: the policy from which to sample.
@@ -38,7 +43,7 @@ def generate(
 def generate_share(
     policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
 ) -> Samples | None:
-    """Sample completions for this rank's part of the prompts. This call is not collective.
+    """Sample completions for this rank's part of the prompts. A single rank may call this.
 
     Returns:
         The samples, or None if the rank has no prompts.
@@ -54,13 +59,13 @@ def generate_share(
 
 
 def join_ranks(own: Samples | None) -> Samples:
-    """Join the samples of all ranks in the order of the prompts. Collective call."""
+    """Join the samples of all ranks in the order of the prompts. All ranks must call this."""
     return Samples.cat(distributed.gather(own))
 
 
 def score(*arguments: Any) -> RewardResult:
-    """Call `rewards.score` on rank 0, and return its result on all ranks. Collective call.
+    """Call `rewards.score` on rank 0, and return its result on all ranks. All ranks must call this.
 
-    A reward function therefore receives the same batch as in a single process.
+    Reward functions run on rank 0, and receive the same batch as in a single process.
     """
     return distributed.from_main(lambda: rewards.score(*arguments))

@@ -1,7 +1,8 @@
 """Sharding of model weights over the ranks with FSDP2.
 
-FSDP2 gathers the weights of a decoder layer when the layer is computed. Embedding, final norm and
-LM head belong to the root module. Their weights are gathered inside `model.inside(work)`.
+FSDP2 gathers the weights of a decoder layer when the layer is computed. The embedding, the final
+norm and the LM head belong to the root module, whose weights are gathered inside
+`model.inside(work)`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def shard_all(
     models: Iterable[PreTrainedModel], device: torch.device, replicas: int | None
 ) -> None:
-    """Shard models, and give all ranks the random state of rank 0. Collective call.
+    """Shard models, and give all ranks the random state of rank 0. All ranks must call this.
 
     Args:
         models: the models. None entries are skipped.
@@ -47,7 +48,7 @@ def shard_all(
 
 
 def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, device: torch.device) -> None:
-    """Give each rank its shard of rank 0's weights. Collective call.
+    """Give each rank its shard of rank 0's weights. All ranks must call this.
 
     Rank 0 sends one tensor at a time, so that no rank receives the full model at once.
 
@@ -72,9 +73,9 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, device: torch.de
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply by a factor
-    # FSDP2 prefetches in the reverse order of all forward passes since the last backward. Rollout
-    # forwards differ in number between ranks, so prefetching them would deadlock. Set the order
-    # explicitly.
+    # By default, FSDP2 prefetches layers in the reverse order of all forward passes since the last
+    # backward pass. The number of forward passes in a rollout differs between ranks, so this order
+    # would deadlock. Set the order of the layers instead.
     for module, following in zip((*layers, model), (model, *layers), strict=True):
         module.set_modules_to_backward_prefetch([following])
     if is_empty:
@@ -98,7 +99,7 @@ def _take_dtypes(model: nn.Module) -> None:
     The dtypes are stored in the model's files, which only rank 0 has read.
 
     Raises:
-        ValueError: a rank has parameters with other names or shapes than rank 0.
+        ValueError: the names or shapes of a rank's parameters differ from those of rank 0.
     """
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -114,7 +115,7 @@ def _take_dtypes(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _take_buffers(model: nn.Module, device: torch.device) -> None:
-    """Copy the buffers of rank 0, and tensors in plain attributes of modules, to all ranks.
+    """Copy rank 0's buffers, and the tensors in plain attributes of its modules, to all ranks.
 
     Most of these tensors, such as rotary frequencies and masks, are not stored in the model's
     files. In a model that was created on the meta device they are uninitialized.
@@ -136,9 +137,10 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def unsharded(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Gather all weights on every rank, and shard them again at the end. Collective call.
+    """Gather all weights on every rank, and shard them again at the end.
 
-    Forward passes inside the context do not communicate with other ranks.
+    All ranks must enter this context. Forward passes inside the context do not communicate with
+    other ranks.
     """
     from torch.distributed.fsdp import FSDPModule
 

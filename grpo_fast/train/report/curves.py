@@ -1,22 +1,24 @@
-"""Pictures of the metrics of one or several runs, with a panel for each group of metrics."""
+"""Plots of the metrics of one or more runs, with a panel for each group of metrics."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from grpo_fast.data import escape_control
-from grpo_fast.errors import require
+from grpo_fast.errors import argument_error, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = list[dict[str, float | None]]  # rows of a metrics.jsonl
+ROW = TypeAdapter(dict[str, float | None], config=ConfigDict(strict=True))
 Series = list[tuple[float, float]]  # pairs of step and value
 
 
@@ -50,42 +52,38 @@ def read_metrics(run: str | Path) -> Rows:
         run: folder of a run, or path of the file.
 
     Raises:
-        ValueError: the file does not exist, or a line is not a JSON object.
+        ValueError: the file does not exist, or a line is not a JSON object of numbers.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
     expected = "a run's folder or its metrics.jsonl"
     require(path.is_file(), "run", expected, f"{path}, which does not exist")
-    lines = path.read_bytes().split(b"\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line, parse_int=float)  # an int may be too large for a float
-        except (ValueError, RecursionError):
-            if number == len(lines):
-                break
-            row = None
-        fits = isinstance(row, dict) and isinstance(row.get("step", 0), (int, float))
-        expected = "a JSON object, whose step is a number"
-        require(fits, f"{path}:{number}", expected, repr(line[:40]))
-        rows.append(row)
+            rows.append(ROW.validate_json(line))
+        except ValidationError:
+            expected = "a JSON object, whose values are numbers or null"
+            raise argument_error(f"{path}:{number}", expected, repr(line[:40])) from None
     return rows
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """Return the pairs (step, value) of a metric. Rows without a finite value are skipped."""
+    """Return the pairs (step, value) of a metric. Rows without step or finite value are skipped."""
     points = []
-    for index, row in enumerate(rows):
+    for row in rows:
+        step = row.get("step")
         value = row.get(metric)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            points.append((float(row.get("step", index)), float(value)))
+        if step is not None and value is not None and math.isfinite(value):
+            points.append((step, value))
     return points
 
 
 def smooth(points: Series) -> Series:
     """Smooth a series with a centered moving average over a twentieth of its points."""
-    # Sum the differences from the first value. Sums of the values would round, so that a constant
-    # series would not stay constant, and its axis would magnify the rounding.
+    # Sum the differences from the first value. Sums of the values themselves would have rounding
+    # errors. A constant series would then not stay constant, and its axis would show the errors.
     first = points[0][1] if points else 0.0
     sums = [0.0, *itertools.accumulate(value - first for _, value in points)]
     half = max(1, len(points) // 40)
@@ -100,12 +98,12 @@ def smooth(points: Series) -> Series:
 
 
 def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Draw the metrics of one or several runs into one picture.
+    """Plot the metrics of one or more runs in one picture.
 
     Args:
         runs: folders of runs, or paths of their metrics.jsonl.
-        out: path of the picture. None writes curves.png into the folder of a single run, or into
-            the current folder if there are several runs.
+        out: path of the picture. If it is None, curves.png is written to the folder of a single
+            run, or to the current folder if there are several runs.
 
     Returns:
         The path of the picture.
@@ -158,8 +156,8 @@ def picture_path(out: str | Path) -> Path:
         ValueError: the path is a folder, has no suffix, or has the suffix .pgf.
     """
     path = Path(out)
-    # Without a suffix, matplotlib would append one and write to a different path. For .pgf,
-    # matplotlib needs LaTeX.
+    # Without a suffix, matplotlib would append one and write to a different path. The format .pgf
+    # is excluded because it needs LaTeX.
     fits = not path.is_dir() and path.suffix not in ("", ".pgf")
     require(fits, "out", "a file such as curves.png", repr(str(out)))
     return path

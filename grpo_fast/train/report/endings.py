@@ -1,4 +1,4 @@
-"""Helpers of all commands. They declare arguments, and print an error as one line."""
+"""Helpers that all commands use to declare arguments and to print an error as one line."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def key_values(example: str) -> Any:
 
 
 @contextlib.contextmanager
-def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Print an error inside this context as one line on stderr, and exit with a status.
+def print_errors(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
+    """Print an error raised in this context as one line on stderr, and exit with a status code.
 
     For a ValueError the status is USAGE_ERROR, because the user can correct the cause. For an
     unexpected error the line includes the class of the error.
 
     Args:
-        debug: also print the traceback.
+        debug: True also prints the traceback.
         *failures: further expected classes of errors, which exit with the status `code`.
         code: exit status for `failures`.
     """
@@ -57,7 +57,7 @@ def refuse(
 
     Args:
         error: the error.
-        debug: also print the traceback. None means that the command has no option --debug.
+        debug: True also prints the traceback. None means that the command has no option --debug.
         code: the exit status.
         start: text before the message.
     """

@@ -1,14 +1,11 @@
 """The web page completions.html, which shows completions and their rewards.
 
 The page is a single file. Texts of models and data sets are escaped, and the
-Content-Security-Policy of the page blocks scripts, images and network requests. It allows only the
-inline style sheet.
+Content-Security-Policy of the page blocks scripts, images and network requests.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +18,8 @@ from jinja2 import Environment, FileSystemLoader
 from grpo_fast.data import escape_control
 from grpo_fast.train.report.lines import shown_number
 
-# Maximum length of a prompt or answer in characters, and of a completion in tokens. The page omits
-# the middle of longer texts.
+# Maximum number of characters of a prompt or answer on the page, and maximum number of tokens of a
+# completion. If the text is longer, the page omits its middle.
 LONGEST_TEXT = 4000
 LONGEST_TOKENS = 1200
 LOGP_STEP = 0.5  # a token's shade gets stronger by one level for each 0.5 nats of surprise
@@ -52,8 +49,7 @@ class CompletionsPage:
         self.parts.append((step, step_html(step, rows)))
         if len(self.parts) > MOST_STEPS:
             del self.parts[1]
-        template = TEMPLATES.get_template("page.html")
-        page = template.render(digest=DIGEST, title=self.title, parts=self.parts)
+        page = TEMPLATES.get_template("page.html").render(title=self.title, parts=self.parts)
         unfinished = self.path.with_name(self.path.name + ".tmp")
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, self.path)
@@ -64,17 +60,14 @@ def step_html(step: int, rows: Sequence[Row]) -> str:
     rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
-    groups = [
-        sorted(members, key=_worth, reverse=True)
-        for _, members in groupby(rows[:MOST_COMPLETIONS], key=lambda row: row["group"])
-    ]
+    ranked = sorted(
+        rows[:MOST_COMPLETIONS],
+        key=lambda row: (row["group"], math.isnan(row["reward"]), -row["reward"]),
+    )
+    groups = [list(members) for _, members in groupby(ranked, key=lambda row: row["group"])]
     return TEMPLATES.get_template("step.html").render(
         step=step, count=len(rows), mean=mean, groups=groups, largest=max(advantages, default=0.0)
     )
-
-
-def _worth(row: Row) -> float:
-    return -math.inf if math.isnan(row["reward"]) else row["reward"]
 
 
 def has_fixed_length(row: Row) -> bool:
@@ -128,7 +121,7 @@ def _shade(logp: float, advantage: float, largest: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """Escape the control characters of a text. In a long text, replace the middle with a note."""
+    """Escape control characters. If the text is long, replace its middle with a note."""
     if len(text) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         hidden = len(text) - LONGEST_TEXT
@@ -139,7 +132,3 @@ def harmless(text: str) -> str:
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
 TEMPLATES.filters |= {"harmless": harmless, "number": shown_number}
 TEMPLATES.globals |= {"has_fixed_length": has_fixed_length, "shaded_tokens": shaded_tokens}
-STYLE = (
-    TEMPLATES.get_template("page.html").render().partition("<style>")[2].partition("</style>")[0]
-)
-DIGEST = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()

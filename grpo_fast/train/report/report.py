@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.train.config.plain import read_yaml_file
 from grpo_fast.train.config.run import LogConfig
 from grpo_fast.train.files import JsonLines, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
@@ -84,30 +83,27 @@ class RunReport(AbstractContextManager[Any]):
         self._has_begun = False
         self._started = self._shown = time.monotonic()
 
-    def begin(self) -> None:
+    def begin(self, settings: Mapping[str, object]) -> None:
         """Open the files, remove logs of steps after the checkpoint, and start timing the run.
 
         Call this method after the checkpoint is loaded, so that a failed start changes no file.
+
+        Args:
+            settings: configuration of the run, which the trackers store.
         """
         folder = self.folder
-        config = self.config
         # 1. Open the files.
         with written(folder):
             self._metrics = JsonLines(folder / "metrics.jsonl", self._length)
         self._page = CompletionsPage(folder / "completions.html", folder.name)
-        settings = {}
-        if config.trackers:
-            settings = read_yaml_file(folder / "config.yaml", "config.yaml")
-        self._trackers = start_trackers(config.trackers, folder, settings)
+        self._trackers = start_trackers(self.config.trackers, folder, settings)
         # 2. Add the completions of finished steps to the page. Delete the tables of later steps,
         # because the run will repeat these steps.
         finished = []
-        for path in sorted((folder / "completions").glob("step_*.parquet")):
-            digits = path.stem.removeprefix("step_")
-            if not digits.isdecimal():
-                continue  # a copy with another name, which belongs to the user
-            if int(digits) <= self._step:
-                finished.append((int(digits), path))
+        for path in sorted((folder / "completions").glob(f"step_{'[0-9]' * 6}.parquet")):
+            step = int(path.stem.removeprefix("step_"))
+            if step <= self._step:
+                finished.append((step, path))
             else:
                 path.unlink()
         for step, path in [*finished[:1], *finished[1:][1 - MOST_STEPS :]]:
@@ -133,11 +129,6 @@ class RunReport(AbstractContextManager[Any]):
         return self._metrics.length if self._has_begun else self._length
 
     @if_begun
-    def sync(self) -> None:
-        """Flush metrics.jsonl to the disk."""
-        self._metrics.sync()
-
-    @if_begun
     def note(self, *lines: str) -> None:
         """Print lines to the output stream, with control characters escaped.
 
@@ -150,8 +141,8 @@ class RunReport(AbstractContextManager[Any]):
         except (OSError, ValueError):
             lost = self._stream
             self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            # Redirect the file descriptor of the old stream, too. Otherwise Python would try to
-            # write the text in its buffer at exit, which would raise the error again.
+            # Redirect the file descriptor of the lost stream as well. Otherwise Python would flush
+            # the buffer of this stream at exit, and the flush would fail again.
             with suppress(OSError, ValueError, AttributeError):
                 os.dup2(self._stream.fileno(), lost.fileno())
 

@@ -63,8 +63,8 @@ def rows_of(
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds to the decoded completion.
 
-    If a character consists of several tokens, the last of these tokens gets the character, and the
-    others get an empty text.
+    If a character consists of several tokens, it is attributed to the last of them, and the others
+    get an empty string.
     """
     from tokenizers.decoders import DecodeStream
 

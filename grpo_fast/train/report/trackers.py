@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.errors import choice, require
+from grpo_fast.errors import require
 
 PROJECT = "grpo_fast"  # name of the project in the tracker's service
 FOLDER = "trackers"  # subfolder of a run for files that trackers write
@@ -16,14 +16,12 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise a ValueError if a tracker is not installed or is not supported by accelerate."""
     if not names:
         return
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.tracking import get_available_trackers
 
-    for name in names:
-        choice("log.trackers", name, sorted(LOGGER_TYPE_TO_CLASS))
-    installed = {str(getattr(kind, "value", kind)) for kind in get_available_trackers()}
+    installed = sorted(str(getattr(kind, "value", kind)) for kind in get_available_trackers())
     missing = ", ".join(name for name in names if name not in installed)
-    came = f"{missing} (pip install {missing})"
-    require(not missing, "log.trackers", "trackers whose packages are installed", came)
+    expected = f"trackers of accelerate whose packages are installed, here {installed}"
+    require(not missing, "log.trackers", expected, missing)
 
 
 def start_trackers(
@@ -37,14 +35,14 @@ def start_trackers(
         settings: configuration of the run.
 
     Returns:
-        The trackers of accelerate.
+        The started trackers, which are objects of accelerate.
     """
     if not names:
         return []
     from accelerate import Accelerator
     from accelerate.utils import clear_environment
 
-    # Hide the environment variables of torchrun. With them, accelerate would wait for the other
+    # Hide the environment variables of torchrun. Otherwise, accelerate would wait for the other
     # ranks, which start no trackers.
     with clear_environment():
         accelerator = Accelerator(
@@ -57,7 +55,7 @@ def start_trackers(
 
 
 def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys. Convert values that are not plain to text."""
+    """Flatten nested settings to dotted keys. Convert lists and nulls to text."""
     flattened: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):

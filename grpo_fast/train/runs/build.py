@@ -51,7 +51,7 @@ class Loaded(NamedTuple):
 
 
 def load(start: Start) -> Loaded:
-    """Load the rewards, the data and the models, and check them. Collective call.
+    """Load the rewards, the data and the models, and check them. All ranks must call this.
 
     Raises:
         ValueError: an input is invalid, differs between ranks, or has changed since the run began.
@@ -92,7 +92,7 @@ def _be_deterministic(seed: int) -> None:
 def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
     """Load the rewards and the data, and check that all ranks have the same inputs.
 
-    Collective call.
+    All ranks must call this.
 
     Returns:
         The rewards, the data, and the settings with fingerprints of the files that they name.
@@ -111,7 +111,7 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """Load the policy, and the model at `reference.path` if it is set. Collective call."""
+    """Load the policy and, if `reference.path` is set, the reference. All ranks must call this."""
     is_empty = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights later
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
@@ -126,10 +126,12 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
 def build(
     start: Start, loaded: Loaded, engine: Engine, report: RunReport, stopping: Stopping
 ) -> Saver:
-    """Build the trainer, collector and saver, and load a checkpoint into them. Collective call.
+    """Build the trainer, collector and saver, and load the checkpoint of `start` into them.
+
+    All ranks must call this.
 
     Args:
-        start: the start of the run, which may contain a checkpoint.
+        start: the starting point of the run, with or without a checkpoint.
         loaded: the inputs and models of the run.
         engine: the engine that samples completions.
         report: the writer of the logs.

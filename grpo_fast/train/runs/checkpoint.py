@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pydantic
 import torch
-from pydantic_core import from_json
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -42,19 +41,15 @@ STEP = "step_"  # prefix of the name of a checkpoint's folder
 NAME = re.compile(rf"{STEP}\d{{6,12}}")
 
 
-class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
+class Manifest(pydantic.BaseModel, strict=True):
     """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
 
-    format: int = FORMAT
-    files: dict[str, str]
-
-
-class FormatError(ValueError):
-    """Raised for a checkpoint that another version of this package wrote. It is not damaged."""
+    format: int
+    files: dict[str, str] = {}
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of the step in a folder name such as step_000010."""
+    """Return the step number from a folder name such as step_000010."""
     return int(checkpoint.name.removeprefix(STEP))
 
 
@@ -66,7 +61,7 @@ def checkpoints_in(run: str | Path) -> list[Path]:
 
 
 def newest(run: str | Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None. Log a warning for damaged ones."""
+    """Return the newest complete checkpoint of a run, or None. Warn about damaged checkpoints."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -75,46 +70,38 @@ def newest(run: str | Path) -> Path | None:
     return None
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        FormatError: another version of the package wrote the checkpoint.
-    """
-    fields = from_json(read_regular(checkpoint / MANIFEST))
-    found = fields.get("format") if isinstance(fields, dict) else None
-    if isinstance(found, int) and found != FORMAT:
-        raise FormatError(
-            f"resume: expected a checkpoint of format {FORMAT}, which this version writes and "
-            f"reads, got format {found} in {checkpoint}; use the version that wrote it, or "
-            "another output_dir"
-        )
-    return Manifest.model_validate(fields)
-
-
 def problem_of(checkpoint: Path) -> str | None:
     """Compare the files of a checkpoint with its manifest.
 
     Returns:
         A description of the first damaged or missing file, or None if the checkpoint is complete.
+
+    Raises:
+        ValueError: another version of the package wrote the checkpoint, which is not damaged.
     """
     try:
-        for name, digest in read_manifest(checkpoint).files.items():
-            if sha256_of(checkpoint / name) != digest:
+        manifest = Manifest.model_validate_json(read_regular(checkpoint / MANIFEST))
+        is_readable = manifest.format == FORMAT
+        for name, digest in manifest.files.items():
+            if is_readable and sha256_of(checkpoint / name) != digest:
                 return f"{name} is not what was written"
-    except FormatError:
-        raise
     except FileNotFoundError as error:
         return f"{os.path.relpath(error.filename, checkpoint)} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} or a file cannot be read ({reason(error)})"
+    expected = f"a checkpoint of format {FORMAT}, which this version writes and reads"
+    came = f"format {manifest.format} in {checkpoint}"
+    advice = "use the version that wrote it, or another output_dir"
+    require(is_readable, "resume", expected, f"{came}; {advice}")
     return None
 
 
 def write_checkpoint(
     run: str | Path, step: int, tensors: Mapping[str, Tensor], fill: Callable[[Path], None]
 ) -> Path:
-    """Write a checkpoint, unless a complete checkpoint of the step exists. Collective call.
+    """Write a checkpoint, unless a complete checkpoint of the step exists.
+
+    All ranks must call this.
 
     Args:
         run: folder of the run.
@@ -156,7 +143,7 @@ def _finish(part: Path, final: Path) -> None:
     """Write the manifest, flush all files to disk, and give the folder its final name."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
-    manifest = Manifest(files=sums)
+    manifest = Manifest(format=FORMAT, files=sums)
     (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     # Flush files and directory entries before the rename. Otherwise a power cut could leave a
     # checkpoint with its final name and empty files.
@@ -169,7 +156,7 @@ def _finish(part: Path, final: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename the folder of a damaged checkpoint, so that no run uses it. It may not exist."""
+    """Rename the folder of a damaged checkpoint, if it exists, so that no run uses it."""
     if checkpoint.exists():
         os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
@@ -181,7 +168,7 @@ def prune(run: str | Path, keep: int) -> None:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into files of about FILE_BYTES each. Collective call.
+    """Write tensors into files of about FILE_BYTES each. All ranks must call this.
 
     Sharded tensors are gathered one after the other, and rank 0 writes them. At any time, only the
     gathered tensors of one file are in memory.
@@ -216,7 +203,7 @@ def stored_in(folder: Path) -> dict[str, Path]:
 
 
 def read_part(stored: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
-    """Read the tensors whose names begin with a prefix. The keys of the result lack the prefix."""
+    """Read the tensors whose names begin with a prefix, and remove the prefix from the names."""
     part = {}
     for name, path in stored.items():
         if name.startswith(prefix):
@@ -231,11 +218,11 @@ def read_tensors(stored: Mapping[str, Path], into: Mapping[str, Tensor]) -> None
 
     Args:
         stored: the file of each stored tensor, from `stored_in`.
-        into: the tensors to fill, keyed by name. Of a sharded tensor, only this rank's shard is
+        into: the tensors to fill, keyed by name. For a sharded tensor, only this rank's shard is
             filled.
 
     Raises:
-        ValueError: a name is missing in `stored` or in `into`, or the dtypes or shapes differ.
+        ValueError: a tensor is missing in `stored` or `into`, or its dtypes or shapes differ.
     """
     for name in sorted(stored.keys() | into.keys()):
         expected = "no such tensor"

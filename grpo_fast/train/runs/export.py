@@ -70,10 +70,10 @@ def export(source: str | Path, out: str | Path) -> Path:
 
 @torch.no_grad()
 def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
-    """Save the trained policy and critic to the subfolders `model` and `critic`. Collective call.
+    """Save the trained policy and critic to the subfolders `model` and `critic`.
 
-    If the weights are sharded, rank 0 loads the initial model without shards, and copies the
-    gathered weights into it.
+    All ranks must call this. If the weights are sharded, rank 0 loads an unsharded copy of the
+    initial model, and copies the gathered weights into it.
 
     Args:
         policy: the trained policy.

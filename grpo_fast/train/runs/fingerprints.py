@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run use the same settings and files, and so does a resumed run."""
+"""Checks that settings and files are equal on all ranks, and unchanged in a resumed run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
             prints[f"rewards.{label}"] = _of_path(source)
     reference = config.reference
     model = config.model
-    # A checkpoint does not contain the models below. A resumed run loads them again, so they must
-    # be unchanged.
+    # A resumed run loads the following models from their files again, because a checkpoint does not
+    # contain them. The files must be unchanged.
     base = None if model.path is None else adapter_at(model.path)
     if base is not None:
         prints["adapter"] = _of_path(str(model.path))
@@ -56,26 +56,23 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
 
 def check_ranks(settings: dict[str, Any]) -> None:
-    """Raise a ValueError if a rank's settings differ from rank 0's settings. Collective call.
+    """Raise a ValueError if a rank's settings differ from rank 0's settings.
 
-    The message lists the ranks and the settings that differ.
+    All ranks must call this. The message lists the settings that differ on one rank.
 
     Args:
         settings: settings of this rank, including its fingerprints.
     """
     first, *others = distributed.gather(settings)
-    lines = [
-        f"rank {rank}: {line}"
-        for rank, own in enumerate(others, 1)
-        for _, line in differences(first, own)
-    ]
-    if lines:
-        said = "ranks: expected the settings and files of rank 0 on all, got others"
-        raise ValueError("\n  ".join([said, *lines]))
+    for rank, own in enumerate(others, 1):
+        changed = dict(differences(first, own))
+        if changed:
+            said = f"rank {rank}: expected the settings and files of rank 0, got others"
+            raise ValueError("\n  ".join([said, *changed.values()]))
 
 
 def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str] = ()) -> None:
-    """Raise a ValueError if a resumed run has different settings or files than the original run.
+    """Raise a ValueError if a resumed run's settings or files differ from the original run's.
 
     The settings in FREE may differ. With a constant learning rate, the number of steps may be
     larger.
@@ -85,23 +82,23 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
         now: settings of the resumed run, including its fingerprints.
         allowed: kinds of files that may change, from the setting `resume_allow`.
     """
-    changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
-    is_constant = now["optim"]["schedule"] == "constant"
-    if is_constant and "steps" in changed and now["steps"] > was["steps"]:
-        changed.pop("steps")
-    kinds = {key: f"{key}.".split(".")[1] for key in changed if key.startswith(FILES)}
-    for key, kind in kinds.items():
-        if kind in allowed:
-            log.warning("resume: %s", changed.pop(key))
-    if changed:
-        refused = sorted(set(kinds.values()) - set(allowed))
-        hint = f" (resume_allow=[{','.join(refused)}] accepts the files)" if refused else ""
+    free = (*FREE, *(f"{FILES}.{kind}." for kind in allowed))
+    if now["optim"]["schedule"] == "constant" and now["steps"] > was["steps"]:
+        free += ("steps.",)
+    changed = dict(differences(was, now))
+    refused = {key: line for key, line in changed.items() if not f"{key}.".startswith(free)}
+    for key, line in changed.items():
+        if key.startswith(FILES) and key not in refused:
+            log.warning("resume: %s", line)
+    if refused:
+        kinds = sorted({key.split(".")[1] for key in refused if key.startswith(f"{FILES}.")})
+        hint = f" (resume_allow=[{','.join(kinds)}] accepts the files)" if kinds else ""
         said = "resume: expected the configuration and files that the run began with, got others"
-        raise ValueError("\n  ".join([said + hint, *changed.values()]))
+        raise ValueError("\n  ".join([said + hint, *refused.values()]))
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of every setting that differs, and a text `key: old → new`."""
+    """Yield the dotted key of every setting that differs, and a line `key: old → new`."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
             yield from differences(was.get(key), now.get(key), f"{above}{key}.")

@@ -10,35 +10,19 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from grpo_fast.errors import require
-
 LOCK = ".lock"
 IGNORED = {LOCK, "config.yaml.tmp"}  # a run that failed at its start can leave these files
 
 
-def run_folder(root: str | Path, name: str) -> Path:
-    """Return the path of the folder with this name in `root`. It need not exist.
-
-    Raises:
-        ValueError: the name has a character that is not allowed, or the path is not directly inside
-            `root`.
-    """
-    place = Path(root) / name
-    is_plain = name.isprintable() and not {*"/\\:"} & {*name}
-    fits = is_plain and name.strip() and place.resolve().parent == Path(root).resolve()
-    require(fits, "name", f"a plain folder name inside {root}", repr(name))
-    return place
-
-
 def free_folder(folder: str | Path) -> Path:
-    """Return the first folder without a run among `folder`, `folder`-2, `folder`-3 and so on."""
+    """Return the first of `folder`, `folder`-2, `folder`-3 and so on that contains no run."""
     base = Path(folder)
     numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([base], numbered) if not is_occupied(path))
 
 
 def is_occupied(folder: str | Path) -> bool:
-    """Return True if the folder contains any file, except files of a failed start.
+    """Return True if the folder contains any files other than those that a failed start leaves.
 
     Raises:
         ValueError: the folder cannot be listed.
@@ -53,10 +37,8 @@ def check_folder(folder: str | Path) -> None:
     """Raise a ValueError if a folder is not empty."""
     if is_occupied(folder):
         listed = ", ".join(sorted({*os.listdir(folder)} - IGNORED)[:3])
-        raise ValueError(
-            f"output_dir: {folder} is occupied (it holds {listed}); choose an empty or new folder "
-            "with output_dir=… or --name …"
-        )
+        advice = "choose an empty or new folder with output_dir=…"
+        raise ValueError(f"output_dir: {folder} is occupied (it holds {listed}); {advice}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_fast.rollout import Samples
 from grpo_fast.train.config import RunConfig, WarmStartConfig, require
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.files import check_length, write_on_main
+from grpo_fast.train.files import check_regular, write_on_main
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs.checkpoint import (
@@ -60,9 +60,10 @@ class Start:
         return self.state.length, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
-        """Save the configuration in the run's folder, and begin the report. Collective call.
+        """Save the configuration in the run's folder, and begin the report.
 
-        If the run resumes, checkpoints that are newer than the loaded one are renamed.
+        All ranks must call this. If the run resumes, checkpoints that are newer than the loaded one
+        are renamed.
         """
         folder = Path(self.config.output_dir)
 
@@ -74,16 +75,17 @@ class Start:
             save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
 
         write_on_main(folder, enter)
-        distributed.from_main(report.begin)
+        settings = self.config.model_dump(mode="json")
+        distributed.from_main(lambda: report.begin(settings))
 
 
 @contextmanager
 def run_start(config: RunConfig) -> Iterator[Start]:
-    """Lock the folder of a run, and decide where the run starts. Collective call.
+    """Lock the folder of a run, and decide where the run starts. All ranks must enter this.
 
     Raises:
-        ValueError: the folder is in use, or contains a different run or only damaged checkpoints.
-            Also raised if another version of the package wrote the checkpoint.
+        ValueError: the folder is in use, it contains a different run, or all its checkpoints are
+            damaged. Also raised if another version of the package wrote the checkpoint.
     """
     with ExitStack() as until_the_end:
         with distributed.together():
@@ -98,45 +100,44 @@ def run_start(config: RunConfig) -> Iterator[Start]:
                     step = step_of(found)
                     require(state.step == step, f"{STATE}: step", f"{step}, as its name says",
                             state.step)  # fmt: skip
-                check_length(Path(config.output_dir, "metrics.jsonl"), state.length)
+                metrics = Path(config.output_dir, "metrics.jsonl")
+                check_regular(metrics)
+                size = metrics.stat().st_size if metrics.exists() else 0
+                expected = f"at least {state.length} bytes"
+                require(size >= state.length, str(metrics), expected, f"{size} bytes")
         yield Start(config, found, state)
 
 
 def _find_checkpoint(config: RunConfig) -> Path | None:
-    folder = Path(config.output_dir)
-    checkpoint = None if config.resume is None else newest(folder)
-    if checkpoint is None:
-        if config.resume is not None and is_occupied(folder):
-            _check_begins(folder, config)
-        else:
-            check_folder(folder)
-    return checkpoint
-
-
-def _check_begins(folder: Path, config: RunConfig) -> None:
-    """Check that a run without checkpoints can begin again in an occupied folder.
+    """Return the checkpoint from which the run resumes, or None if it starts at step 0.
 
     Raises:
-        ValueError: the folder contains checkpoints, a finished run, a run with other settings, or
-            other files.
+        ValueError: the run must start at step 0, but its folder contains damaged checkpoints, a
+            finished run, a run with other settings, or other files.
     """
+    folder = Path(config.output_dir)
+    if config.resume is None or not is_occupied(folder):
+        check_folder(folder)
+        return None
+    checkpoint = newest(folder)
+    if checkpoint is not None:
+        return checkpoint
     damaged = checkpoints_in(folder)
     if damaged:
-        came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to begin again"
+        came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to start over"
         raise ValueError(f"resume: expected a complete checkpoint in {folder}, got {came}")
     if (folder / "summary.json").exists() or not (folder / CONFIG).is_file():
-        raise ValueError(
-            f"output_dir: {folder} is occupied, and it holds no unfinished run; choose another "
-            "folder with output_dir=…"
-        )
+        check_folder(folder)
+    # The folder has an unfinished run without checkpoints, which starts over.
     was = load_recipe(str(folder / CONFIG))
     check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
+    return None
 
 
 def resume(start: Start, saver: Saver) -> None:
-    """Load the checkpoint of `start`, if it names one, into a run. Collective call.
+    """Load the checkpoint of `start`, if there is one, into the run.
 
-    Afterwards, remove the log rows of steps after the checkpoint.
+    All ranks must call this. Afterwards, remove the log rows of steps after the checkpoint.
 
     Raises:
         ValueError: the checkpoint does not fit the configuration.
@@ -164,4 +165,4 @@ def resume(start: Start, saver: Saver) -> None:
     saver.state = dataclasses.replace(start.state, settings=saver.state.settings)
     restore_random(random)
     saver.mark()
-    saver.report.note(f"goes on from {start.checkpoint}")
+    saver.report.note(f"resumed from {start.checkpoint}")

@@ -3,8 +3,8 @@
 A checkpoint contains the following files:
 
 - weights/: safetensors files with the policy (with LoRA only the adapter), the optimizer's moments,
-  the critic, the reference if no path can load it again, the random state, and the samples that
-  were drawn ahead for the next step.
+  the critic, the reference if it cannot be loaded from a path, the random state, and the samples
+  that were drawn ahead for the next step.
 - state.json: the fields of `State`.
 - tokenizer/: the tokenizer, which `grpo-fast export` needs.
 """
@@ -15,7 +15,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -29,7 +29,7 @@ from grpo_fast.rollout import Samples
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count, Positive
-from grpo_fast.train.files import read_regular
+from grpo_fast.train.files import read_regular, sync
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint
@@ -42,7 +42,7 @@ STATE = "state.json"
 
 @dataclass
 class Rows:
-    """The metrics and completions of a finished step that were not logged yet."""
+    """The metrics and completions of a finished step that have not been logged yet."""
 
     metrics: dict[str, float]
     completions: list[dict[str, Any]]
@@ -74,7 +74,7 @@ class State:
 def draws_now(ahead: Samples | None) -> dict[str, Tensor]:
     """Return torch's random state and the samples of the next step as a dict of tensors.
 
-    The argument `ahead` is None if no samples were drawn ahead for the next step.
+    `ahead` is None if no samples were drawn ahead for the next step.
     """
     draws = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -135,10 +135,10 @@ class Saver:
 
     Args:
         config: configuration of the run.
-        collector: the collector, which has the position in the training set, and the samples that
+        collector: the collector. It holds the position in the training set, and the samples that
             were drawn ahead.
-        trainer: the trainer, which has the weights, moments and counters.
-        report: the writer of the logs, which has the length of metrics.jsonl.
+        trainer: the trainer. It holds the weights, moments and counters.
+        report: the writer of the logs. It knows the length of metrics.jsonl.
         settings: the configuration, and fingerprints of the files that it names.
         stopping: the signal handler. The saver sets its function `may_stop`, so that a signal ends
             the run only while the recorded state is valid.
@@ -186,7 +186,7 @@ class Saver:
     def is_due(self) -> bool:
         """Return True if `checkpoint.every` or `checkpoint.every_minutes` requires a checkpoint.
 
-        Collective call. All ranks use rank 0's clock, so that they get the same result.
+        All ranks must call this. They use rank 0's clock, so that they get the same result.
         """
         plan = self.config.checkpoint
         by_step = plan.every and self.state.step % plan.every == 0
@@ -195,12 +195,15 @@ class Saver:
         return bool(by_step or is_late)
 
     def save(self) -> Path:
-        """Write a checkpoint of the recorded state, and delete old checkpoints. Collective call."""
+        """Write a checkpoint of the recorded state, and delete old checkpoints.
+
+        All ranks must call this.
+        """
         run = self.report.folder
         trainer = self.trainer
 
         def fill(folder: Path) -> None:
-            self.report.sync()  # flush the log lines that `length` counts, in case of a power cut
+            sync(run / "metrics.jsonl")  # the state counts its bytes, which a power cut could lose
             trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             text = json.dumps(dataclasses.asdict(self.state))
             (folder / STATE).write_text(text + "\n", encoding="utf-8")
@@ -216,46 +219,40 @@ class Saver:
     def saved_when_it_ends(self) -> Iterator[None]:
         """Save the recorded state if an error or a signal ends the run inside this context.
 
-        A note that is added to the error names the checkpoint from which the run can resume.
+        A note on the error names the checkpoint from which the run can resume.
         """
         try:
             yield
-        except Stopped as stopped:
-            said = self._save_at_the_end(stopped)
-            self.report.note(f"{stopped.name}: {said}")
-            raise
-        except NonFiniteLogits as error:
-            advice = "a lower optim.lr or a wider model.dtype may help"
-            error.add_note(f"this is after {self.state.step} steps; {advice}")
-            # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
-            # deleted after each save, may be the only ones with finite weights.
-            error.add_note(self._newest())
-            raise
         except BaseException as error:
-            error.add_note(self._save_at_the_end(error))
+            said = self._save_at_the_end(error)
+            if isinstance(error, Stopped):
+                self.report.note(f"{error.name}: {said}")
+            else:
+                error.add_note(said)
             raise
 
     def _save_at_the_end(self, error: BaseException) -> str:
         """Save the recorded state if possible. Return a sentence that says what was saved."""
+        if isinstance(error, NonFiniteLogits):
+            # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
+            # deleted after each save, may be the only ones with finite weights.
+            advice = "a lower optim.lr or a wider model.dtype may help"
+            return f"this is after {self.state.step} steps; {advice}; {self._newest()}"
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
-        is_shared = distributed.is_on_all_ranks(error)
-        if not is_shared and self.config.is_sharded:  # the other ranks do not take part in saving
-            return f"one rank alone cannot save sharded weights; {self._newest()}"
-        if not is_shared and not distributed.is_main():
-            return "only rank 0 can save the run"
+        if not distributed.is_on_all_ranks(error):
+            return f"one rank alone cannot save the run; {self._newest()}"
         self.trainer.forget_gradients()  # free memory for saving
         try:
-            with nullcontext() if is_shared else distributed.alone():
-                path = self.save()
+            path = self.save()
         except WriteError as failed:
             return f"{failed}; {self._newest()}"
         if isinstance(error, Stopped):
             error.code = SAVED
-        return f"saved in {path}; resume=auto goes on from there"
+        return f"saved in {path}; resume=auto continues from there"
 
     def _newest(self) -> str:
         path = checkpoint.newest(self.report.folder)
         if path is None:
-            return "there is no checkpoint: resume=auto begins again"
+            return "there is no checkpoint: resume=auto starts over"
         return f"the newest checkpoint is {path}: resume=auto repeats the steps after it"

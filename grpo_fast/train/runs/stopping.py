@@ -52,8 +52,8 @@ class Stopping:
 
         Args:
             model: module whose forward passes raise `Stopped` after a signal.
-            agreed: function that returns a context manager. `Stopped` is raised inside this
-                context. With several ranks, the context makes all ranks raise `Stopped` together.
+            agreed: function that returns a context manager, inside which `Stopped` is raised. With
+                several ranks, it makes all ranks raise `Stopped` together.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -72,9 +72,9 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
 
 
 def evaluate(model: LectureModel) -> dict[str, float]:
-    """Return the accuracy and the mean reward of 32 responses to each prompt.
+    """Sample 32 responses to each prompt, and return the accuracy and the mean reward.
 
-    All calls use the same seed.
+    The seed is the same in all calls.
     """
     prompts, responses, _ = sample(model, 32, torch.Generator().manual_seed(1))
     is_right = (responses == prompts.sort(-1).values).all(-1)

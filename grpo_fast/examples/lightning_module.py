@@ -41,8 +41,8 @@ class GRPOModule(LightningModule):
         max_grad_norm: Maximum norm of the gradient. A larger gradient is scaled down.
 
     Raises:
-        ValueError: The LM head is not linear. Or beta is not 0 and `reference` is missing. Or beta
-            is 0 and `reference` is given.
+        ValueError: The LM head is not linear, beta is not 0 and `reference` is None, or beta is 0
+            and `reference` is given.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class PolicyLoss(nn.Module):
         theirs: OpenRLHF's `PolicyLoss`, from which the options are copied.
 
     Raises:
-        ValueError: `theirs` has other options than in openrlhf 0.11.
+        ValueError: The options of `theirs` differ from those of openrlhf 0.11.
     """
 
     # Options with the same names as in OpenRLHF's PolicyLoss.
@@ -101,7 +101,7 @@ class PolicyLoss(nn.Module):
         vllm_kl = None
         filtered = None
         # 1. Correct the mismatch between sampler and trainer. With gspo, use the sampler's
-        # log-probabilities as old ones. Otherwise, multiply the advantages by weights.
+        # log-probabilities as the old log-probabilities. Otherwise, weight the advantages.
         if self.is_correction_level != "off" and self.by_sequence:
             behaviour = rollout_log_probs
         elif self.is_correction_level != "off":
@@ -146,8 +146,8 @@ class PolicyLoss(nn.Module):
         """Compute the weights that correct the mismatch between sampler and trainer.
 
         Returns:
-            The weights of the tokens, shape (B, L) or (B, 1). The fraction of tokens or completions
-            that are outside the threshold, 0-d.
+            The weights of the tokens, shape (B, L) or (B, 1), and the fraction of tokens or
+            completions outside the threshold, 0-d.
         """
         low, high = self.is_correction_threshold
         per_sequence = self.is_correction_level == "seq"
@@ -180,5 +180,5 @@ def _mean(x: Tensor, keep: Tensor) -> Tensor:
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean of `x` over the tokens in `keep` of each completion, or 0 without tokens."""
+    """Return the mean of `x` over each completion's tokens in `keep`, or 0 if it has none."""
     return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)

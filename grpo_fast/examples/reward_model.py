@@ -9,8 +9,8 @@ parameters. The model learns which of two answers has more symbols in the right 
 half a minute on 2 CPU cores.
 
 `--pairs` is a file with one JSON object per line. An object has the texts `prompt`, `chosen` and
-`rejected`. It may have a number `margin`: the score of the chosen text should exceed the score of
-the rejected text by at least this number. Every tenth pair is held out to measure the accuracy.
+`rejected`. An optional number `margin` is the least difference between the scores of the chosen and
+the rejected text that the model should learn. Every tenth pair is held out to measure the accuracy.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 class PairTrainer(Trainer):
     """Trainer for pairs of texts.
 
-    The first half of a batch has the chosen texts, and the second half has the rejected texts.
+    The first half of a batch contains the chosen texts, and the second half the rejected texts.
     """
 
     def compute_loss(
@@ -99,7 +99,7 @@ class PairTrainer(Trainer):
 def collate(pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     """Tokenize prompt, answer and EOS, as the reward function `reward_model` does.
 
-    The result has the rows of all chosen answers, then the rows of all rejected answers.
+    The result contains the rows of all chosen answers, followed by those of the rejected answers.
     """
     rows = []
     for name in ("chosen", "rejected"):
@@ -166,7 +166,7 @@ def train(
     )  # fmt: skip
     batches = partial(collate, tokenizer=tokenizer)
     trainer = PairTrainer(model, arguments, batches, pairs)
-    # With True, Trainer would divide the loss by a token count. It is already a mean over pairs.
+    # With True, Trainer would divide the loss by a token count, but the loss is already a mean.
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
     model.save_pretrained(out / "model")

@@ -4,9 +4,9 @@ A batch has input_ids, attention_mask and labels of the same shape (B, L). Label
 and a label of -100 excludes its token from the loss.
 
 The functions call the forward of the model, so the hooks of DDP and FSDP2 fire. To save memory,
-they request logits of the last position only, and compute the loss from the hidden states of all
-positions. A model whose LM head is in a separate FSDP2 group is refused, because the hooks of this
-group would only run for the logits of the last position.
+they let the model compute logits for the last position only, and compute the loss from the hidden
+states of all positions. A model whose LM head is in a separate FSDP2 group is refused. The hooks of
+such a head run only when the model calls the head, so the loss would read a sharded weight.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def last_hidden(
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
-    """Check that a model's logits are its last hidden states times the weight of its LM head.
+    """Check that a model computes its logits as the fused loss does.
 
-    The fused loss assumes this. A bias, a softcap and a logit scale are allowed.
+    The fused loss multiplies the last hidden states by the weight of the LM head. A bias, a softcap
+    and a logit scale are supported.
 
     Raises:
         ValueError: The logits differ by more than rounding errors.
@@ -143,8 +144,8 @@ def policy_loss(
         The differentiable loss, its metrics, and the log-probabilities (B, L-1).
 
     Raises:
-        ValueError: The batch has no input_ids or labels of shape (B, L). Or the model is not a
-            causal LM with a linear head. Or hooks on the head change its logits.
+        ValueError: The batch has no input_ids or labels of shape (B, L), the model is not a causal
+            LM with a linear head, or hooks on the head change its logits.
 
     Example:
         >>> output = policy_loss(model, batch, advantages, LossConfig(loss_type="dapo"))

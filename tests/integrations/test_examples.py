@@ -118,7 +118,7 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 def tutorial_step(model, rows) -> torch.Tensor:
     """Make an SGD step on these rows in plain torch, and return the loss.
 
-    The attribute `grad` of the parameters keeps the gradients.
+    Afterwards, the parameters still hold their gradients in `.grad`.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given = batch["advantages"], batch["old_logps"], None
@@ -160,7 +160,7 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
         hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
 
 
-# The bounds of all corrections of OpenRLHF exclude some tokens or sequences, but not all.
+# Bounds for each OpenRLHF correction. They exclude some of the tokens or sequences, but not all.
 BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
 CORRECTIONS += [
@@ -194,8 +194,8 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 def test_openrlhfs_loss():
     """Check that our loss and OpenRLHF's loss are equal for every correction and option.
 
-    The test uses small and large changes of the logps. The losses are divided by the number of
-    tokens of the batch, and by that of all ranks.
+    The test uses small and large changes of the logps. The losses are divided once by the number of
+    tokens in the batch, and once by the number of tokens on all ranks.
     """
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
     counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}

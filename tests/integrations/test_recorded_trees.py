@@ -86,8 +86,8 @@ def test_traces_of_verifiers():
     # not be packed, because it predicts nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # For comparison, build one sample with all turns for each branch. If two branches share a turn,
-    # only one of the two samples trains it.
+    # For comparison, build one sample with all turns for each branch. A turn that two branches
+    # share is trained in only one of the two samples.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -245,8 +245,8 @@ def test_what_a_trace_says_about_itself(tmp_path):
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
 
-    # Advantages must come from the nodes. Branches of an untrained agent and of an abandoned
-    # compaction must be skipped.
+    # If the nodes of a trace have advantages, the branches must contain them. An agent that is not
+    # trainable must have no branches, and neither must an abandoned attempt at a compaction.
     nodes = enumerate(records()[1]["nodes"])
     credit = [(f"nodes.{i}.advantages", [0.5 * k for k, _ in enumerate(node["logprobs"])])
               for i, node in nodes]  # fmt: skip
@@ -267,7 +267,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """Check that samples of TRL are packed with the values that TRL's own tree has.
+    """Check that packing TRL's samples gives the same values as TRL's own tree.
 
     The loss must equal the loss of the samples in separate rows.
     """
@@ -292,8 +292,8 @@ def test_samples_of_trl():
     assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
     per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
     assert torch.equal(per_token, theirs["advantages"])
-    # TRL's tree has more tokens than our row, because it starts a branch one token earlier, and
-    # includes the last tokens, which predict nothing.
+    # TRL's tree has more tokens than our row. It starts each branch one token earlier, and it keeps
+    # the last token of each branch, which predicts nothing.
     assert batch.pack.layout.total < len(theirs["input_ids"])
     positions = theirs["position_ids"][theirs["token_index"]]
     assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)

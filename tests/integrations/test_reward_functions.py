@@ -25,8 +25,8 @@ FUNCTIONS = {
 def rows(is_chat):
     texts = trl_cases.prompts(8)
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
-    # In TRL, `answer` and `answers` are ordinary columns of the data set. In our rewards with TRL's
-    # signature, they must be, too, although other rewards of ours get `answers` as a special name.
+    # In TRL, `answer` and `answers` are ordinary columns of the data set. The same must hold for
+    # our rewards with TRL's signature, although `answers` is a special name for our other rewards.
     return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
             for i, prompt in enumerate(prompts)]  # fmt: skip
 
@@ -34,7 +34,7 @@ def rows(is_chat):
 class Recorded(GRPOTrainer):
     """TRL's trainer with an attribute `seen`, which records each computation of rewards.
 
-    An entry of `seen` has the step, the inputs, the completion ids, the rewards and the logs.
+    An entry of `seen` contains the step, the inputs, the completion ids, the rewards and the logs.
     """
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

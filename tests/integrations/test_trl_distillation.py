@@ -42,7 +42,8 @@ def both(
     """Compute the divergence loss with TRL's function and with ours, from the same random inputs.
 
     Returns:
-        For each function, the loss, the sum of the entropies, the number of tokens, the gradients.
+        For each function, the loss, the sum of the entropies, the number of tokens, and the
+        gradients.
     """
     random = torch.Generator().manual_seed(4)
     width, other, vocabulary = 12, 7, 61
@@ -145,7 +146,7 @@ def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
 def test_the_asynchronous_trainers_numbers_are_those_of_a_top_k(has_tail, beta, kind):
     """Check that the loss of TRL's asynchronous trainer equals the divergence from a `TeacherTopK`.
 
-    Every second row has one candidate less than the others.
+    Every second row has one candidate fewer than the others.
     """
     name = "trl.experimental.async_distillation.async_distillation_trainer"
     theirs = pytest.importorskip(name)._chunked_jsd_loss

@@ -56,7 +56,7 @@ CLASSES: dict[str, tuple[Any, str, str]] = {
 
 @pytest.fixture(scope="module")
 def trainers(model_path, tmp_path_factory):
-    """Return three trainers: without LoRA, and with LoRA in two classes of PEFT models."""
+    """Return a trainer without LoRA, and two with LoRA, one for each class of PEFT models."""
     out = tmp_path_factory.mktemp("originals")
     options = {"plain": {}, "lora": {"lora": {}}, "task": {"lora": {"task_type": "CAUSAL_LM"}}}
     return {

@@ -18,8 +18,8 @@ fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 
 
 SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
-# Options for several updates per batch, with which ratios differ from 1. TRL computes the old logps
-# in a separate pass.
+# Options that give several updates per batch, so that the ratios differ from 1. TRL computes the
+# old logps in a separate pass.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
 
 
@@ -46,8 +46,9 @@ class PerTokenAdvantages:
 class Sampler:
     """Mixin that makes a trainer handle its completions like completions of vLLM.
 
-    The trainer then reads the sampler's logps, which `sampled_by` returns. One of them is NaN. With
-    `corrects`, the loss corrects their difference from the model's logps.
+    The trainer then reads the sampler's logps, which `sampled_by` returns. One of these logps is
+    NaN. If `corrects` is True, the loss corrects the difference between the sampler's logps and the
+    model's logps.
     """
 
     def _generate_and_score_completions(self, inputs):
@@ -82,8 +83,8 @@ def compare_runs(
         mixins: Classes to add before the first base class of both trainers.
         loss: Start of the expected `fast_path["loss"]`.
         forward: Start of the expected `fast_path["forward"]`.
-        reaches: Name of a metric that must not be 0 in all of TRL's logs. Otherwise the run would
-            not test the option.
+        reaches: Name of a metric that must be nonzero in at least one of TRL's logs. Otherwise the
+            run would not test the option.
         tolerance: Relative tolerance of the logs.
         near_zero: Absolute tolerance of the logs, for metrics near 0.
         weights: Absolute tolerance of the weights.

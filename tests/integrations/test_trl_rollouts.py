@@ -23,7 +23,7 @@ ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that length
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    return tools.folder(tmp_path_factory.mktemp("trl") / "caller")
+    return tools.train_caller(tmp_path_factory.mktemp("trl") / "caller")
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
@@ -164,7 +164,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """Check that the model's generation config fills in what the trainer's config leaves None."""
+    """Check that the model's generation config fills in None values of the trainer's config."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -263,7 +263,7 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
 
 
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Compute logps (B, K) of the completion tokens after the logits warpers of transformers."""
+    """Compute logps (B, K) of the completion tokens with transformers' logits warpers."""
     from transformers import generation as hf
 
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -335,7 +335,7 @@ ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temper
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
-    """Check that logs equal TRL's logs, although the sampler keeps a single token.
+    """Check that the logs equal TRL's even if truncation leaves the sampler a single token.
 
     The logps must be computed over the full vocabulary, and one warning must say so.
     """

@@ -28,7 +28,7 @@ def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: A
 
 
 def micro_batch(**changes: Any) -> dict[str, Any]:
-    """Return a micro-batch of four completions of two prompts, with replaced tensors `changes`.
+    """Return a micro-batch of four completions of two prompts. `changes` replaces tensors by name.
 
     One prompt is padded, and one completion is empty.
     """
@@ -139,7 +139,7 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
 
 
 def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied):
-    """Check that old logps stay in fp32, although FSDP2 casts the float arguments of a forward.
+    """Check that old logps stay in fp32, although FSDP2 casts float arguments of a forward pass.
 
     A cast to bf16 would change the old logps by 1%.
     """
@@ -267,7 +267,7 @@ def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
 
 
 def test_options_that_save_memory_change_no_result(model_path, tmp_path, spied):
-    """Check that offloaded checkpoints and tiled MLPs are used, and change no log or weight."""
+    """Check that checkpoint offload and tiled MLPs are used, and change no log or weight."""
     runs = []
     offloads, tiles = spied(torch.autograd.graph, "save_on_cpu"), spied(fast, "tile_mlps")
     for more in ({}, {"checkpoint_offload": True, "tiled_mlp": 4}):
@@ -320,8 +320,8 @@ def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path)
         trainer.train()
 
 
-def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
-    """Check that TRL computes the forward of models with an aLoRA adapter.
+def test_an_adapter_that_looks_at_the_inputs_uses_trls_forward(model_path, tmp_path):
+    """Check that a model with an aLoRA adapter uses TRL's forward.
 
     aLoRA starts at a certain token of the prompt, but a packed row may contain several prompts.
     """
@@ -346,8 +346,8 @@ def steer(module: Any, args: Any, output: Any) -> Any:
 DIFFERS = "model_type llama: packed logps differ"
 LATER = "a forward hook was added after the trainer was built"
 COMPILED = "torch_compile: our forward is not compiled"
-# Each entry has the expected reason, when the model is changed (before or after the trainer is
-# built), and a function that changes it.
+# Each entry has the expected reason, the time of the change ("before" or "later" than the trainer
+# is built), and a function that changes the model.
 CHANGES: dict[str, tuple[str, str, Any]] = {
     "hook_before": (DIFFERS, "before", lambda m: m.model.layers[0].register_forward_hook(steer)),
     "hook_later": (LATER, "later", lambda m: m.model.layers[0].register_forward_hook(steer)),
@@ -359,7 +359,7 @@ CHANGES: dict[str, tuple[str, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_model_is_trls(model_path, tmp_path, name):
+def test_a_changed_model_uses_trls_forward(model_path, tmp_path, name):
     reason, when, change = CHANGES[name]
 
     class Changed:

@@ -100,7 +100,10 @@ def test_loss_gradient_and_metrics(name, mode):
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 @pytest.mark.parametrize("step", [0.0, 4.0, 40.0])
 def test_on_policy_and_far_off_policy(name, step):
-    """Check the losses at a ratio of exactly 1, and at log ratios above 20, which verl clamps."""
+    """Check the losses at a ratio of exactly 1, and at log ratios above 20.
+
+    verl clamps log ratios to at most 20.
+    """
     if step == 40.0 and name == "geo_mean":
         # With a step of 40, the ratio would underflow to 0, and both gradients would be 0.
         step = 10.0
@@ -112,7 +115,7 @@ def test_on_policy_and_far_off_policy(name, step):
 
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_advantages_per_token(name):
-    """Check the losses of completions with advantages of both signs, as GAE computes them."""
+    """Check the losses of completions whose token advantages have both signs, as with GAE."""
     data = batch(weights=name != "dro", seed=5)
     generator = torch.Generator().manual_seed(1)
     data["advantages"] = torch.randn(data["advantages"].shape, generator=generator)
@@ -310,9 +313,10 @@ def test_fast_head_refusals(patched_model):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_forward_kl_topk_leaves_the_tail_out(chunked):
-    """Check that the loss of a `TeacherTopK` is verl's top-k loss plus the term of the tail.
+    """Check that the loss of a `TeacherTopK` equals verl's top-k loss plus a term of the tail.
 
-    The tail consists of all tokens that are not among the k most probable ones. verl omits it.
+    The tail consists of all tokens that are not among the k most probable tokens. verl omits its
+    term.
     """
     module = importlib.import_module("verl.trainer.distillation.fsdp.losses")
     g = torch.Generator().manual_seed(0)

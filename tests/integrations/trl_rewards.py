@@ -42,7 +42,7 @@ async def asynchronous(completions, **kwargs):
 
 
 class Scaled:
-    """Reward with state. Both trainers get an instance of this class."""
+    """Reward with state. Each trainer gets an instance of this class."""
 
     def __init__(self, scale=3.0):
         self.scale = scale

@@ -1,4 +1,4 @@
-"""Cases that train with Lightning and with `Trainer` of transformers on two ranks.
+"""Cases that train with Lightning and with transformers' `Trainer` on two ranks.
 
 For comparison, plain torch trains in one process on the rows of both ranks.
 """
@@ -24,7 +24,7 @@ SIZES = (8, 4)  # number of completions in the batches of rank 0 and rank 1
 STEPS = 2
 
 
-# For each case, the options of our loss and the equal options of the reference in plain torch.
+# For each case, the options of our loss and the equivalent options of the plain torch reference.
 LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo", "beta": 0.05}, {}),
     "dapo": ({"loss_type": "dapo"}, {"by_token": True}),

@@ -24,8 +24,8 @@ ADAPTIVE = {
     "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
 }  # fmt: skip
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-# Options of each case. There is at least one loss type that divides by completions, by the tokens
-# of a rank, and by the tokens of all ranks.
+# Options of each case. A loss type may divide by the completions, by the tokens of a rank or by the
+# tokens of all ranks. Each of these divisors is in at least one case.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", **MOVING},
     "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
@@ -104,9 +104,9 @@ def outcome(
     """Return the result of a case on this rank.
 
     Returns:
-        Dictionary with the arguments, except for the weights. "weights" has the largest difference
-        between expected and found weights. "ranks" has the largest difference between the found
-        weights of this rank and of rank 0.
+        A dictionary of the arguments other than `expected` and `found`. It also has "weights", the
+        largest difference between expected and found weights, and "ranks", the largest difference
+        between the found weights of this rank and of rank 0.
     """
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
@@ -138,8 +138,8 @@ def resume(name: str, folder: Path, output: Path) -> Result:
     """Train four steps with both trainers, and repeat the last two steps from a checkpoint.
 
     Returns:
-        The comparison of the two resumed runs. For each trainer, "from_start" has the largest
-        difference between the weights of its resumed and of its uninterrupted run.
+        The comparison of the two resumed runs. "from_start" has one number for each trainer: the
+        largest weight difference between its resumed run and its uninterrupted run.
     """
     options = {"beta": 0.05, **MOVING, **RESUMED[name], "max_steps": 4, "optim": "adamw_torch"}
     options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
@@ -156,7 +156,7 @@ def resume(name: str, folder: Path, output: Path) -> Result:
 
 
 def fast_head(name: str, folder: Path, output: Path) -> Result:
-    """Train with `GRPOTrainer`, once with the head of TRL and once with ours. Compare both runs."""
+    """Train with `GRPOTrainer`, once with TRL's head and once with ours, and compare both runs."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
     for prepare in (lambda trainer: trainer, use_fast_head):
         pair.append(build(GRPOTrainer, folder, output, options))
@@ -166,7 +166,7 @@ def fast_head(name: str, folder: Path, output: Path) -> Result:
 
 
 class Sampled:
-    """Wrapper that restores and records the original sampling function of a trainer.
+    """Wrapper that puts back a trainer's original sampling function and records its tokens.
 
     The attribute `tokens` is a hash of all sampled tokens. Tokens 1 to 89 end a completion, so that
     the lengths of the completions differ.
@@ -185,7 +185,10 @@ class Sampled:
 
 
 def sampled(name: str, folder: Path, output: Path) -> Result:
-    """Train twice with completions that are sampled from the model, and compare both runs."""
+    """Train twice with completions sampled from the model, and compare the two runs.
+
+    The runs must sample the same tokens.
+    """
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):
         pair.append(build(cls, folder, output, options))

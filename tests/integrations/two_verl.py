@@ -21,9 +21,9 @@ from tests.integrations.two_trl import Result, outcome
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
 RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response on rank 0 and on rank 1
-# The option use_fused_kernels in verl's run and in our run. In the case "logits", the LM head is
-# untied, and verl's engine shards it in a separate group. verl's fused kernel fails for such a
-# head.
+# For each case, the option use_fused_kernels of verl's run and of our run. In the case "logits",
+# the LM head is untied, and verl's engine shards it in a separate group. verl's fused kernel fails
+# for such a head.
 FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
@@ -75,9 +75,9 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 def batch(seed: int, fused: bool) -> Any:
-    """Return two micro-batches of two completions as verl's TensorDict.
+    """Return this rank's two micro-batches of two completions, as verl's TensorDict.
 
-    The two ranks have different numbers of tokens.
+    The batches of the two ranks have different numbers of tokens.
     """
     rank = distributed.get_rank()
     random = torch.Generator().manual_seed(2 * seed + rank)
@@ -128,8 +128,8 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Make one training step with each loss, and return the metrics of each step and the weights.
 
-    The aggregation changes from step to step. With the prefix "", the losses are verl's, and with
-    "fast_", they are ours.
+    The aggregation changes from step to step. The losses are verl's if the prefix is "", and ours
+    if it is "fast_".
     """
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss

@@ -10,9 +10,9 @@ names have other values:
 
 - `_ChunkedLogProbFunction` calls our kernels.
 - `_use_triton` always returns True, so that TRL removes the masked rows before it calls the head.
-- `DTensor` is an empty tuple, so that TRL does not gather a sharded weight, which would leave the
-  gradient of the weight unreduced. Our kernels run inside the forward of the head, where FSDP2
-  gathers the weight and reduces its gradient.
+- `DTensor` is an empty tuple, so that TRL does not gather a sharded weight. TRL would not reduce
+  the gradient of the gathered weight over the ranks. Our kernels run inside the forward of the
+  head, where FSDP2 gathers the weight and reduces its gradient.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # A deep copy of the model shares this function. Use the head of the copy then.
+            # A deep copy of the model shares this function, but must use the head of the copy.
             function = ours if self is model else _with_our_head(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
@@ -162,16 +162,16 @@ def fast_log_probs(
     """Compute the results of TRL's function `_ChunkedLogProbFunction.apply` from its arguments.
 
     Returns:
-        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). Except for
-        logps, an output that `outputs` does not name is None.
+        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). Outputs other
+        than logps are None unless `outputs` names them.
     """
     rule = Rule(temperature, final_logit_softcapping, logit_scale)
     dtype = compute_dtype(hidden)
     h = hidden.to(dtype)
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    # Disable autocast. The tensors already have the dtype in which TRL computes the head, and
-    # autocast would cast fp32 tensors to 16 bits.
+    # Disable autocast. The tensors already have the dtype that TRL uses for the head, and autocast
+    # would cast fp32 tensors to 16 bits.
     with torch.autocast(hidden.device.type, enabled=False):
         logps = linear_logps(
             h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
@@ -266,7 +266,7 @@ class FusedHead(NamedTuple):
 
 
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the transformers model inside a PEFT model, or a model that is not a PEFT model."""
+    """Return the transformers model inside a PEFT model. Return any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -274,7 +274,7 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
     """Return the settings of a model's fused head, which TRL stores in the closure of the forward.
 
     Raises:
-        ValueError: The model has no fused head. Or the closure lacks a variable of TRL 1.16.
+        ValueError: The model has no fused head, or the closure lacks a variable that TRL 1.16 has.
     """
     known = inspect.getclosurevars(_require_fused(model)).nonlocals
     try:

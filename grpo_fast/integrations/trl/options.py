@@ -40,7 +40,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return which option of the trainer or the model needs TRL's padded forward, or None."""
+    """Return an option of the trainer or the model that needs TRL's padded forward, or None."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -54,7 +54,7 @@ def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
 
 
 def unusual_model(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return which option neither our forward nor our sampler supports, or None."""
+    """Return an option of the model that neither our forward nor our sampler supports, or None."""
     head = lm.get_output_embeddings()
     peft_configs = list(getattr(trainer.model, "peft_config", {}).values())
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -85,7 +85,7 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Return which layer has attention dropout and which setting disables it, or None."""
+    """Return a layer with attention dropout and the setting that disables it, as text, or None."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
@@ -100,7 +100,7 @@ def _attention_dropout(lm: nn.Module) -> str | None:
 
 
 class SinglePass(NamedTuple):
-    """Arguments of `linear_grpo_loss` for one micro-batch of B completions with K columns."""
+    """Arguments of `linear_grpo_loss` for B completions, padded to K tokens."""
 
     config: LossConfig
     advantages: Tensor  # (B,) or (B, K)
@@ -132,7 +132,7 @@ def loss_config(trainer: GRPOTrainer, **head: Any) -> LossConfig:
         **head: Temperature, softcap and logit_scale of the LM head.
 
     Raises:
-        ValueError: LossConfig does not know the loss type, or refuses the value of an option.
+        ValueError: LossConfig does not know the loss type, or refuses an option's value.
     """
     args = trainer.args
     own = {name: getattr(trainer, name) for name in SAME_NAME}
@@ -170,8 +170,8 @@ def single_pass(
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Multiply the advantages by the importance weights, where TRL multiplies the losses of the
-        # tokens. The effect is the same, because the loss of a token is proportional to its
+        # Multiply the advantages by the importance weights. TRL multiplies the token losses
+        # instead. The effect is the same, because the loss of a token is proportional to its
         # advantage, and the weights do not change the sign of an advantage.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
@@ -180,16 +180,17 @@ def single_pass(
     divisor = accumulation
     coefficient = applied_entropy_coef(trainer)
     config = loss_config(trainer, **head)
-    # TRL divides the summed loss of these loss types by the tokens of the generation batch. It
-    # divides the loss of the others by a count in the micro-batch, and by the accumulation steps.
+    # With a global token mean, TRL divides the summed loss by the tokens of the generation batch.
+    # With other aggregations, TRL divides by a count of the micro-batch and by the accumulation
+    # steps.
     if config.aggregation == "token_mean_global":
         share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
         divisor = 1.0
         if coefficient:
-            # Scale the coefficient of the entropy bonus. `linear_grpo_loss` divides the bonus by
-            # the tokens of the generation batch, as it divides the policy term. TRL averages the
-            # bonus over the micro-batch.
+            # Scale the coefficient of the entropy bonus. `linear_grpo_loss` divides the sum of the
+            # entropies by num_items. TRL divides it by the tokens of the micro-batch and by the
+            # accumulation steps.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = config.replace(entropy_coef=coefficient)
     old = inputs.get("old_per_token_logps")
@@ -258,7 +259,10 @@ def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
 def _random_inputs(
     trainer: GRPOTrainer, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return inputs of TRL's `_compute_loss`, logps and entropies of six random completions."""
+    """Return random inputs of TRL's `_compute_loss`, with their logps and entropies.
+
+    The inputs have six completions.
+    """
     completions = 6
     length = 9
     random = torch.Generator().manual_seed(0)
@@ -277,8 +281,8 @@ def _random_inputs(
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # The importance ratios are from 0.3 to 3, so that some of them exceed each clip bound and
-        # `delta`.
+        # The importance ratios range from 0.3 to 3, so that some of them exceed each clip bound
+        # and `delta`.
         "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip

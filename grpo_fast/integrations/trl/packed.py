@@ -68,7 +68,8 @@ def take_packed_rows(model: PreTrainedModel) -> None:
 def own_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Use the model's original attention `name` in a `with` block.
 
-    transformers' `generate` decides by the name of the attention, and does not know our name.
+    transformers' `generate` checks the name of the attention, for example to detect flash
+    attention, and does not know our name.
     """
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -163,8 +164,8 @@ def pack_padded(
         The packed row. None if a completion has no prompt, so that no token predicts its first
         token.
     """
-    # 1. Group the completions with scored tokens by their prompt. Do this on the CPU, because the
-    # CPU would wait for a GPU at every lookup of a prompt.
+    # 1. Group the completions with scored tokens by their prompt. Do this on the CPU, because every
+    # lookup of a prompt in a GPU tensor would synchronize.
     rows, length = scored.shape
     device = input_ids.device
     ids = input_ids.cpu()
@@ -177,7 +178,7 @@ def pack_padded(
     if b"" in groups:
         return None
     # 2. Pack the groups. If no token is scored, pack one token, so that this rank still runs a
-    # forward and a backward pass. The other ranks would wait for it forever.
+    # forward and a backward pass. Otherwise, the other ranks would wait for this rank forever.
     completions = real[:, -length:]
     token = ids[0, :1]
     texts = [ids[row, -length:][completions[row]] for row in range(rows)]
@@ -186,7 +187,7 @@ def pack_padded(
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
     # 3. Find the scored tokens in the packed row. Completions without scored tokens are not in the
-    # row. They are last in `order`, and their length in `cu_seqlens` is 0.
+    # row. These completions come last in `order`, and have length 0 in `cu_seqlens`.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
@@ -201,7 +202,7 @@ def pack_padded(
 
 
 class PackedCall(NamedTuple):
-    """Arguments of `packed_forward`: a packed row, and which results to compute."""
+    """Arguments of `packed_forward`: a packed row, and the results to compute from it."""
 
     pack: Pack
     head: FusedHead  # logit transform of the LM head
@@ -214,8 +215,8 @@ def packed_forward(lm: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
     """Run the model on a packed row.
 
     Returns:
-        Dictionary with "logps", shape (R,), with "entropy", shape (R,), if requested, and with
-        "loss" if the call has a loss.
+        Dictionary with "logps" (R,), with "entropy" (R,) if requested, and with "loss" (0-d) if the
+        call has a loss.
     """
     with packing():
         trunk = lm.base_model(**call.pack.inputs)

@@ -22,21 +22,21 @@ class Replayed(NamedTuple):
 
     support: Support  # the kept ids; none for tokens that were not sampled, as tool output
     logps: Tensor  # (R,) fp32: the sampler's log-probabilities; NaN for tokens not sampled
-    mass: Tensor  # (R,) fp32: probability of all kept ids together before renormalization
+    mass: Tensor  # (R,) fp32: sum of the kept ids' probabilities before renormalization
 
 
 class Replay:
-    """Store of the turns of one batch and of the ids that the sampler kept for them."""
+    """Store of the turns of one batch, with the ids that the sampler kept at each token."""
 
     def __init__(self) -> None:
-        # Map from the ids of a prompt to its completions. The kept ids of a completion are in the
-        # concatenation of `ids`. The integer is the index of the first of them.
+        # Map from the ids of a prompt to its completions. The integer is the index of the
+        # completion's first kept id in the concatenation of `ids`.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
 
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Store the completion of each prompt, unless the sampler did not truncate."""
+        """Store the completion of each prompt if the sampler truncated its distribution."""
         for prompt, one in zip(prompts, completions, strict=True):
             if one.support is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
@@ -63,8 +63,8 @@ class Replay:
         """
         if not self.turns:
             return None
-        # 1. For each token of the completions, look up the index of its first kept id, the number
-        # of its kept ids, its log-probability, and the probability of its kept ids together.
+        # 1. For each completion token, look up the index of its first kept id, the number of its
+        # kept ids, its log-probability, and the sum of the probabilities of its kept ids.
         starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
         logps = torch.full(shape, torch.nan)
         mass = torch.ones(shape)
@@ -98,7 +98,7 @@ class Replay:
 
         Returns:
             For each turn, the index of its first token in the sequence, the stored completion, and
-            the index of its first kept id.
+            the index of the completion's first kept id in the concatenation of `ids`.
         """
         turns = []
         for length in {len(prompt) for prompt in self.turns}:

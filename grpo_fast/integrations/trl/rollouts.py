@@ -2,7 +2,7 @@
 
 The sampling settings come from `GRPOConfig`, `generation_kwargs` and the model's generation config,
 as in `generate`. If our sampler does not support a setting, or if a hook or a replaced function may
-change the tokens, the code of TRL samples.
+change the tokens, the trainer uses TRL's sampling code.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class OwnRollouts(GRPOTrainer):
         return self.replay_support and self._packs
 
     def _report_truncation(self, sampling: Sampling) -> None:
-        """Log once over which tokens the logps are computed, if the sampler truncates."""
+        """If the sampler truncates, log once which tokens the logps are computed over."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
@@ -138,8 +138,8 @@ class OwnRollouts(GRPOTrainer):
         self, prompt_ids: list[list[int]], *others: object, **more: object
     ) -> tuple[object, ...]:
         sampling = self._sampling()
-        # All processes must reduce the metrics of replay, or none. Otherwise the reduction would
-        # hang. Decide by the settings alone, because they are equal in all processes.
+        # Either all processes or none must reduce the replay metrics. Otherwise the reduction would
+        # hang. Decide from the settings alone, because they are equal in all processes.
         self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
@@ -167,7 +167,7 @@ class OwnRollouts(GRPOTrainer):
         return self._changed() or sampling_of(self, self._lm)
 
     def _changed(self) -> str | None:
-        """Return how the model was changed after the trainer was built, or None if it was not."""
+        """Return a change of the model since the trainer was built, or None if there is none."""
         model = self.accelerator.unwrap_model(self.model)
         if is_compiled(model):
             return COMPILED
@@ -191,7 +191,7 @@ class OwnRollouts(GRPOTrainer):
         return known
 
     def compute_loss(self, *args: object, **options: object) -> Tensor:
-        """Call TRL's `compute_loss`, and log the metrics of replay."""
+        """Call TRL's `compute_loss`, and log the replay metrics."""
         loss = super().compute_loss(*args, **options)
         if self._reduces_replay:
             self._log_replay()
@@ -200,7 +200,7 @@ class OwnRollouts(GRPOTrainer):
 
     @torch.no_grad()
     def _log_replay(self) -> None:
-        """Log the importance ratio, the number of kept tokens, and their probability together.
+        """Log the importance ratio, the number of kept tokens, and the sum of their probabilities.
 
         Each metric is a mean over the sampled tokens of all processes.
         """
@@ -218,7 +218,7 @@ class OwnRollouts(GRPOTrainer):
 
 
 def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return which option of the trainer or the model our sampler does not support, or None."""
+    """Return an option of the trainer or the model that our sampler does not support, or None."""
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -231,9 +231,9 @@ def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
 
 
 def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
-    """Return the sampling settings, or which setting our sampler does not support."""
-    # Take values that are None in the trainer's generation config from the generation config of the
-    # model, as `generate` does.
+    """Return the sampling settings, or a sentence that names an unsupported setting."""
+    # As in `generate`, the model's generation config fills in the values that are None in the
+    # trainer's generation config.
     config = lm._prepare_generation_config(trainer.generation_config)[0]
     for name, value in vars(config).items():
         is_usual = value is None or value is False or value == usual().get(name)

@@ -1,7 +1,7 @@
 """Self-check of `FastGRPOTrainer`.
 
-It compares the logps of the packed forward and of TRL's padded forward with the logps of the same
-rows, each computed alone and without padding.
+The check computes the logps of a few rows in three ways: with our packed forward, with TRL's padded
+forward, and for each row alone, without padding. The third result is the expected result.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
 
     A large error of the packed forward means that it does not support the model, for example
     because of attention sinks or of an unknown logit transform. The first round uses the weights
-    of the model, which may hide an error: a new LoRA adapter has no effect. The second round
-    therefore uses random weights.
+    of the model. They may hide an error, for example because a new LoRA adapter has no effect. The
+    second round therefore uses random weights.
 
     Args:
         lm: The transformers model.
@@ -59,8 +59,8 @@ def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:
-        # With 16-bit weights, `are_random` is False, and the second round is skipped. Its rounding
-        # errors would hide an error of the forward.
+        # With 16-bit weights, `are_random` is False, and the second round is skipped, because its
+        # rounding errors would hide an error of the packed forward.
         if are_random:
             again = [gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed)]
             pairs = zip(gaps, again, strict=True)
@@ -109,7 +109,7 @@ def tolerance(lm: PreTrainedModel, mixed_precision: str | None) -> float:
 
 @contextmanager
 def evaluating(lm: PreTrainedModel) -> Iterator[None]:
-    """Set all modules to eval mode in a `with` block, and restore the mode of each module after."""
+    """Set all modules to eval mode in a `with` block. Restore each module's mode at the end."""
     modes = [(module, module.training) for module in lm.modules()]
     lm.eval()
     try:

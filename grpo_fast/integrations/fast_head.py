@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class FastHead(ExitStack):
-    """Handle that restores the original LM head after a call of `use_fast_head`.
+    """Handle that restores the original LM head, or verl's original losses.
 
     Call `undo()`, or use the handle in a `with` statement.
     """

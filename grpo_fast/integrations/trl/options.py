@@ -6,8 +6,8 @@ that the option affects, and the trainer's `fast_path` names the option.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,9 +34,6 @@ SAME_NAME = (
 )  # fmt: skip
 PROBE_TOLERANCE = 1e-4
 COMPILED = "torch_compile: our forward is not compiled"
-# Function that runs TRL's `_compute_loss` on (inputs, logps, entropies) and returns the loss.
-TheirLoss = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
-STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
@@ -112,8 +109,6 @@ class SinglePass(NamedTuple):
 
 def single_pass_reason(trainer: GRPOTrainer) -> str | None:
     """Return why one pass over the logits cannot compute loss and gradient, or None if it can."""
-    if trainer.aux_loss_enabled:
-        return "router_aux_loss_coef"
     try:
         config = loss_config(trainer)
     except ValueError as error:
@@ -209,7 +204,7 @@ def applied_entropy_coef(trainer: GRPOTrainer) -> float:
     return 0.0 if is_gated else trainer.entropy_coef
 
 
-def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
+def probe(trainer: GRPOTrainer) -> str | None:
     """Compare our objective with the objective of the installed TRL on random tokens.
 
     A new release of TRL, or a subclass, may change the objective. The tokens reach every branch of
@@ -217,24 +212,17 @@ def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
     completion, and tool tokens.
 
     Args:
-        trainer: A GRPOTrainer in train mode.
-        theirs: Function that computes TRL's loss from (inputs, logps, entropies).
+        trainer: A FastGRPOTrainer in train mode.
 
     Returns:
         A sentence that describes the difference, or None if the objectives are equal.
     """
-    # 1. Compute TRL's loss. Then restore the metrics and the state of the adaptive entropy bonus,
-    # because the random tokens have changed them.
-    device = trainer.accelerator.device
-    inputs, logps, entropies = _random_inputs(trainer, device)
-    saved = {name: getattr(trainer, name, None) for name in STATE}
-    metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-    expected = theirs(inputs, logps, entropies)
-    trainer._metrics["train"].clear()
-    trainer._metrics["train"].update(metrics)
-    for name, value in saved.items():
-        if hasattr(trainer, name):
-            setattr(trainer, name, value)
+    # 1. Compute TRL's loss in a copy of the trainer, because the loss function changes the metrics
+    # and the state of the adaptive entropy bonus.
+    inputs, logps, entropies = _random_inputs(trainer, trainer.accelerator.device)
+    twin = copy.copy(trainer)
+    twin._metrics = copy.deepcopy(trainer._metrics)
+    expected = twin._their_loss(inputs, logps, entropies)
     # 2. Compute our loss for the same tokens.
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     job = single_pass(trainer, inputs, int(mask.sum()))

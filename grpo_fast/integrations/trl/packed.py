@@ -9,12 +9,10 @@ The packed forward runs inside the forward of the model and of its LM head, so t
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,7 +44,7 @@ def packing() -> Iterator[None]:
 
 
 def take_packed_rows(model: PreTrainedModel) -> None:
-    """Prepare a model for `packed_forward` by changing its attention, its forward and its LM head.
+    """Prepare a model for `PackedCall.forward`: change its attention, forward and LM head.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -116,8 +114,7 @@ def _register_over(original: str) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Pack:
+class Pack(NamedTuple):
     """One packed row with the real tokens of a padded batch of B completions.
 
     The padded batch has P columns of prompts with padding on the left, and K columns of completions
@@ -202,46 +199,43 @@ def pack_padded(
 
 
 class PackedCall(NamedTuple):
-    """Arguments of `packed_forward`: a packed row, and the results to compute from it."""
+    """A packed row, and the results to compute from it.
+
+    The results are a dictionary with "logps" (R,), with "entropy" (R,) if requested, and with
+    "loss" (0-d) if the call has a loss.
+    """
 
     pack: Pack
     head: FusedHead  # logit transform of the LM head
-    entropy: bool  # True: also return entropies
+    entropy: bool = False  # True: also return entropies
     loss: SinglePass | None = None  # arguments of the loss; None: return log-probabilities only
     support: Support | None = None  # tokens that the sampler kept; None: the full vocabulary
 
+    def forward(self, lm: PreTrainedModel) -> dict[str, Tensor]:
+        """Run the model on the packed row, and return the results."""
+        with packing():
+            trunk = lm.base_model(**self.pack.inputs)
+        return lm.get_output_embeddings()(trunk.last_hidden_state[0], run=self._head_forward)
 
-def packed_forward(lm: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
-    """Run the model on a packed row.
-
-    Returns:
-        Dictionary with "logps" (R,), with "entropy" (R,) if requested, and with "loss" (0-d) if the
-        call has a loss.
-    """
-    with packing():
-        trunk = lm.base_model(**call.pack.inputs)
-    head = lm.get_output_embeddings()
-    return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
-
-
-def _head_forward(layer: nn.Linear, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
-    """Compute the results of `packed_forward` from the hidden states, inside the LM head."""
-    pack = call.pack
-    job = call.loss
-    hidden, weight, bias = call.head.operands(layer, hidden)
-    rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
-    # Disable autocast. `operands` has already cast the tensors to the dtype of the head, and
-    # autocast would cast fp32 tensors to 16 bits.
-    with torch.autocast(hidden.device.type, enabled=False):
-        if job is None:
-            rule = call.head.rule._asdict()
-            result = linear_logps(
-                hidden, weight, pack.target_ids, return_entropy=call.entropy, **rule, **rows
-            )
-            return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
-        out = linear_grpo_loss(
-            hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
-            cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
-            ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **rows,
-        )  # fmt: skip
-    return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}
+    def _head_forward(self, layer: nn.Linear, hidden: Tensor) -> dict[str, Tensor]:
+        pack = self.pack
+        job = self.loss
+        hidden, weight, bias = self.head.operands(layer, hidden)
+        rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=self.support)
+        # Disable autocast. `operands` has already cast the tensors to the dtype of the head, and
+        # autocast would cast fp32 tensors to 16 bits.
+        with torch.autocast(hidden.device.type, enabled=False):
+            if job is None:
+                found = linear_logps(
+                    hidden, weight, pack.target_ids, return_entropy=self.entropy,
+                    **self.head.rule._asdict(), **rows,
+                )  # fmt: skip
+                if not self.entropy:
+                    return {"logps": found}
+                return {"logps": found[0], "entropy": found[1]}
+            out = linear_grpo_loss(
+                hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
+                cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
+                ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **rows,
+            )  # fmt: skip
+        return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

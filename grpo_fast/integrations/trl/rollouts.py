@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast.integrations.trl.options import COMPILED, unusual_model
 from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, replaced_part
+from grpo_fast.integrations.trl.packed import Pack, own_attention
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
@@ -25,8 +27,6 @@ from grpo_fast.rollout import SampledModel, Sampling, build_engine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
-
-    from grpo_fast.integrations.trl.packed import Pack
 
 else:
     GRPOTrainer = object
@@ -122,12 +122,11 @@ class OwnRollouts(GRPOTrainer):
         else:
             over += " computes them over the tokens that the sampler kept, which makes the ratio "
             over += "to the sampler 1 at equal weights"
-        usual = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        given = {name: getattr(sampling, name) for name in usual}
-        settings = ", ".join(f"{n}={x:g}" for n, x in given.items() if x != usual[n])
-        who = f"{type(self).__name__}, {settings}"
         if self.accelerator.is_main_process:
-            log.warning("%s: log-probabilities, entropy and KL are %s", who, over)
+            log.warning(
+                "%s, top_k=%g, top_p=%g, min_p=%g: log-probabilities, entropy and KL are %s",
+                type(self).__name__, sampling.top_k, sampling.top_p, sampling.min_p, over,
+            )  # fmt: skip
 
     def _generate_and_score_completions(self, inputs: object) -> dict[str, object]:
         """Delete the sampler's records of the previous batch, then call TRL's method."""
@@ -147,7 +146,8 @@ class OwnRollouts(GRPOTrainer):
             sampling = "a prompt has no token"
         if isinstance(sampling, str):
             self._record_rollouts(sampling)
-            return super()._generate_single_turn(prompt_ids, *others, **more)
+            with own_attention(self._lm, self._own_attention) if self._packs else nullcontext():
+                return super()._generate_single_turn(prompt_ids, *others, **more)
         self.fast_path["rollouts"] = "ours"
         self._report_truncation(sampling)
         self._sampled.eos_ids = frozenset(self.eos_token_ids)

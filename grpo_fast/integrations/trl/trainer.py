@@ -28,13 +28,7 @@ from grpo_fast.attention import fast_layers, offload_checkpoints, tile_mlps
 from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.packed import (
-    PackedCall,
-    own_attention,
-    pack_padded,
-    packed_forward,
-    take_packed_rows,
-)
+from grpo_fast.integrations.trl.packed import Pack, PackedCall, pack_padded, take_packed_rows
 from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 if TYPE_CHECKING:
@@ -181,7 +175,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
         def packed(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
             pack = pack_padded(ids, real, real[:, -selfcheck.SCORED :])
-            return pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
+            return pack.padded(self._run(lm, PackedCall(pack, self._head))["logps"])
 
         try:
             gaps = selfcheck.measure_gaps(lm, padded, packed)
@@ -201,10 +195,23 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return None
 
     def _run(self, model: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
-        run = functools.partial(packed_forward, call=call)
-        ids = call.pack.inputs["input_ids"]
+        # Pass a bound method, because the hooks of FSDP2 would cast the tensors in a tuple. Also
+        # pass the ids, because hooks of the model may read them.
         with self.accelerator.autocast():
-            return model(input_ids=ids, run=run)  # hooks of the model may read the ids
+            return model(input_ids=call.pack.inputs["input_ids"], run=call.forward)
+
+    def _score(
+        self, model: PreTrainedModel, pack: Pack, ids: Tensor, mask: Tensor, *options: Any
+    ) -> dict[str, Tensor]:
+        """Run the model on a packed row. With replay, use the support of the sampler.
+
+        `options` are the fields `entropy` and `loss` of `PackedCall`.
+        """
+        known = self._replayed(pack, ids, mask)
+        call = PackedCall(pack, self._head, *options)._replace(support=known and known.support)
+        result = self._run(model, call)
+        self._replayed_logps = known and (known, result["logps"].detach())
+        return result
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
@@ -227,29 +234,17 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return theirs()
         logps = []
         entropies = []
-        for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
-            rows = slice(start, start + (batch_size or input_ids.shape[0]))
-            ids = input_ids[rows]
-            real = attention_mask[rows]
+        rows = (x.split(batch_size or x.shape[0]) for x in (input_ids, attention_mask))
+        for ids, real in zip(*rows, strict=True):
             pack = pack_padded(ids, real, real[:, -logits_to_keep:])
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
                 return theirs()
-            known = self._replayed(pack, ids, real)
-            call = PackedCall(pack, self._head, compute_entropy, None, known and known.support)
-            result = self._run(model, call)
-            self._replayed_logps = known and (known, result["logps"].detach())
+            result = self._score(model, pack, ids, real, compute_entropy)
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         self.fast_path["forward"] = "packed"
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any):
-        if not self._packs:
-            return super()._generate_single_turn(*args, **kwargs)
-        lm = base_model(self.accelerator.unwrap_model(self.model))
-        with own_attention(lm, self._own_attention):
-            return super()._generate_single_turn(*args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of one micro-batch in a single pass, and record TRL's metrics."""
@@ -261,7 +256,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return super()._compute_loss(model, inputs)
         if not self._probed:
             self._probed = True
-            if (gap := options.probe(self, self._their_loss)) is not None:
+            if (gap := options.probe(self)) is not None:
                 log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", gap)
                 self._their_objective(gap)
                 return super()._compute_loss(model, inputs)
@@ -282,9 +277,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
         # logps and entropies of this pass.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
-        known = self._replayed(pack, input_ids, attention_mask)
-        result = self._run(model, PackedCall(pack, self._head, True, job, known and known.support))
-        self._replayed_logps = known and (known, result["logps"].detach())
+        result = self._score(model, pack, input_ids, attention_mask, True, job)
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor

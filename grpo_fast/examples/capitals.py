@@ -149,8 +149,7 @@ def convert_model(wheel: Path, folder: Path) -> None:
     # loaded from a GGUF file.
     config = loaded.config
     for key in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(config, key):
-            delattr(config, key)
+        vars(config).pop(key, None)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config

@@ -9,16 +9,13 @@ takes ten seconds of CPU time. At the end, it prints the loss and the reward of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.integrations.causal_lm import policy_loss
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Metrics = dict[str, float]
 
@@ -94,8 +91,6 @@ def even_ids(completions: Tensor) -> Tensor:
 
 def main() -> None:
     """Train a tiny model with random weights, and print the metrics of every update."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,

@@ -19,7 +19,6 @@ import json
 import random
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import typer
@@ -27,11 +26,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification as Scorer
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Trainer
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedTokenizerBase as TokenizerBase
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers import TrainingArguments as Arguments
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Pair = dict[str, str | float]  # prompt, chosen, rejected and, optionally, margin
 DIGITS, SYMBOLS = 4, 10
@@ -65,13 +63,13 @@ def with_mistakes(answer: list[str], wrong: int, rng: random.Random) -> str:
     return " ".join(rng.choice(others[i]) if i in places else x for i, x in enumerate(answer))
 
 
-def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def tiny_model() -> tuple[PreTrainedModel, FastTokenizer]:
     """Return a small Llama scorer with random weights, and a tokenizer for the symbols."""
     words = ["<|pad|>", "<|eos|>", *map(str, range(SYMBOLS)), "="]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<|pad|>", "eos_token": "<|eos|>"}
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    wrapped = FastTokenizer(tokenizer_object=tokenizer, **special)
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=64, intermediate_size=192, num_hidden_layers=3,
         num_attention_heads=4, max_position_embeddings=64, initializer_range=0.05, num_labels=1,
@@ -96,7 +94,7 @@ class PairTrainer(Trainer):
         return loss + CENTER * (chosen + rejected).square().mean()
 
 
-def collate(pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
+def collate(pairs: list[Pair], tokenizer: TokenizerBase) -> dict[str, torch.Tensor]:
     """Tokenize prompt, answer and EOS, as the reward function `reward_model` does.
 
     The result contains the rows of all chosen answers, followed by those of the rejected answers.
@@ -113,9 +111,7 @@ def collate(pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 
 @torch.no_grad()
-def accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair]
-) -> float:
+def accuracy(model: PreTrainedModel, tokenizer: TokenizerBase, pairs: list[Pair]) -> float:
     """Return the fraction of pairs whose chosen text has a higher score than the rejected text."""
     model.eval()
     right = 0
@@ -181,7 +177,10 @@ def main(
     steps: int = 600,
     lr: float = 1e-3,
 ) -> None:
-    """Train a reward model on the file --pairs, from the folder or hub id --model."""
+    """Train a reward model on the file --pairs, from the folder or hub id --model.
+
+    Without these options, generate pairs, and train a small model from random weights.
+    """
     if (pairs is None) != (model is None):
         raise typer.BadParameter("--pairs and --model: expected both or neither")
     share = train(out, pairs, model, steps, lr)

@@ -24,7 +24,6 @@ from grpo_fast.integrations.fast_head import reshard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.modeling_outputs import CausalLMOutput
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -41,20 +40,6 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return lm
 
 
-def last_hidden(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
-) -> CausalLMOutput:
-    """Run the model, and return its output with the hidden states of all layers.
-
-    The output has the logits of the last `logits_to_keep` positions, or of all positions if
-    `logits_to_keep` is 0.
-    """
-    return model(
-        input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
-        logits_to_keep=logits_to_keep, use_cache=False,
-    )  # fmt: skip
-
-
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
     """Check that a model computes its logits as the fused loss does.
@@ -67,7 +52,7 @@ def check_head(model: nn.Module) -> None:
     """
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
-    out = last_hidden(model, ids, None, logits_to_keep=0)
+    out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     reshard(unwrapped(model))
     _check_rule(head, out.hidden_states[-1], out.logits)
 
@@ -107,7 +92,10 @@ def _last_rows(
     lm = unwrapped(model)
     head = head_of(lm)
     layer = lm.get_output_embeddings()
-    out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
+    out = model(
+        input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"),
+        output_hidden_states=True, logits_to_keep=1, use_cache=False,
+    )  # fmt: skip
     # If the head has hooks or a replaced forward, check the logits of the last position. The fused
     # loss reads only the weight of the head, so it would ignore a change of the logits.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,10 +93,6 @@ def reshard(model: nn.Module) -> None:
     built, it updates the unsharded parameters. FSDP2 frees these parameters at the next step, so
     the updates are lost.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

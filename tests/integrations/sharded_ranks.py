@@ -98,7 +98,8 @@ def names(world: int) -> list[str]:
 def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
     """Return the micro-batch of a rank, or of all ranks as one batch if `rank` is None.
 
-    If `empty`, the last rank has no scored token.
+    If `empty`, the last rank has no scored token. "share" is the number of scored tokens of all
+    ranks, divided by the number of ranks.
     """
     random = torch.Generator().manual_seed(5)
     count = ROWS * world
@@ -117,7 +118,8 @@ def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
     mine = slice(None) if rank is None else slice(ROWS * rank, ROWS * (rank + 1))
     batch = {name: value[mine] for name, value in batch.items()}
     batch["prompt_mask"] = torch.ones_like(batch["prompt_ids"])
-    return batch | {"num_items_in_batch": mask.sum()}
+    share = mask.sum() / (1 if rank is None else world)
+    return batch | {"num_items_in_batch": mask.sum(), "share": share}
 
 
 def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
@@ -143,9 +145,8 @@ def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> 
     use_fast_head(trainer)
     student, trainer.model.training = trainer.model, True
     model, trainer.teacher_model = wrap(student), wrap(trainer.teacher_model)
-    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    run, share = trainer._compute_loss, batch["num_items_in_batch"] / ranks
-    loss, *_ = trainer._forward_redirection(model, student, run, student, batch, share)
+    given = student, trainer._compute_loss, student, batch, batch["share"]
+    loss, *_ = trainer._forward_redirection(model, *given)
     return student, model, loss
 
 
@@ -158,15 +159,14 @@ def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     counts = torch.cat([torch.zeros_like(batch["prompt_ids"]), batch["completion_mask"]], 1)
     inputs = {"input_ids": ids, "labels": ids.masked_fill(counts == 0, -100)}
-    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    share = {"num_items_in_batch": batch["num_items_in_batch"] / ranks}
+    share = {"num_items_in_batch": batch["share"]}
     if what == "fused":
         add_fused_lm_head(lm)
         use_fast_head(lm)
-        model = wrap(lm)
+    model = wrap(lm)
+    if what == "fused":
         return lm, model, model(**inputs, fused_lm_head=True, **share).loss
     config = LossConfig(loss_type="reinforce", aggregation="token_mean_global")
-    model = wrap(lm)
     return lm, model, policy_loss(model, inputs, batch["advantages"], config, **share).loss
 
 
@@ -179,8 +179,8 @@ def compute(
     """
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
-    work = model_loss if what in ("fused", "policy_loss") else trainer_loss
-    work = distillation_loss if what == "distill" else work
+    others = {"fused": model_loss, "policy_loss": model_loss, "distill": distillation_loss}
+    work = others.get(what, trainer_loss)
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()

@@ -47,7 +47,7 @@ def run_example(module, names):
     return names
 
 
-def flattened(model, samples, advantages, old, support=None):
+def flattened(model, samples, advantages, old):
     """Compute the loss of samples in separate rows, and return it with the model's gradients."""
     model.set_attn_implementation("eager")
     hidden, targets = [], []
@@ -61,7 +61,7 @@ def flattened(model, samples, advantages, old, support=None):
     config = LossConfig(**head.logit_kwargs)
     out = linear_grpo_loss(
         torch.cat(hidden), head.weight, torch.cat(targets), advantages, config, old_logps=old,
-        cu_seqlens=ends, support=support,
+        cu_seqlens=ends,
     )  # fmt: skip
     model.zero_grad()
     out.loss.backward()
@@ -168,6 +168,8 @@ MASKS = [
 ]  # fmt: skip
 # Each entry has a path in the second trace, invalid values to set there, and the expected message.
 BAD = [
+    ("nodes.0", [{**records()[1]["nodes"][1], "parent": None, "mask": [True] * 5 + [False]}],
+     ".nodes[0]: expected no sampled token at position 0, got"),
     ("nodes.3.parent", [9, -1, 3, 1.0, True, "0"],
      ".nodes[3].parent: expected None or one of the 3 nodes before it"),
     ("nodes.2.token_ids", [[]], ".nodes[2].token_ids: expected the tokens of"),
@@ -205,14 +207,6 @@ BAD = [
 def test_bad_traces_are_refused_by_node(path, value, message):
     with pytest.raises(ValueError, match=re.escape(f"traces[1]{message}")):
         read_traces(broken((path, value)))
-
-
-def test_a_sampled_first_token_is_refused():
-    node = {**records()[1]["nodes"][1], "parent": None, "mask": [True] * 5 + [False]}
-    with pytest.raises(
-        ValueError, match=r"nodes\[0\]: expected no sampled token at position 0, got"
-    ):
-        read_traces(broken(("nodes.0", {**records()[1]["nodes"][0], **node})))
 
 
 def chain(count: int, parents: list[int | None] | None = None) -> dict:

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", minversion="1.16")
+trl = pytest.importorskip("trl", minversion="1.16")
 peft = importlib.import_module("peft")
 transformers = importlib.import_module("transformers")
-trl = importlib.import_module("trl")
 utils = importlib.import_module("transformers.generation.utils")
 cases = importlib.import_module("tests.integrations.trl_cases")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 originals = importlib.import_module("grpo_fast.integrations.trl.originals")
 
 Mixin = utils.GenerationMixin
-Llama, BASE = transformers.LlamaForCausalLM, transformers.PreTrainedModel
+Llama = transformers.LlamaForCausalLM
 
 
 def wrapped(function: Any) -> Callable[..., Any]:
@@ -39,17 +38,13 @@ def wrapped(function: Any) -> Callable[..., Any]:
 # Each entry has a class, the method to replace, and the name of this method in the expected reason.
 CLASSES: dict[str, tuple[Any, str, str]] = {
     "mixin": (Mixin, "generate", "model.generate"),
-    "pretrained_model": (BASE, "generate", "model.generate"),
     "class": (Llama, "generate", "model.generate"),
     "sample": (Mixin, "_sample", "model._sample"),
-    "processors": (Mixin, "_get_logits_processor", "model._get_logits_processor"),
     "criteria": (Mixin, "_get_stopping_criteria", "model._get_stopping_criteria"),
     "inputs": (Llama, "prepare_inputs_for_generation", "model.prepare_inputs_for_generation"),
     "static": (Mixin, "_expand_inputs_for_generation", "model._expand_inputs_for_generation"),
-    "update": (Mixin, "_update_model_kwargs_for_generation", "model._update_model_kwargs"),
     "top_k": (utils.TopKLogitsWarper, "__call__", "transformers.generation.TopKLogitsWarper"),
     "top_k_made": (utils.TopKLogitsWarper, "__init__", "transformers.generation.TopKLogitsWarper"),
-    "all_warpers": (utils.LogitsProcessorList, "__call__", "generation.LogitsProcessorList"),
     "end": (utils.EosTokenCriteria, "__call__", "transformers.generation.EosTokenCriteria"),
 }
 

@@ -132,23 +132,17 @@ def loss_config(trainer: GRPOTrainer, **head: Any) -> LossConfig:
     args = trainer.args
     own = {name: getattr(trainer, name) for name in SAME_NAME}
     read = {name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))}
+    corrections: tuple[Correction, ...] = ()
+    if trainer.off_policy_mask_threshold is not None:
+        # TRL drops a completion with a negative advantage if the mean of (behaviour logp - current
+        # logp) over its tokens exceeds the threshold.
+        low = math.exp(-trainer.off_policy_mask_threshold)
+        ratio = "current/behaviour"
+        corrections = (Correction("reject", low, None, "geometric", ratio, advantages="negative"),)
     return LossConfig(
         **own, **read, **head, kl_times_ratio=args.use_bias_correction_kl, compute_entropy=True,
-        corrections=_off_policy_mask(trainer.off_policy_mask_threshold),
+        corrections=corrections,
     )  # fmt: skip
-
-
-def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
-    """Return the correction that has the effect of TRL's off-policy mask.
-
-    TRL drops a completion under two conditions. Its advantage is negative, and the mean of
-    (behaviour logp - current logp) over its tokens exceeds the threshold.
-    """
-    if threshold is None:
-        return ()
-    low = math.exp(-threshold)
-    ratio = "current/behaviour"
-    return (Correction("reject", low, None, "geometric", ratio, advantages="negative"),)
 
 
 def single_pass(
@@ -196,12 +190,8 @@ def single_pass(
 
 def applied_entropy_coef(trainer: GRPOTrainer) -> float:
     """Return the coefficient of the entropy bonus in this step, or 0 without a bonus."""
-    if not trainer._entropy_bonus_enabled:
-        return 0.0
-    entropy = trainer._last_world_entropy
-    target = trainer.args.entropy_target
-    is_gated = trainer.use_adaptive_entropy and entropy > target
-    return 0.0 if is_gated else trainer.entropy_coef
+    is_above = trainer._last_world_entropy > trainer.args.entropy_target
+    return 0.0 if trainer.use_adaptive_entropy and is_above else trainer.entropy_coef
 
 
 def probe(trainer: GRPOTrainer) -> str | None:
@@ -251,10 +241,8 @@ def _random_inputs(
 
     The inputs have six completions.
     """
-    completions = 6
-    length = 9
     random = torch.Generator().manual_seed(0)
-    shape = (completions, length)
+    shape = (6, 9)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=random).to(device)
@@ -271,7 +259,7 @@ def _random_inputs(
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
         # The importance ratios range from 0.3 to 3, so that some of them exceed each clip bound
         # and `delta`.
-        "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
+        "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, 9, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:

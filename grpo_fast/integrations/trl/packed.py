@@ -33,16 +33,6 @@ _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
 PREFIX = "grpo_packed_or_"
 
 
-@contextmanager
-def packing() -> Iterator[None]:
-    """Let the model build attention masks for packed rows in a `with` block."""
-    token = _packing.set(True)
-    try:
-        yield
-    finally:
-        _packing.reset(token)
-
-
 def take_packed_rows(model: PreTrainedModel) -> None:
     """Prepare a model for `PackedCall.forward`: change its attention, forward and LM head.
 
@@ -88,19 +78,11 @@ def _register_over(original: str) -> str:
 
     packed_attention = ALL_ATTENTION_FUNCTIONS[register()]
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: object,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attention(module: nn.Module, *args: Tensor | None, **options: object) -> object:
         if options.get("packed_layout") is not None:
-            return packed_attention(module, query, key, value, attention_mask, **options)
+            return packed_attention(module, *args, **options)
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        theirs = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-        return theirs(module, query, key, value, attention_mask, **options)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(module, *args, **options)
 
     def mask(*args: object, **options: Any) -> object:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
@@ -189,13 +171,9 @@ def pack_padded(
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
     counts = torch.nn.functional.pad(counted[order].sum(1).cumsum(0), (1, 0)).int()
-    predicting = packed.predicting
-    target_ids = packed.target_ids
-    if scored_rows.shape[0] < target_ids.shape[0]:
-        predicting, target_ids = (x[scored_rows.to(device)] for x in (predicting, target_ids))
+    of_row = (x[scored_rows.to(device)] for x in (packed.predicting, packed.target_ids))
     cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))
-    tensors = predicting, target_ids, cu_seqlens, order, slots
-    return Pack(packed.model_inputs, *tensors, (rows, length))
+    return Pack(packed.model_inputs, *of_row, cu_seqlens, order, slots, (rows, length))
 
 
 class PackedCall(NamedTuple):
@@ -213,8 +191,11 @@ class PackedCall(NamedTuple):
 
     def forward(self, lm: PreTrainedModel) -> dict[str, Tensor]:
         """Run the model on the packed row, and return the results."""
-        with packing():
+        token = _packing.set(True)
+        try:
             trunk = lm.base_model(**self.pack.inputs)
+        finally:
+            _packing.reset(token)
         return lm.get_output_embeddings()(trunk.last_hidden_state[0], run=self._head_forward)
 
     def _head_forward(self, layer: nn.Linear, hidden: Tensor) -> dict[str, Tensor]:

@@ -15,21 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from trl import GRPOTrainer
 
 from grpo_fast.integrations.trl.options import COMPILED, unusual_model
 from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, replaced_part
-from grpo_fast.integrations.trl.packed import Pack, own_attention
-from grpo_fast.integrations.trl.replay import Replay, Replayed
+from grpo_fast.integrations.trl.packed import own_attention
+from grpo_fast.integrations.trl.replay import Replay
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
-# Only the type checker needs the base class GRPOTrainer of OwnRollouts. At run time, the base is
-# `object`, and FastGRPOTrainer adds TRL's trainer as a second base.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from trl import GRPOTrainer
-
-else:
-    GRPOTrainer = object
 
 # Fields of a generation config that our sampler supports, or that do not affect the sampled tokens.
 # If any other field differs from its default, sampling is left to TRL.
@@ -53,9 +48,7 @@ class SamplingWithoutSupport(Sampling):
 
 
 class OwnRollouts(GRPOTrainer):
-    """Mixin that samples the completions of a TRL trainer with our loop, without dropout.
-
-    This class must come before TRL's trainer in the list of base classes.
+    """TRL's trainer, but our loop samples the completions, without dropout.
 
     Attributes:
         fast_rollouts: True samples with our loop if it supports all settings. False always samples
@@ -114,14 +107,12 @@ class OwnRollouts(GRPOTrainer):
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
-        over = "over the full vocabulary, as in TRL; replay_support=True"
-        if self.replays:
-            over = "over the tokens that the sampler kept; TRL's are over the full vocabulary"
-        elif self.replay_support:
-            over += f" has no effect, because the forward pass is {self.fast_path['forward']}"
-        else:
-            over += " computes them over the tokens that the sampler kept, which makes the ratio "
-            over += "to the sampler 1 at equal weights"
+        over = "over the tokens that the sampler kept; TRL's are over the full vocabulary"
+        if not self.replays:
+            effect = "computes them over the tokens that the sampler kept"
+            if self.replay_support:
+                effect = f"has no effect, because the forward pass is {self.fast_path['forward']}"
+            over = f"over the full vocabulary, as in TRL; replay_support=True {effect}"
         if self.accelerator.is_main_process:
             log.warning(
                 "%s, top_k=%g, top_p=%g, min_p=%g: log-probabilities, entropy and KL are %s",
@@ -182,13 +173,6 @@ class OwnRollouts(GRPOTrainer):
         turn = turn + 1 if known == when else 0
         self._drawn_at = when, turn
         return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)
-
-    def _replayed(self, pack: Pack, input_ids: Tensor, mask: Tensor) -> Replayed | None:
-        """Return the sampler's records of the scored tokens, or None without replay."""
-        replay = self._replay[self._mode]
-        known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
-        self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
-        return known
 
     def compute_loss(self, *args: object, **options: object) -> Tensor:
         """Call TRL's `compute_loss`, and log the replay metrics."""

@@ -109,12 +109,11 @@ def tolerance(lm: PreTrainedModel, mixed_precision: str | None) -> float:
 
 @contextmanager
 def evaluating(lm: PreTrainedModel) -> Iterator[None]:
-    """Set all modules to eval mode in a `with` block. Restore each module's mode at the end."""
-    modes = [(module, module.training) for module in lm.modules()]
+    """Set the model to eval mode in a `with` block."""
+    is_training = lm.training
     lm.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        lm.train(is_training)
         reshard(lm)

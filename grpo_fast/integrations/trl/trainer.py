@@ -29,7 +29,7 @@ from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
 from grpo_fast.integrations.trl.packed import Pack, PackedCall, pack_padded, take_packed_rows
-from grpo_fast.integrations.trl.rollouts import OwnRollouts
+from grpo_fast.integrations.trl.rollouts import SUPPORT, VOCABULARY, OwnRollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +42,7 @@ NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
 
-class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
+class FastGRPOTrainer(OwnRollouts):
     """Faster version of TRL's `GRPOTrainer` with the same constructor and the same results.
 
     Args:
@@ -200,14 +200,15 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         with self.accelerator.autocast():
             return model(input_ids=call.pack.inputs["input_ids"], run=call.forward)
 
-    def _score(
+    def _run_packed(
         self, model: PreTrainedModel, pack: Pack, ids: Tensor, mask: Tensor, *options: Any
     ) -> dict[str, Tensor]:
         """Run the model on a packed row. With replay, use the support of the sampler.
 
         `options` are the fields `entropy` and `loss` of `PackedCall`.
         """
-        known = self._replayed(pack, ids, mask)
+        known = self._replay[self._mode](ids, mask, pack) if self.replays else None
+        self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
         call = PackedCall(pack, self._head, *options)._replace(support=known and known.support)
         result = self._run(model, call)
         self._replayed_logps = known and (known, result["logps"].detach())
@@ -240,7 +241,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
                 return theirs()
-            result = self._score(model, pack, ids, real, compute_entropy)
+            result = self._run_packed(model, pack, ids, real, compute_entropy)
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         self.fast_path["forward"] = "packed"
@@ -277,7 +278,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
         # logps and entropies of this pass.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
-        result = self._score(model, pack, input_ids, attention_mask, True, job)
+        result = self._run_packed(model, pack, input_ids, attention_mask, True, job)
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor

@@ -10,7 +10,7 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,19 +223,12 @@ def test_openrlhfs_loss():
         openrlhf_loss.PolicyLoss(loss)
 
 
-@dataclass
-class LossInputs:
-    trainer_logprobs: Tensor
-    inference_logprobs: Tensor
-    teacher_logprobs: Tensor | None
-    advantages: Tensor
-    loss_mask: Tensor
+class LossInputs(SimpleNamespace):
+    pass
 
 
-@dataclass
-class LossOutputs:
-    loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+class LossOutputs(SimpleNamespace):
+    pass
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -246,7 +239,10 @@ def test_prime_rls_documented_loss(beta):
     new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()
     mask = torch.rand(11, generator=random) > 0.3
     advantages = torch.randn(11, generator=random)
-    x = LossInputs(new, old, old - 0.2 if beta else None, advantages, mask)
+    x = LossInputs(
+        trainer_logprobs=new, inference_logprobs=old, advantages=advantages, loss_mask=mask,
+        teacher_logprobs=old - 0.2 if beta else None,
+    )  # fmt: skip
     out = prime_rl_loss.policy_loss(x, loss_type="grpo", epsilon_low=0.2, beta=beta)
     (gradient,) = torch.autograd.grad(out.loss, new)
     ratio = torch.exp(new - old)

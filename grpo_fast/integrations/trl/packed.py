@@ -171,9 +171,11 @@ def pack_padded(
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
     counts = torch.nn.functional.pad(counted[order].sum(1).cumsum(0), (1, 0)).int()
-    of_row = (x[scored_rows.to(device)] for x in (packed.predicting, packed.target_ids))
-    cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))
-    return Pack(packed.model_inputs, *of_row, cu_seqlens, order, slots, (rows, length))
+    at = scored_rows.to(device)
+    return Pack(
+        packed.model_inputs, packed.predicting[at], packed.target_ids[at], counts.to(device),
+        order.to(device), slots[scored_rows].to(device), (rows, length),
+    )  # fmt: skip
 
 
 class PackedCall(NamedTuple):

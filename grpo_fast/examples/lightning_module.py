@@ -41,8 +41,8 @@ class GRPOModule(LightningModule):
         max_grad_norm: Maximum norm of the gradient. A larger gradient is scaled down.
 
     Raises:
-        ValueError: The LM head is not linear. Or beta is not 0 and `reference` is missing. Or beta
-            is 0 and `reference` is given.
+        ValueError: The LM head is not linear, beta is not 0 and `reference` is None, or beta is 0
+            and `reference` is given.
     """
 
     def __init__(
@@ -105,10 +105,6 @@ class GRPOModule(LightningModule):
         scored = batch["labels"][:, 1:] != -100
         counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
         tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)
-        totals = {
-            "num_items_in_batch": tokens.clamp(min=1),
-            "num_completions_in_batch": completions,
-        }
         # 3. Update the model. The log-probabilities of the first update are the old
         # log-probabilities of the later updates.
         optimizer = self.optimizers()
@@ -117,7 +113,8 @@ class GRPOModule(LightningModule):
         for _ in range(self.inner_iterations):
             output = policy_loss(
                 self.model, batch, advantages, self.config, old_logps=old_logps,
-                ref_logps=ref_logps, **totals,
+                ref_logps=ref_logps, num_items_in_batch=tokens.clamp(min=1),
+                num_completions_in_batch=completions,
             )  # fmt: skip
             optimizer.zero_grad()
             self.manual_backward(output.loss)

@@ -11,6 +11,7 @@ e^20.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.errors import require
 
 LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token to [-20, 20]
+OPTIONS = {
+    "clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type",
+    "is_correction_level", "is_correction_mode", "is_correction_gating", "is_correction_threshold",
+}  # fmt: skip
 LEVELS = {"ppo": "token", "gspo": "sequence"}  # policy_loss_type -> level of the importance ratio
 # Type of the result: (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio).
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -32,37 +37,25 @@ class PolicyLoss(nn.Module):
         theirs: OpenRLHF's `PolicyLoss`, from which the options are copied.
 
     Raises:
-        ValueError: `theirs` has other options than in openrlhf 0.11.
+        ValueError: The options of `theirs` differ from those of openrlhf 0.11.
     """
-
-    # Options with the same names as in OpenRLHF's PolicyLoss.
-    clip_eps_low: float
-    clip_eps_high: float
-    dual_clip: float | None
-    token_level_loss: bool
-    policy_loss_type: str
-    is_correction_level: str
-    is_correction_mode: str
-    is_correction_gating: str
-    is_correction_threshold: tuple[float, float]
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
-        known = set(PolicyLoss.__annotations__)
         options = {n: x for n, x in vars(theirs).items() if n[0] != "_" and n != "training"}
-        expected = f"the options of openrlhf 0.11, {sorted(known)}"
-        require(options.keys() == known, "PolicyLoss", expected, sorted(options))
-        vars(self).update(options)
-        level = LEVELS[self.policy_loss_type]
+        expected = f"the options of openrlhf 0.11, {sorted(OPTIONS)}"
+        require(options.keys() == OPTIONS, "PolicyLoss", expected, sorted(options))
+        self.options = SimpleNamespace(**options)
+        level = LEVELS[self.options.policy_loss_type]
         self.by_sequence = level == "sequence"
-        self.token_level_loss = self.token_level_loss and not self.by_sequence
+        self.by_token = self.options.token_level_loss and not self.by_sequence
         dual: dict[str, Any] = {"loss_type": "dapo"}
-        if self.dual_clip is not None:
-            dual = {"loss_type": "dual_clip", "dual_clip_c": float(self.dual_clip)}
+        if self.options.dual_clip is not None:
+            dual = {"loss_type": "dual_clip", "dual_clip_c": float(self.options.dual_clip)}
         self.config = LossConfig(
-            epsilon_low=self.clip_eps_low, epsilon_high=self.clip_eps_high,
+            epsilon_low=self.options.clip_eps_low, epsilon_high=self.options.clip_eps_high,
             importance_sampling_level=level,
-            aggregation="token_mean_global" if self.token_level_loss else "sequence_mean", **dual,
+            aggregation="token_mean_global" if self.by_token else "sequence_mean", **dual,
         )  # fmt: skip
 
     def forward(
@@ -101,10 +94,11 @@ class PolicyLoss(nn.Module):
         vllm_kl = None
         filtered = None
         # 1. Correct the mismatch between sampler and trainer. With gspo, use the sampler's
-        # log-probabilities as old ones. Otherwise, multiply the advantages by weights.
-        if self.is_correction_level != "off" and self.by_sequence:
+        # log-probabilities as the old log-probabilities. Otherwise, weight the advantages.
+        corrects = self.options.is_correction_level != "off"
+        if corrects and self.by_sequence:
             behaviour = rollout_log_probs
-        elif self.is_correction_level != "off":
+        elif corrects:
             with torch.no_grad():
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
                 weighted = advantages * coefficient
@@ -122,8 +116,8 @@ class PolicyLoss(nn.Module):
             completions = global_batch_size / dp_size
         loss = grpo_loss(
             log_probs, weighted, self.config, completion_mask=keep, old_logps=behaviour,
-            num_items_in_batch=tokens if self.token_level_loss else None,
-            num_completions_in_batch=None if self.token_level_loss else completions,
+            num_items_in_batch=tokens if self.by_token else None,
+            num_completions_in_batch=None if self.by_token else completions,
         ).loss  # fmt: skip
         # 3. Compute OpenRLHF's metrics.
         with torch.no_grad():
@@ -136,8 +130,8 @@ class PolicyLoss(nn.Module):
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        high = ratio > 1 + self.clip_eps_high
-        low = ratio < 1 - self.clip_eps_low
+        high = ratio > 1 + self.config.epsilon_high
+        low = ratio < 1 - self.config.epsilon_low
         return ((advantages > 0) & high) | ((advantages < 0) & low)
 
     def _correction(
@@ -146,27 +140,28 @@ class PolicyLoss(nn.Module):
         """Compute the weights that correct the mismatch between sampler and trainer.
 
         Returns:
-            The weights of the tokens, shape (B, L) or (B, 1). The fraction of tokens or completions
-            that are outside the threshold, 0-d.
+            The weights of the tokens, shape (B, L) or (B, 1), and the fraction of tokens or
+            completions outside the threshold, 0-d.
         """
-        low, high = self.is_correction_threshold
-        per_sequence = self.is_correction_level == "seq"
+        low, high = self.options.is_correction_threshold
+        gating = self.options.is_correction_gating
+        per_sequence = self.options.is_correction_level == "seq"
         log_ratio = old_log_probs - rollout_log_probs
         statistic = log_ratio
-        if self.is_correction_gating != "ratio":
+        if gating != "ratio":
             p = rollout_log_probs.exp().clamp(1e-6, 1 - 1e-6)
             q = old_log_probs.exp().clamp(1e-6, 1 - 1e-6)
             statistic = (p - q).abs()
-            if self.is_correction_gating == "binary_kl":
+            if gating == "binary_kl":
                 statistic = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
         if per_sequence:
             statistic = _row_mean(statistic, keep)
-        if self.is_correction_gating == "ratio":
+        if gating == "ratio":
             statistic = statistic.exp()
         inside = (statistic >= low) & (statistic <= high)
         if per_sequence:  # as in OpenRLHF, an empty completion is never inside
             inside = inside & keep.any(-1, keepdim=True)
-        if self.is_correction_mode == "clip":
+        if self.options.is_correction_mode == "clip":
             coefficient = statistic.clamp(low, high)
         else:
             coefficient = torch.where(inside, log_ratio.exp(), 0.0)
@@ -175,10 +170,9 @@ class PolicyLoss(nn.Module):
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
     """Return the mean of `x` over the tokens in `keep`, 0-d. For a bool `x`, count True as 1."""
-    terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
-    return terms.sum() / keep.sum().clamp(min=1)
+    return torch.where(keep, x, 0.0).sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean of `x` over the tokens in `keep` of each completion, or 0 without tokens."""
+    """Return the mean of `x` over each completion's tokens in `keep`, or 0 if it has none."""
     return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)

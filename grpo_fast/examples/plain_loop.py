@@ -3,22 +3,19 @@
     python -m grpo_fast.examples.plain_loop
 
 The script starts from a tiny model with random weights and trains it to sample even token ids. It
-prints the loss and the reward of each update, and takes ten seconds of CPU time.
+takes ten seconds of CPU time. At the end, it prints the loss and the reward of each update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.integrations.causal_lm import policy_loss
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Metrics = dict[str, float]
 
@@ -34,7 +31,6 @@ def train(
     inner_iterations: int = 2,
     max_new_tokens: int = 64,
     learning_rate: float = 1e-6,
-    report: Callable[[int, Metrics], None] = lambda update, metrics: None,
 ) -> list[Metrics]:
     """Train a transformers model with GRPO. The model is changed in place.
 
@@ -49,7 +45,6 @@ def train(
         inner_iterations: Number of updates on each batch.
         max_new_tokens: Largest length of a completion.
         learning_rate: Learning rate of AdamW.
-        report: Function that is called after each update with the update's number and metrics.
 
     Returns:
         One dictionary of metrics for each update.
@@ -85,7 +80,6 @@ def train(
                 old_logps = output.logps
             metrics = {"loss": output.loss.detach(), "reward": rewards.mean(), **output.metrics}
             history.append({name: float(value) for name, value in metrics.items()})
-            report(len(history) - 1, history[-1])
     return history
 
 
@@ -95,26 +89,20 @@ def even_ids(completions: Tensor) -> Tensor:
     return ((completions % 2 == 0) & real).sum(1) / real.sum(1).clamp(min=1)
 
 
-def show(update: int, metrics: Metrics) -> None:
-    print(
-        f"update {update}: loss {metrics['loss']:+.4f}, reward {metrics['reward']:.3f}", flush=True
-    )
-
-
 def main() -> None:
-    """Train a tiny model with random weights, and print every update."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    """Train a tiny model with random weights, and print the metrics of every update."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     prompts = torch.randint(2, 64, (4, 6))
-    train(
+    history = train(
         LlamaForCausalLM(config), prompts, even_ids, LossConfig(loss_type="dapo"), steps=10,
-        max_new_tokens=16, learning_rate=3e-3, report=show,
+        max_new_tokens=16, learning_rate=3e-3,
     )  # fmt: skip
+    for update, metrics in enumerate(history):
+        print(f"update {update}: loss {metrics['loss']:+.4f}, reward {metrics['reward']:.3f}")
 
 
 if __name__ == "__main__":

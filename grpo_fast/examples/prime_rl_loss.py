@@ -34,8 +34,8 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         prime-rl's `LossOutputs` with the loss and our metrics.
 
     Raises:
-        ValueError: beta is not 0 and `teacher_logprobs` is None. Or beta is 0 and
-            `teacher_logprobs` is given. Or `LossConfig` refuses an option.
+        ValueError: beta is not 0 and `teacher_logprobs` is None, beta is 0 and `teacher_logprobs`
+            is given, or `LossConfig` refuses an option.
     """
     config = LossConfig(**options, aggregation="token_mean_global")
     teacher = inputs.teacher_logprobs

@@ -9,29 +9,27 @@ parameters. The model learns which of two answers has more symbols in the right 
 half a minute on 2 CPU cores.
 
 `--pairs` is a file with one JSON object per line. An object has the texts `prompt`, `chosen` and
-`rejected`. It may have a number `margin`: the score of the chosen text should exceed the score of
-the rejected text by at least this number. Every tenth pair is held out to measure the accuracy.
+`rejected`. An optional number `margin` is the least difference between the scores of the chosen and
+the rejected text that the model should learn. Every tenth pair is held out to measure the accuracy.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+import typer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification as Scorer
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Trainer
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedTokenizerBase as TokenizerBase
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers import TrainingArguments as Arguments
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Pair = dict[str, str | float]  # prompt, chosen, rejected and, optionally, margin
 DIGITS, SYMBOLS = 4, 10
@@ -65,13 +63,13 @@ def with_mistakes(answer: list[str], wrong: int, rng: random.Random) -> str:
     return " ".join(rng.choice(others[i]) if i in places else x for i, x in enumerate(answer))
 
 
-def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def tiny_model() -> tuple[PreTrainedModel, FastTokenizer]:
     """Return a small Llama scorer with random weights, and a tokenizer for the symbols."""
     words = ["<|pad|>", "<|eos|>", *map(str, range(SYMBOLS)), "="]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<|pad|>", "eos_token": "<|eos|>"}
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    wrapped = FastTokenizer(tokenizer_object=tokenizer, **special)
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=64, intermediate_size=192, num_hidden_layers=3,
         num_attention_heads=4, max_position_embeddings=64, initializer_range=0.05, num_labels=1,
@@ -83,7 +81,7 @@ def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 class PairTrainer(Trainer):
     """Trainer for pairs of texts.
 
-    The first half of a batch has the chosen texts, and the second half has the rejected texts.
+    The first half of a batch contains the chosen texts, and the second half the rejected texts.
     """
 
     def compute_loss(
@@ -96,10 +94,10 @@ class PairTrainer(Trainer):
         return loss + CENTER * (chosen + rejected).square().mean()
 
 
-def collate(pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
+def collate(pairs: list[Pair], tokenizer: TokenizerBase) -> dict[str, torch.Tensor]:
     """Tokenize prompt, answer and EOS, as the reward function `reward_model` does.
 
-    The result has the rows of all chosen answers, then the rows of all rejected answers.
+    The result contains the rows of all chosen answers, followed by those of the rejected answers.
     """
     rows = []
     for name in ("chosen", "rejected"):
@@ -113,9 +111,7 @@ def collate(pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 
 @torch.no_grad()
-def accuracy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair]
-) -> float:
+def accuracy(model: PreTrainedModel, tokenizer: TokenizerBase, pairs: list[Pair]) -> float:
     """Return the fraction of pairs whose chosen text has a higher score than the rejected text."""
     model.eval()
     right = 0
@@ -166,7 +162,7 @@ def train(
     )  # fmt: skip
     batches = partial(collate, tokenizer=tokenizer)
     trainer = PairTrainer(model, arguments, batches, pairs)
-    # With True, Trainer would divide the loss by a token count. It is already a mean over pairs.
+    # With True, Trainer would divide the loss by a token count, but the loss is already a mean.
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
     model.save_pretrained(out / "model")
@@ -174,19 +170,22 @@ def train(
     return accuracy(model, tokenizer, held_out)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", help="a file of pairs; with --model")
-    parser.add_argument("--model", help="folder or hub id of the model to start from")
-    parser.add_argument("--out", type=Path, default=Path("runs/reward-model"))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    options = parser.parse_args()
-    if (options.pairs is None) != (options.model is None):
-        parser.error("--pairs and --model: expected both or neither")
-    share = train(options.out, options.pairs, options.model, options.steps, options.lr)
-    print(f"{share:.1%} of the held-out pairs in the right order; model: {options.out / 'model'}")
+def main(
+    pairs: str | None = None,
+    model: str | None = None,
+    out: Path = Path("runs/reward-model"),
+    steps: int = 600,
+    lr: float = 1e-3,
+) -> None:
+    """Train a reward model on the file --pairs, from the folder or hub id --model.
+
+    Without these options, generate pairs, and train a small model from random weights.
+    """
+    if (pairs is None) != (model is None):
+        raise typer.BadParameter("--pairs and --model: expected both or neither")
+    share = train(out, pairs, model, steps, lr)
+    print(f"{share:.1%} of the held-out pairs in the right order; model: {out / 'model'}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""Packed rows of traces that verifiers (0.4, schema version 1) recorded.
+"""Pack traces that verifiers 0.4 recorded (schema version 1) into one row.
 
     from grpo_fast.attention import head_of, register
 

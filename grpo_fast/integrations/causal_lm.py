@@ -4,9 +4,9 @@ A batch has input_ids, attention_mask and labels of the same shape (B, L). Label
 and a label of -100 excludes its token from the loss.
 
 The functions call the forward of the model, so the hooks of DDP and FSDP2 fire. To save memory,
-they request logits of the last position only, and compute the loss from the hidden states of all
-positions. A model whose LM head is in a separate FSDP2 group is refused, because the hooks of this
-group would only run for the logits of the last position.
+they let the model compute logits for the last position only, and compute the loss from the hidden
+states of all positions. A model whose LM head is in a separate FSDP2 group is refused. The hooks of
+such a head run only when the model calls the head, so the loss would read a sharded weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from grpo_fast.integrations.fast_head import reshard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.modeling_outputs import CausalLMOutput
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -41,32 +40,19 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return lm
 
 
-def last_hidden(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
-) -> CausalLMOutput:
-    """Run the model, and return its output with the hidden states of all layers.
-
-    The output has the logits of the last `logits_to_keep` positions, or of all positions if
-    `logits_to_keep` is 0.
-    """
-    return model(
-        input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
-        logits_to_keep=logits_to_keep, use_cache=False,
-    )  # fmt: skip
-
-
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
-    """Check that a model's logits are its last hidden states times the weight of its LM head.
+    """Check that a model computes its logits as the fused loss does.
 
-    The fused loss assumes this. A bias, a softcap and a logit scale are allowed.
+    The fused loss multiplies the last hidden states by the weight of the LM head. A bias, a softcap
+    and a logit scale are supported.
 
     Raises:
         ValueError: The logits differ by more than rounding errors.
     """
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
-    out = last_hidden(model, ids, None, logits_to_keep=0)
+    out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     reshard(unwrapped(model))
     _check_rule(head, out.hidden_states[-1], out.logits)
 
@@ -106,7 +92,10 @@ def _last_rows(
     lm = unwrapped(model)
     head = head_of(lm)
     layer = lm.get_output_embeddings()
-    out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
+    out = model(
+        input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"),
+        output_hidden_states=True, logits_to_keep=1, use_cache=False,
+    )  # fmt: skip
     # If the head has hooks or a replaced forward, check the logits of the last position. The fused
     # loss reads only the weight of the head, so it would ignore a change of the logits.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
@@ -143,8 +132,8 @@ def policy_loss(
         The differentiable loss, its metrics, and the log-probabilities (B, L-1).
 
     Raises:
-        ValueError: The batch has no input_ids or labels of shape (B, L). Or the model is not a
-            causal LM with a linear head. Or hooks on the head change its logits.
+        ValueError: The batch has no input_ids or labels of shape (B, L), the model is not a causal
+            LM with a linear head, or hooks on the head change its logits.
 
     Example:
         >>> output = policy_loss(model, batch, advantages, LossConfig(loss_type="dapo"))

@@ -1,4 +1,4 @@
-"""Helpers for replacing an LM head, which the modules for TRL and verl share."""
+"""Helpers for replacing an LM head, shared by the TRL and verl integrations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class FastHead(ExitStack):
-    """Handle that restores the original LM head after a call of `use_fast_head`.
+    """Handle that restores the original LM head, or verl's original losses.
 
     Call `undo()`, or use the handle in a `with` statement.
     """
@@ -49,7 +50,7 @@ def _warn_partitioned(by: str) -> None:
 def compute_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype in which the LM head is computed.
 
-    With autocast, this is the dtype of autocast. Without it, this is the dtype of `hidden`.
+    It is autocast's dtype if autocast is enabled, and the dtype of `hidden` otherwise.
     """
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -76,8 +77,8 @@ def run_inside(module: nn.Module) -> None:
     ) -> object:
         if run is not None:
             return run(self, *args)
-        # Look up the original forward in the class of `self`, not in `module`. A deep copy of the
-        # module shares this function, and must not run the forward of the original module.
+        # Look up the original forward in the class of `self`, not in `module`. A deep copy of
+        # `module` shares this wrapper, and must not run the forward of `module`.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 
@@ -92,10 +93,6 @@ def reshard(model: nn.Module) -> None:
     built, it updates the unsharded parameters. FSDP2 frees these parameters at the next step, so
     the updates are lost.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -9,7 +9,7 @@ from grpo_fast.examples import lecture
 from grpo_fast.rewards.rules import sort_inclusion_ordering
 
 
-def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
+def test_the_script_learns_the_lectures_task(capsys):
     model = lecture.LectureModel()
     prompts, responses, logps = lecture.sample(model, 40, torch.Generator().manual_seed(3))
     # Check the model's log-probs against the formula of the lecture, computed in fp64.
@@ -30,6 +30,5 @@ def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
     # next step.
     assert rows[11]["kl"] < rows[10]["kl"] and rows[21]["kl"] < rows[20]["kl"]
     assert min(row["kl"] for row in rows[1:]) >= 0
-    monkeypatch.setattr("sys.argv", ["lecture", "--steps", "10"])
-    lecture.main()
+    lecture.main(steps=10)
     assert "step  10:" in capsys.readouterr().out

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from tests.integrations import trl_cases
-
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
@@ -19,4 +17,6 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests.integrations import trl_cases  # needs TRL
+
     return trl_cases.folder(tmp_path_factory.mktemp("trl") / "llama")

@@ -1,4 +1,4 @@
-"""Cases of `test_sharded_heads.py`, which run on several ranks.
+"""Test cases for `test_sharded_heads.py` that run on several ranks.
 
 Each case computes the loss and the gradients of a tiny model that is sharded over the ranks.
 """
@@ -46,7 +46,7 @@ def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options
 
 
 def replicated(lm: Any, mesh: DeviceMesh) -> Any:
-    """Shard the model over two ranks, and replicate the shards on two further ranks (HSDP)."""
+    """Shard the model over two ranks, and replicate the shards on two other ranks (HSDP)."""
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return shard(lm, two, lm.lm_head)
 
@@ -77,8 +77,8 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "replicated": replicated,
 }
 # Map from each loss to the wrappers (keys of WRAPS) that are tested with it. "dapo" is computed in
-# a single pass, and "vespo" by TRL from our logps. "empty" is "dapo" with a last rank that has no
-# scored token.
+# a single pass. TRL computes "vespo" from our logps. "empty" is "dapo" where the last rank has no
+# scored tokens.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
@@ -98,7 +98,8 @@ def names(world: int) -> list[str]:
 def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
     """Return the micro-batch of a rank, or of all ranks as one batch if `rank` is None.
 
-    If `empty`, the last rank has no scored token.
+    If `empty`, the last rank has no scored token. "share" is the number of scored tokens of all
+    ranks, divided by the number of ranks.
     """
     random = torch.Generator().manual_seed(5)
     count = ROWS * world
@@ -117,7 +118,8 @@ def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
     mine = slice(None) if rank is None else slice(ROWS * rank, ROWS * (rank + 1))
     batch = {name: value[mine] for name, value in batch.items()}
     batch["prompt_mask"] = torch.ones_like(batch["prompt_ids"])
-    return batch | {"num_items_in_batch": mask.sum()}
+    share = mask.sum() / (1 if rank is None else world)
+    return batch | {"num_items_in_batch": mask.sum(), "share": share}
 
 
 def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
@@ -135,7 +137,7 @@ def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     """Compute the loss of TRL's DistillationTrainer with our fast head.
 
-    `wrap` is applied to student and teacher. Return the student, the wrapped student and the loss.
+    `wrap` wraps the student and the teacher. Return (student, wrapped student, loss).
     """
     trainer = trl_cases.distillation((str(folder), str(folder)), folder, beta=0.3)
     for parameter in trainer.teacher_model.parameters():
@@ -143,30 +145,28 @@ def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> 
     use_fast_head(trainer)
     student, trainer.model.training = trainer.model, True
     model, trainer.teacher_model = wrap(student), wrap(trainer.teacher_model)
-    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    run, share = trainer._compute_loss, batch["num_items_in_batch"] / ranks
-    loss, *_ = trainer._forward_redirection(model, student, run, student, batch, share)
+    given = student, trainer._compute_loss, student, batch, batch["share"]
+    loss, *_ = trainer._forward_redirection(model, *given)
     return student, model, loss
 
 
 def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     """Compute a loss without a trainer, with TRL's fused head or with `policy_loss`.
 
-    Return the model, the wrapped model and the loss.
+    Return (model, wrapped model, loss).
     """
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     counts = torch.cat([torch.zeros_like(batch["prompt_ids"]), batch["completion_mask"]], 1)
     inputs = {"input_ids": ids, "labels": ids.masked_fill(counts == 0, -100)}
-    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-    share = {"num_items_in_batch": batch["num_items_in_batch"] / ranks}
+    share = {"num_items_in_batch": batch["share"]}
     if what == "fused":
         add_fused_lm_head(lm)
         use_fast_head(lm)
-        model = wrap(lm)
+    model = wrap(lm)
+    if what == "fused":
         return lm, model, model(**inputs, fused_lm_head=True, **share).loss
     config = LossConfig(loss_type="reinforce", aggregation="token_mean_global")
-    model = wrap(lm)
     return lm, model, policy_loss(model, inputs, batch["advantages"], config, **share).loss
 
 
@@ -179,8 +179,8 @@ def compute(
     """
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
-    work = model_loss if what in ("fused", "policy_loss") else trainer_loss
-    work = distillation_loss if what == "distill" else work
+    others = {"fused": model_loss, "policy_loss": model_loss, "distill": distillation_loss}
+    work = others.get(what, trainer_loss)
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()
@@ -195,8 +195,8 @@ def whole(x: Tensor) -> Tensor:
 
 # transformers' Trainer accepts sharded models since version 5.23.
 TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
-# The vocabulary is odd, so two ranks have row shards of different sizes. The width is even, so they
-# have column shards of the same size.
+# The vocabulary size is odd, so two ranks have row shards of different sizes. The hidden size is
+# even, so they have column shards of the same size.
 VOCABULARY, WIDTH, TOKENS = 61, 12, 7
 PLACEMENTS = {
     "rows": (Shard(0), Shard(0)),
@@ -270,10 +270,10 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
 
 
 def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Result]]:
-    """Train a model that transformers shards, and yield the comparison with a run under DDP.
+    """Train a model that `from_pretrained` has sharded, and yield its comparison with a DDP run.
 
     transformers shards the norm and the LM head as one group. FSDP2 then changes the class of the
-    head, which the trainer must still recognise as a linear layer.
+    head. The trainer must still recognise the head as a linear layer.
     """
     from transformers.distributed import DistributedConfig
 

@@ -5,28 +5,46 @@ test_recorded_trees.py.
 """
 
 import copy
-import importlib
 import itertools
+import math
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import TrainingArguments
 
 from grpo_fast import LossConfig
 from grpo_fast.examples import openrlhf_loss, plain_loop, prime_rl_loss
+from grpo_fast.examples.hf_trainer import PolicyTrainer
 from tests import grpo_reference
 from tests.command_line import ROOT
 from tests.integrations import trainer_packages
 from tests.tiny import tiny_model
 
 
-def reference_loop(
-    model, prompts, config, *, steps, group_size, inner_iterations, max_new_tokens, learning_rate
-):
+def updates(model, batch, advantages, optimizer, ref=None, max_norm=math.inf, **options):
+    """Make two updates on a batch in plain torch, and return the metrics of each update.
+
+    The old logps are computed before the first update.
+    """
+    with torch.no_grad():
+        old = grpo_reference.token_logps(model, batch)[0]
+    history = []
+    for _ in range(2):
+        loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, ref, **options)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        history.append({**metrics, "loss": loss.detach(), "grad_norm": norm})
+    return history
+
+
+def reference_loop(model, prompts, *, steps, group_size, max_new_tokens, learning_rate):
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     history = []
     for _ in range(steps):
@@ -42,33 +60,26 @@ def reference_loop(
         rewards = plain_loop.even_ids(labels[:, prompts.shape[1] :])
         advantages = grpo_reference.group_advantages(rewards, group_size)
         model.train()
-        batch = {"input_ids": ids, "labels": labels}
-        with torch.no_grad():
-            old = grpo_reference.token_logps(model, batch)[0]
-        for _ in range(inner_iterations):
-            loss, _, metrics = grpo_reference.grpo(model, batch, advantages, old, None)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            metrics["reward"] = rewards.mean()
-            history.append({name: float(value) for name, value in metrics.items()})
+        for metrics in updates(model, {"input_ids": ids, "labels": labels}, advantages, optimizer):
+            del metrics["grad_norm"]
+            history.append({**metrics, "reward": rewards.mean()})
     return history
 
 
 def test_plain_loop_equals_the_tutorial():
     model = tiny_model("qwen2", vocab_size=31)
     twin = copy.deepcopy(model)
-    options = dict(steps=2, group_size=4, inner_iterations=2, max_new_tokens=8, learning_rate=1e-2)
+    options = dict(steps=2, group_size=4, max_new_tokens=8, learning_rate=1e-2)
     prompts = torch.tensor([[3, 4, 5], [7, 8, 9]])
     config = LossConfig(loss_type="grpo", compute_entropy=True)
     torch.manual_seed(5)
     history = plain_loop.train(model, prompts, plain_loop.even_ids, config, **options)
     torch.manual_seed(5)
-    expected = reference_loop(twin, prompts, config, **options)
+    expected = reference_loop(twin, prompts, **options)
     assert len(history) == len(expected) == 4
     for mine, theirs in zip(history, expected, strict=True):
         for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+            assert mine[name] == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
     assert max(h["clip_ratio/region_mean"] for h in history) > 0
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         # A few weights may differ. AdamW makes a full step even if a gradient is near 0, so
@@ -85,14 +96,7 @@ def test_plain_loop_as_a_script():
     assert len(rewards) == 20 and rewards[-1] > rewards[0] + 0.05
 
 
-@pytest.fixture(scope="module")
-def hf_trainer():
-    return importlib.import_module("grpo_fast.examples.hf_trainer").PolicyTrainer
-
-
 def arguments(folder, **changes):
-    from transformers import TrainingArguments
-
     options = dict(
         output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2,
         max_steps=2, learning_rate=0.05, optim="sgd", lr_scheduler_type="constant",
@@ -118,11 +122,11 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 def tutorial_step(model, rows) -> torch.Tensor:
     """Make an SGD step on these rows in plain torch, and return the loss.
 
-    The attribute `grad` of the parameters keeps the gradients.
+    Afterwards, the parameters still hold their gradients in `.grad`.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    given = batch["advantages"], batch["old_logps"], None
-    loss, *_ = grpo_reference.grpo(model, batch, *given, by_token=True)
+    given = batch, batch["advantages"], batch["old_logps"], None
+    loss, *_ = grpo_reference.grpo(model, *given, by_token=True)
     model.zero_grad()
     loss.backward()
     with torch.no_grad():
@@ -131,7 +135,7 @@ def tutorial_step(model, rows) -> torch.Tensor:
     return loss
 
 
-def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
+def test_hf_trainer_equals_the_tutorial(tmp_path):
     """Check that two micro-batches give the same weights as one pass over all tokens of a step.
 
     Also check that unsuitable configurations raise an error.
@@ -142,7 +146,7 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
     model.accepts_loss_kwargs = False
     config = LossConfig(loss_type="dapo", compute_entropy=True)
     rows = {"train_dataset": data, "eval_dataset": data[:2]}
-    trainer = hf_trainer(model, arguments(tmp_path), loss_config=config, **rows)
+    trainer = PolicyTrainer(model, arguments(tmp_path), loss_config=config, **rows)
     order = list(range(8))
     trainer._get_train_sampler = lambda *_: order
     trainer.train()
@@ -155,12 +159,13 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
     assert "eval_loss" in trainer.evaluate()
     model = tiny_model("qwen2", num_hidden_layers=1)
     with pytest.raises(ValueError, match="aggregation: expected 'token_mean_global'"):
-        hf_trainer(model, arguments(tmp_path), loss_config=LossConfig(loss_type="grpo"))
+        PolicyTrainer(model, arguments(tmp_path), loss_config=LossConfig(loss_type="grpo"))
     with pytest.raises(ValueError, match="remove_unused_columns: expected False"):
-        hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
+        wrong = arguments(tmp_path, remove_unused_columns=True)
+        PolicyTrainer(model, wrong, loss_config=LossConfig())
 
 
-# The bounds of all corrections of OpenRLHF exclude some tokens or sequences, but not all.
+# Bounds for each OpenRLHF correction. They exclude some of the tokens or sequences, but not all.
 BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
 CORRECTIONS += [
@@ -194,8 +199,8 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 def test_openrlhfs_loss():
     """Check that our loss and OpenRLHF's loss are equal for every correction and option.
 
-    The test uses small and large changes of the logps. The losses are divided by the number of
-    tokens of the batch, and by that of all ranks.
+    The test uses small and large changes of the logps. The losses are divided once by the number of
+    tokens in the batch, and once by the number of tokens on all ranks.
     """
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
     counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}
@@ -218,19 +223,12 @@ def test_openrlhfs_loss():
         openrlhf_loss.PolicyLoss(loss)
 
 
-@dataclass
-class LossInputs:
-    trainer_logprobs: Tensor
-    inference_logprobs: Tensor
-    teacher_logprobs: Tensor | None
-    advantages: Tensor
-    loss_mask: Tensor
+class LossInputs(SimpleNamespace):
+    pass
 
 
-@dataclass
-class LossOutputs:
-    loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+class LossOutputs(SimpleNamespace):
+    pass
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -241,7 +239,10 @@ def test_prime_rls_documented_loss(beta):
     new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()
     mask = torch.rand(11, generator=random) > 0.3
     advantages = torch.randn(11, generator=random)
-    x = LossInputs(new, old, old - 0.2 if beta else None, advantages, mask)
+    x = LossInputs(
+        trainer_logprobs=new, inference_logprobs=old, advantages=advantages, loss_mask=mask,
+        teacher_logprobs=old - 0.2 if beta else None,
+    )  # fmt: skip
     out = prime_rl_loss.policy_loss(x, loss_type="grpo", epsilon_low=0.2, beta=beta)
     (gradient,) = torch.autograd.grad(out.loss, new)
     ratio = torch.exp(new - old)

@@ -47,7 +47,7 @@ def run_example(module, names):
     return names
 
 
-def flattened(model, samples, advantages, old, support=None):
+def flattened(model, samples, advantages, old):
     """Compute the loss of samples in separate rows, and return it with the model's gradients."""
     model.set_attn_implementation("eager")
     hidden, targets = [], []
@@ -61,7 +61,7 @@ def flattened(model, samples, advantages, old, support=None):
     config = LossConfig(**head.logit_kwargs)
     out = linear_grpo_loss(
         torch.cat(hidden), head.weight, torch.cat(targets), advantages, config, old_logps=old,
-        cu_seqlens=ends, support=support,
+        cu_seqlens=ends,
     )  # fmt: skip
     model.zero_grad()
     out.loss.backward()
@@ -86,8 +86,8 @@ def test_traces_of_verifiers():
     # not be packed, because it predicts nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # For comparison, build one sample with all turns for each branch. If two branches share a turn,
-    # only one of the two samples trains it.
+    # For comparison, build one sample with all turns for each branch. A turn that two branches
+    # share is trained in only one of the two samples.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -168,6 +168,8 @@ MASKS = [
 ]  # fmt: skip
 # Each entry has a path in the second trace, invalid values to set there, and the expected message.
 BAD = [
+    ("nodes.0", [{**records()[1]["nodes"][1], "parent": None, "mask": [True] * 5 + [False]}],
+     ".nodes[0]: expected no sampled token at position 0, got"),
     ("nodes.3.parent", [9, -1, 3, 1.0, True, "0"],
      ".nodes[3].parent: expected None or one of the 3 nodes before it"),
     ("nodes.2.token_ids", [[]], ".nodes[2].token_ids: expected the tokens of"),
@@ -207,14 +209,6 @@ def test_bad_traces_are_refused_by_node(path, value, message):
         read_traces(broken((path, value)))
 
 
-def test_a_sampled_first_token_is_refused():
-    node = {**records()[1]["nodes"][1], "parent": None, "mask": [True] * 5 + [False]}
-    with pytest.raises(
-        ValueError, match=r"nodes\[0\]: expected no sampled token at position 0, got"
-    ):
-        read_traces(broken(("nodes.0", {**records()[1]["nodes"][0], **node})))
-
-
 def chain(count: int, parents: list[int | None] | None = None) -> dict:
     """Return a trace of `count` nodes with two tokens each, of which the second is sampled.
 
@@ -245,8 +239,8 @@ def test_what_a_trace_says_about_itself(tmp_path):
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
 
-    # Advantages must come from the nodes. Branches of an untrained agent and of an abandoned
-    # compaction must be skipped.
+    # If the nodes of a trace have advantages, the branches must contain them. An agent that is not
+    # trainable must have no branches, and neither must an abandoned attempt at a compaction.
     nodes = enumerate(records()[1]["nodes"])
     credit = [(f"nodes.{i}.advantages", [0.5 * k for k, _ in enumerate(node["logprobs"])])
               for i, node in nodes]  # fmt: skip
@@ -267,7 +261,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """Check that samples of TRL are packed with the values that TRL's own tree has.
+    """Check that packing TRL's samples gives the same values as TRL's own tree.
 
     The loss must equal the loss of the samples in separate rows.
     """
@@ -292,8 +286,8 @@ def test_samples_of_trl():
     assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
     per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
     assert torch.equal(per_token, theirs["advantages"])
-    # TRL's tree has more tokens than our row, because it starts a branch one token earlier, and
-    # includes the last tokens, which predict nothing.
+    # TRL's tree has more tokens than our row. It starts each branch one token earlier, and it keeps
+    # the last token of each branch, which predicts nothing.
     assert batch.pack.layout.total < len(theirs["input_ids"])
     positions = theirs["position_ids"][theirs["token_index"]]
     assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)

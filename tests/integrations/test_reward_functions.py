@@ -25,8 +25,8 @@ FUNCTIONS = {
 def rows(is_chat):
     texts = trl_cases.prompts(8)
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
-    # In TRL, `answer` and `answers` are ordinary columns of the data set. In our rewards with TRL's
-    # signature, they must be, too, although other rewards of ours get `answers` as a special name.
+    # In TRL, `answer` and `answers` are ordinary columns of the data set. The same must hold for
+    # our rewards with TRL's signature, although `answers` is a special name for our other rewards.
     return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
             for i, prompt in enumerate(prompts)]  # fmt: skip
 
@@ -34,17 +34,15 @@ def rows(is_chat):
 class Recorded(GRPOTrainer):
     """TRL's trainer with an attribute `seen`, which records each computation of rewards.
 
-    An entry of `seen` has the step, the inputs, the completion ids, the rewards and the logs.
+    An entry of `seen` contains the step, the inputs, the completion ids, the rewards and the logs.
     """
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         logged = dict(self._pending_metrics), dict(self._pending_extra_logs)
         ids = [list(each) for each in completion_ids_list]
-        self.seen = [
-            *getattr(self, "seen", []),
-            (self.state.global_step, inputs, ids, found, logged),
-        ]
+        entry = self.state.global_step, inputs, ids, found, logged
+        self.seen = [*getattr(self, "seen", []), entry]
         return found
 
 
@@ -58,7 +56,7 @@ def test_functions_of_trl_give_equal_rewards(model_path, tmp_path, is_chat, here
     theirs._tokenizer.chat_template = TEMPLATE
     theirs.train()
     names = trl_rewards.NAMES
-    assert len(names) >= 12 and len(theirs.seen) == 2
+    assert len(theirs.seen) == 2
     specs = [spec(f"{trl_rewards.__file__}:{name}", in_process=here) for name in names]
     rewards = build_rewards(specs)
     assert {reward.convention for reward in rewards.rewards} == {"trl"}

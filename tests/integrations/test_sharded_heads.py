@@ -12,8 +12,8 @@ pytest.importorskip("trl", minversion="1.16")
 ranks = importlib.import_module("tests.integrations.sharded_ranks")
 CASES = [(n, case) for n in (2, 4) for case in [*ranks.names(n), *ranks.PUBLIC]]
 RUNS = ["train-untied", "train-tied"]
-# Relative tolerances of losses and gradients. The tolerance in bf16 is large, because not only the
-# head, but all layers of the tiny model round to bf16.
+# Relative tolerances of losses and gradients. The tolerance in bf16 is large, because all layers of
+# the tiny model round to bf16, not only the head.
 TOLERANCE, IN_BF16 = 1e-5, 0.08
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", minversion="1.16")
-trl = importlib.import_module("trl")
+trl = pytest.importorskip("trl", minversion="1.16")
 utils = importlib.import_module("trl.trainer.utils")
 cases = importlib.import_module("tests.integrations.trl_cases")
 head = importlib.import_module("grpo_fast.integrations.trl.head")
@@ -52,9 +51,7 @@ def call(function: Any, arguments: tuple, outputs: tuple[str, ...] = ALL, **rule
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_outputs_and_gradients(name, with_bias, monkeypatch):
-    monkeypatch.setattr(
-        head, "BLOCK_ELEMENTS", 150
-    )  # the metrics are computed for 2 rows at a time
+    monkeypatch.setattr(head, "BLOCK_ELEMENTS", 150)  # computes metrics for 2 rows at a time
     results = []
     for function in BOTH:
         hidden, weight, bias, targets = tensors()
@@ -183,33 +180,21 @@ def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
     torch.testing.assert_close(ours.log_probs, theirs.log_probs)
 
 
-def sft(path: str, output: Any, **options: Any) -> Any:
-    from datasets import Dataset
-
-    text = [{"prompt": p, "completion": " The answer is 42."} for p in cases.prompts(8)]
-    data, options = Dataset.from_list(text), {"max_length": 64, **options}
-    return make(trl.SFTTrainer, trl.SFTConfig, path, output, data, **options)
+ANSWERS = {
+    "SFT": {"completion": " The answer is 42."},
+    "DPO": {"chosen": " It is 42.", "rejected": " It may be 7 or so."},
+}
 
 
-def dpo(path: str, output: Any, **options: Any) -> Any:
-    from datasets import Dataset
-
-    rows = [
-        {"prompt": p, "chosen": " It is 42.", "rejected": " It may be 7 or so."}
-        for p in cases.prompts(8)
-    ]
-    return make(trl.DPOTrainer, trl.DPOConfig, path, output, Dataset.from_list(rows), **options)
-
-
-def make(cls: type, config: type, path: str, output: Any, data: Any, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    settings = {"output_dir": str(output), "max_steps": 2, "learning_rate": 0.1, **options}
-    settings = cases.SETTINGS | settings
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    args = config(**settings)
-    return cls(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+def build(kind: str, path: str, output: Any, **options: Any) -> Any:
+    """Build TRL's trainer for SFT or DPO."""
+    data = [{"prompt": p, **ANSWERS[kind]} for p in cases.prompts(8)]
+    settings = {
+        "output_dir": str(output), "max_steps": 2, "learning_rate": 0.1, "max_length": 64,
+        "data": data, **options,
+    }  # fmt: skip
+    classes = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
+    return cases.build(*classes, path, settings)
 
 
 @pytest.mark.parametrize("derived", [False, True])
@@ -229,19 +214,13 @@ def test_a_trainer_whose_loss_has_no_fused_head_is_refused(module, name, derived
 
 
 @pytest.mark.parametrize(
-    ("build", "options"),
-    [(sft, {}), (dpo, {}), (dpo, {"use_weighting": True}), (dpo, {"bf16": True})],
-    ids=["sft", "dpo", "dpo_wpo", "dpo_bf16"],
+    ("kind", "options"),
+    [("SFT", {}), ("DPO", {}), ("DPO", {"use_weighting": True}), ("DPO", {"bf16": True})],
 )
-def test_runs_of_other_trainers(tmp_path_factory, tmp_path, build, options, spied):
-    path = cases.folder(tmp_path_factory.getbasetemp() / "head_llama")
-    theirs, ours = build(path, tmp_path, **options), build(path, tmp_path, **options)
+def test_runs_of_other_trainers(model_path, tmp_path, kind, options, spied):
+    theirs, ours = (build(kind, model_path, tmp_path, **options) for _ in range(2))
     calls = spied(head, "fast_log_probs")
     head.use_fast_head(ours)
     theirs.train(), ours.train()
-    assert len(calls) == (2 if build is sft else 4)  # policy and reference
-    tolerance, atol = (3e-2, 2e-3) if options.get("bf16") else (1e-4, 1e-5)
-    cases.compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, tolerance / 50)
-    weights = theirs.model.state_dict()
-    for name, tensor in ours.model.state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=atol)
+    assert len(calls) == (2 if kind == "SFT" else 4)  # policy and reference
+    cases.compare_runs(theirs, ours, *((3e-2, 6e-4, 2e-3) if options.get("bf16") else ()))

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", minversion="1.16")
+trl = pytest.importorskip("trl", minversion="1.16")
 peft = importlib.import_module("peft")
 transformers = importlib.import_module("transformers")
-trl = importlib.import_module("trl")
 utils = importlib.import_module("transformers.generation.utils")
 cases = importlib.import_module("tests.integrations.trl_cases")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 originals = importlib.import_module("grpo_fast.integrations.trl.originals")
 
 Mixin = utils.GenerationMixin
-Llama, BASE = transformers.LlamaForCausalLM, transformers.PreTrainedModel
+Llama = transformers.LlamaForCausalLM
 
 
 def wrapped(function: Any) -> Callable[..., Any]:
@@ -39,24 +38,20 @@ def wrapped(function: Any) -> Callable[..., Any]:
 # Each entry has a class, the method to replace, and the name of this method in the expected reason.
 CLASSES: dict[str, tuple[Any, str, str]] = {
     "mixin": (Mixin, "generate", "model.generate"),
-    "pretrained_model": (BASE, "generate", "model.generate"),
     "class": (Llama, "generate", "model.generate"),
     "sample": (Mixin, "_sample", "model._sample"),
-    "processors": (Mixin, "_get_logits_processor", "model._get_logits_processor"),
     "criteria": (Mixin, "_get_stopping_criteria", "model._get_stopping_criteria"),
     "inputs": (Llama, "prepare_inputs_for_generation", "model.prepare_inputs_for_generation"),
     "static": (Mixin, "_expand_inputs_for_generation", "model._expand_inputs_for_generation"),
-    "update": (Mixin, "_update_model_kwargs_for_generation", "model._update_model_kwargs"),
     "top_k": (utils.TopKLogitsWarper, "__call__", "transformers.generation.TopKLogitsWarper"),
     "top_k_made": (utils.TopKLogitsWarper, "__init__", "transformers.generation.TopKLogitsWarper"),
-    "all_warpers": (utils.LogitsProcessorList, "__call__", "generation.LogitsProcessorList"),
     "end": (utils.EosTokenCriteria, "__call__", "transformers.generation.EosTokenCriteria"),
 }
 
 
 @pytest.fixture(scope="module")
 def trainers(model_path, tmp_path_factory):
-    """Return three trainers: without LoRA, and with LoRA in two classes of PEFT models."""
+    """Return a trainer without LoRA, and two with LoRA, one for each class of PEFT models."""
     out = tmp_path_factory.mktemp("originals")
     options = {"plain": {}, "lora": {"lora": {}}, "task": {"lora": {"task_type": "CAUSAL_LM"}}}
     return {
@@ -123,21 +118,21 @@ def test_a_replaced_attribute(trainers, monkeypatch, case, how, kind):
     assert trainer._sampling() == f"{reason} is not transformers' own"
 
 
+HOOKED = {  # module with a hook, and the expected reason
+    "": "a forward hook of model",
+    "lm_head": "a forward hook of lm_head",
+    "model.layers.0": "a forward hook was added after the trainer was built",
+}
+
+
 @pytest.mark.parametrize("pre", [False, True])
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("", "a forward hook of model"),
-        ("lm_head", "a forward hook of lm_head"),
-        ("model.layers.0", "a forward hook was added after the trainer was built"),
-    ],
-)
-def test_a_hook_of_somebody_else(trainers, name, reason, pre):
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_of_somebody_else(trainers, name, pre):
     trainer = trainers["plain"]
     module = trainer._lm.get_submodule(name)
     register = module.register_forward_pre_hook if pre else module.register_forward_hook
     with register(lambda *_: None):
-        assert reason in str(trainer._sampling())
+        assert HOOKED[name] in str(trainer._sampling())
     assert not isinstance(trainer._sampling(), str)
 
 

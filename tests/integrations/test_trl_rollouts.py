@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", minversion="1.16")
-trl = importlib.import_module("trl")
+trl = pytest.importorskip("trl", minversion="1.16")
+hf = importlib.import_module("transformers.generation")
 cases = importlib.import_module("tests.integrations.trl_cases")
 tools = importlib.import_module("tests.integrations.trl_tools")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
@@ -18,18 +18,20 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
+CHATS = [{"prompt": [{"role": "user", "content": text}]} for text in cases.prompts(8)]
 ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that lengths differ
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    return tools.folder(tmp_path_factory.mktemp("trl") / "caller")
+    return tools.train_caller(tmp_path_factory.mktemp("trl") / "caller")
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
     """Build a trainer that samples completions from its model.
 
-    The attribute `drawn` of the trainer records the prompts and completions of each call.
+    The attribute `drawn` of the trainer records the prompts and completions of each call, and
+    `seen` records the batches.
     """
     ends = options.pop("ends", None)
     made = cases.trainer(cls, path, output, **options)
@@ -45,6 +47,8 @@ def build(cls: type, path: str, output: Any, **options: Any) -> Any:
         return found
 
     made._generate_single_turn = turn
+    made.seen, score = [], made._generate_and_score_completions
+    made._generate_and_score_completions = lambda x: made.seen.append(score(x)) or made.seen[-1]
     return made
 
 
@@ -61,47 +65,32 @@ def both(path: str, output: Any, **options: Any) -> list[Any]:
     return [run(cls, path, output, **options) for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)]
 
 
-class ChatTemplate:
-    """Mixin that makes a trainer tokenize its prompts as chat messages."""
+GREEDY_RUNS = [
+    {},
+    {"ends": ENDS, "max_completion_length": 12},
+    {"ends": ENDS, "mask_truncated_completions": True, "max_completion_length": 3},
+    {"ends": [1, 0], "max_completion_length": 40},  # the padding token 0 is an end token, too
+    {"ends": ENDS, "evaluation": True, "num_generations_eval": 2},
+    {"ends": ENDS, "num_iterations": 2, "gradient_accumulation_steps": 2,
+     "steps_per_generation": 4, "per_device_train_batch_size": 2, "max_steps": 5},
+    {"gradient_checkpointing": True, "ends": ENDS},
+    {"lora": {}, "beta": 0.1},
+    {"bf16": True, "ends": ENDS},
+    {"dtype": torch.bfloat16, "cast_lm_head_to_fp32": True},
+    {"pad_to_multiple_of": 8, "ends": ENDS},
+    {"data": CHATS},
+]  # fmt: skip
 
-    def _tokenize_prompts(self, prompts: list) -> Any:
-        return super()._tokenize_prompts([[{"role": "user", "content": p}] for p in prompts])
 
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"ends": ENDS, "max_completion_length": 12},
-        {"ends": ENDS, "mask_truncated_completions": True, "max_completion_length": 3},
-        {"ends": [1, 0], "max_completion_length": 40},  # the padding token 0 is an end token, too
-        {"ends": ENDS, "evaluation": True, "num_generations_eval": 2},
-        {
-            "ends": ENDS, "num_iterations": 2, "gradient_accumulation_steps": 2,
-            "steps_per_generation": 4, "per_device_train_batch_size": 2, "max_steps": 5,
-        },
-        {"gradient_checkpointing": True, "ends": ENDS},
-        {"lora": {}, "beta": 0.1},
-        {"bf16": True, "ends": ENDS},
-        {"dtype": torch.bfloat16, "cast_lm_head_to_fp32": True},
-        {"pad_to_multiple_of": 8, "ends": ENDS},
-        {"chat": True},
-    ],
-    ids=lambda options: "-".join(options) or "plain",
-)  # fmt: skip
+@pytest.mark.parametrize("options", GREEDY_RUNS, ids=lambda x: "-".join(x) or "plain")
 def test_greedy_runs_are_trls(model_path, tmp_path, options):
-    options = {**GREEDY, "learning_rate": 0.5, "max_steps": 3, **options}
-    chat, pair = options.pop("chat", False), []
-    for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
-        cls = type(cls.__name__, (ChatTemplate, cls), {}) if chat else cls
-        pair.append(run(cls, model_path, tmp_path / cls.__name__, **options))
-    theirs, ours = pair
+    given = {**GREEDY, "learning_rate": 0.5, "max_steps": 3, **options}
+    theirs, ours = both(model_path, tmp_path, **given)
     assert ours.fast_path["rollouts"] == "ours", ours.fast_path
     assert ours.drawn == theirs.drawn
     if options.get("ends") == ENDS:
         assert len({len(ids) for _, found in ours.drawn for ids in found}) > 1
-    low = options.get("bf16") or "dtype" in options
-    bars = (0.02, 5e-3) if low else (1e-4, 1e-5)
+    bars = (0.02, 5e-3) if options.keys() & {"bf16", "dtype"} else (1e-4, 1e-5)
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, *bars)
     modes = [
         [x.is_gradient_checkpointing, x.config.use_cache, *(m.training for m in x.modules())]
@@ -110,7 +99,9 @@ def test_greedy_runs_are_trls(model_path, tmp_path, options):
     assert modes[0] == modes[1]
 
 
-def test_seed_step_and_turn_decide_the_tokens(model_path, tmp_path):
+def test_seed_step_and_turn_decide_the_tokens(model_path, tmp_path, monkeypatch):
+    """Check that the tokens also depend on the rank, and not on torch's global random state."""
+
     def drawn(**options: Any) -> list:
         made = {"max_steps": 3, "evaluation": True, "learning_rate": 0.0, **options}
         return run(fast.FastGRPOTrainer, model_path, tmp_path, **made).drawn
@@ -119,22 +110,16 @@ def test_seed_step_and_turn_decide_the_tokens(model_path, tmp_path):
     assert drawn() == first
     assert drawn(seed=8) != first
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
-    prompts = [[5, 6, 7]] * 4
+    prompts, state = [[5, 6, 7]] * 4, torch.get_rng_state()
     turns = [trainer._generate_single_turn(prompts, None, {}, 4)[0] for _ in range(3)]
+    assert torch.equal(torch.get_rng_state(), state)
     assert turns[0] != turns[1] != turns[2]
     trainer.state.global_step = 1
     assert trainer._generate_single_turn(prompts, None, {}, 4)[0] not in turns
-    other = build(fast.FastGRPOTrainer, model_path, tmp_path)
-    other.accelerator = type("Second", (), {"process_index": 1, "__getattr__": lambda s, n: getattr(
-        trainer.accelerator, n)})()  # fmt: skip
-    assert other._generate_single_turn(prompts, None, {}, 4)[0] not in turns
-
-
-def test_the_global_random_state_is_not_used(model_path, tmp_path):
-    trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
-    state = torch.get_rng_state()
-    trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
-    assert torch.equal(torch.get_rng_state(), state)
+    trainer.state.global_step = 0
+    trainer._drawn_at = None
+    monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
+    assert trainer._generate_single_turn(prompts, None, {}, 4)[0] not in turns
 
 
 REASONS = [
@@ -164,7 +149,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """Check that the model's generation config fills in what the trainer's config leaves None."""
+    """Check that the model's generation config fills in None values of the trainer's config."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -233,27 +218,15 @@ def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
     assert logits.argmax(-1).tolist() == ids
 
 
-def conversation(cls: type, path: str, output: Any, environment: bool, **options: Any) -> Any:
-    given = {"tools": [tools.multiply]}
-    if environment:
-        given = {"environment_factory": tools.Calculator}
-    given |= options.pop("more", {})
-    chats = [{"prompt": tools.QUESTION}] * 4
-    sizes = {"max_completion_length": 120, "learning_rate": 1e-3, "num_iterations": 2}
-    trainer = cases.trainer(cls, path, output, data=chats, more=given, **{**sizes, **options})
-    del trainer._generate_single_turn
-    trainer.seen, inner = [], trainer._generate_and_score_completions
-    scored = lambda inputs: trainer.seen.append(inner(inputs)) or trainer.seen[-1]  # noqa: E731
-    trainer._generate_and_score_completions = scored
-    trainer.train()
-    return trainer
+TOOLS = {"tools": [tools.multiply]}
+CONVERSATION = {"data": [{"prompt": tools.QUESTION}] * 4, "max_completion_length": 120,
+                "num_iterations": 2}  # fmt: skip
 
 
-@pytest.mark.parametrize("environment", [False, True], ids=["tools", "environment"])
-def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
-    classes = trl.GRPOTrainer, fast.FastGRPOTrainer
-    pair = [conversation(cls, caller, tmp_path, environment, **GREEDY) for cls in classes]
-    theirs, ours = pair
+@pytest.mark.parametrize("more", [TOOLS, {"environment_factory": tools.Calculator}], ids=list)
+def test_a_calculator_is_called_in_turns(caller, tmp_path, more):
+    options = {**CONVERSATION, **GREEDY, "learning_rate": 1e-3, "more": more}
+    theirs, ours = both(caller, tmp_path, **options)
     assert ours.fast_path["rollouts"] == "ours"
     for a, b in zip(theirs.seen, ours.seen, strict=True):
         assert torch.equal(a["completion_ids"], b["completion_ids"])
@@ -262,10 +235,12 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
 
 
-def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Compute logps (B, K) of the completion tokens after the logits warpers of transformers."""
-    from transformers import generation as hf
+WARPERS = {"top_k": hf.TopKLogitsWarper, "top_p": hf.TopPLogitsWarper, "min_p": hf.MinPLogitsWarper}
 
+
+def compare_with_warpers(trainer: Any, **options: Any) -> None:
+    """Check the old logps of the first batch against transformers' logits warpers."""
+    inputs = trainer.seen[0]
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     length = inputs["completion_ids"].shape[1]
@@ -273,14 +248,15 @@ def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         found = trainer.model(input_ids=ids, attention_mask=mask, position_ids=positions)
     scores = found.logits[:, -length - 1 : -1].flatten(0, 1) / options.get("temperature", 1.0)
-    for name, kind in (
-        ("top_k", hf.TopKLogitsWarper), ("top_p", hf.TopPLogitsWarper),
-        ("min_p", hf.MinPLogitsWarper),
-    ):  # fmt: skip
+    for name, warper in WARPERS.items():
         if name in options:
-            scores = kind(options[name])(None, scores)
+            scores = warper(options[name])(None, scores)
     logps = scores.log_softmax(-1).unflatten(0, (-1, length))
-    return logps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    expected = logps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    sampled = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+    found = inputs["old_per_token_logps"][sampled]
+    torch.testing.assert_close(found, expected[sampled], rtol=0, atol=1e-4)
+    assert trainer.fast_path["support"] == "the sampler's"
 
 
 KEPT = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}]
@@ -289,20 +265,12 @@ KEPT = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9
 @pytest.mark.parametrize("options", KEPT, ids=str)
 def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
     options = {**options, "temperature": 0.7}
-    trainer = build(
+    trainer = run(
         fast.FastGRPOTrainer, model_path, tmp_path, ends=ENDS, num_iterations=2,
         gradient_accumulation_steps=2, max_steps=2, evaluation=True, learning_rate=0.0,
         eval_strategy="steps", eval_steps=1, **options, **REPLAY,
     )  # fmt: skip
-    seen, inner = [], trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda x: seen.append(inner(x)) or seen[-1]
-    trainer.train()
-    inputs = seen[0]
-    mask = inputs["completion_mask"].bool()
-    expected = warped(trainer, inputs, **options)
-    found = inputs["old_per_token_logps"]
-    torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
-    assert trainer.fast_path["support"] == "the sampler's"
+    compare_with_warpers(trainer, **options)
     for entry in trainer.state.log_history:
         for prefix in ("", "eval_"):
             ratio = entry.get(f"{prefix}sampling/importance_sampling_ratio/mean")
@@ -314,18 +282,14 @@ def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
 
 
 def test_replay_through_turns(caller, tmp_path):
-    options = {"top_k": 3, "temperature": 0.5, "learning_rate": 0.0, **REPLAY}
-    trainer = conversation(fast.FastGRPOTrainer, caller, tmp_path, False, **options)
-    assert trainer.fast_path["support"] == "the sampler's"
+    options = {"top_k": 3, "temperature": 0.5}
+    more = {**CONVERSATION, "learning_rate": 0.0, "more": {**TOOLS, "replay_support": True}}
+    trainer = run(fast.FastGRPOTrainer, caller, tmp_path, **options, **more)
+    compare_with_warpers(trainer, **options)
+    assert trainer.seen[0]["tool_mask"].min() == 0
     log = trainer.state.log_history[0]
     assert log["tools/call_frequency"] > 0
     assert log["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
-    inputs = trainer.seen[0]
-    mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    expected = warped(trainer, inputs, top_k=3, temperature=0.5)
-    assert inputs["tool_mask"].min() == 0
-    found = inputs["old_per_token_logps"]
-    torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
 
 
 # With each of these sampling settings only one token is possible, so results do not depend on
@@ -335,7 +299,7 @@ ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temper
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
-    """Check that logs equal TRL's logs, although the sampler keeps a single token.
+    """Check that the logs equal TRL's even if truncation leaves the sampler a single token.
 
     The logps must be computed over the full vocabulary, and one warning must say so.
     """

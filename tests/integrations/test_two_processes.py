@@ -30,9 +30,9 @@ PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 pytestmark = pytest.mark.slow
 Results = list[dict[str, Any]]
-# Errors of TRL's trainer when it resumes a run with the oldest supported versions. The tests that
-# resume are then skipped. transformers 5.17 loads tensors to "cpu:0", which torch 2.11 does not
-# accept, and peft needs a newer transformers.
+# Errors that TRL's trainer raises when it resumes a run with the oldest supported versions. Tests
+# that hit one of them are skipped. transformers 5.17 loads tensors to "cpu:0", which torch 2.11
+# does not accept, and peft needs a newer transformers.
 NOT_RESUMED = (
     "don't know how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)",
     "cannot import name 'EmbeddingParallel' from 'transformers.integrations.tensor_parallel'",
@@ -53,7 +53,7 @@ def ranks(tmp_path_factory) -> Results:
 
 
 def both(ranks: Results, case: str) -> Results:
-    """Check that both runs of a case have equal weights, and return the results of both ranks."""
+    """Check that the two runs of a case end in equal weights. Return the results of the ranks."""
     for found in ranks:
         if case not in found and found["missing"]:
             pytest.skip("; ".join(found["missing"]))
@@ -91,7 +91,7 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
 
 
 def test_the_runs_under_trl_reach_what_they_compare(ranks):
-    """Check that the runs of TRL's trainers reach the situations that they must compare.
+    """Check that the TRL runs contain the situations that the other tests are about.
 
     The situations are clipped ratios, a KL term, an entropy bonus that changes, and a rank without
     scored tokens.
@@ -112,7 +112,7 @@ def test_the_runs_under_trl_reach_what_they_compare(ranks):
 
 @pytest.mark.parametrize("name", two_trl.RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one(ranks, name):
-    """Check that a resumed run of each trainer ends with the same bits as an uninterrupted run."""
+    """Check for each trainer that a resumed run ends in the same bits as an uninterrupted run."""
     for result in both(ranks, f"trl-{name}"):
         assert result["from_start"] == [0, 0]
         assert result["path"] == SINGLE

@@ -1,15 +1,18 @@
 """Functions that build TRL trainers for parity tests, with a tiny model and fixed completions."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig
 
+from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from tests.tiny import FAMILIES, SIZES, TEXTS, tiny_model
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
 PROMPT_CHARACTERS = 40
 COMPLETION = 6
@@ -36,6 +39,21 @@ def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_ze
                 assert b[key] == wanted, (key, a["step"])
 
 
+def compare_runs(
+    theirs: Any, ours: Any, tolerance: float = 1e-4, near_zero: float = 1e-6, weights: float = 1e-5
+) -> None:
+    """Check that two trainers have equal logs and equal weights.
+
+    `tolerance` is relative, and `near_zero` is absolute. Both apply to the logs. `weights` is the
+    absolute tolerance of the weights.
+    """
+    compare_logs(theirs.state.log_history, ours.state.log_history, tolerance, near_zero)
+    expected = theirs.model.state_dict()
+    for name, x in ours.model.state_dict().items():
+        wanted = expected[name].float()
+        torch.testing.assert_close(x.float(), wanted, rtol=0, atol=weights, msg=name)
+
+
 # The questions have different lengths. No question is a prefix of a different question.
 QUESTIONS = (
     "Ada sold 48 of her clips in April and half", "Weng minds children for $12 an hour, and",
@@ -51,29 +69,21 @@ def prompts(count: int) -> list[str]:
 
 def folder(path: Path, family: str = "llama", **changes: Any) -> str:
     """Save a tiny model with a BPE tokenizer in `path`, and return the path as a string."""
-    from grpo_fast.data.tokenizer import build_bpe_tokenizer
-
     if not (path / "config.json").exists():
         tokenizer = build_bpe_tokenizer(TEXTS, 260)
         special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         fields = {**special, **SMALL, **changes, "vocab_size": len(tokenizer)}
-        model = (
-            tiny_model(family, **fields)
-            if family in FAMILIES
-            else other_model(family, {**SIZES, **fields})
-        )
+        build = tiny_model if family in FAMILIES else other_model
+        model = build(family, **fields)
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     return str(path)
 
 
-def other_model(family: str, fields: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def other_model(family: str, **fields: Any) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, bos_token_id=None, **fields)
-    )
+    config = AutoConfig.for_model(family, bos_token_id=None, **SIZES | fields)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -105,16 +115,29 @@ class Injected:
         return [*ids[:-1], 1] if length < COMPLETION else ids
 
 
-def adapter(options: dict[str, Any]) -> Any:
-    """Remove `peft_config` or `lora` from `options`, and return a PEFT config or None.
+def build(cls: type, config: type, path: str, options: dict[str, Any], **more: Any) -> Any:
+    """Build a trainer for the model in `path`.
 
-    `lora` is a dictionary with changes to a default LoraConfig.
+    Args:
+        cls: Class of the trainer.
+        config: Class of its config.
+        path: Folder of the model.
+        options: Fields of the config. Further keys are `lora` (changes to a default LoraConfig),
+            `data` (rows of the data set) and `evaluation` (True adds an evaluation set).
+        **more: Further arguments of `cls`.
     """
-    from peft import LoraConfig
-
-    lora, given = options.pop("lora", None), options.pop("peft_config", None)
-    usual = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-    return given if lora is None else LoraConfig(**{**usual, **lora})
+    rows = options.pop("data", None) or [{"prompt": prompt} for prompt in prompts(8)]
+    more["train_dataset"] = Dataset.from_list(rows)
+    if options.pop("evaluation", False):
+        more["eval_dataset"] = more["train_dataset"].select(range(2))
+    if (lora := options.pop("lora", None)) is not None:
+        more["peft_config"] = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **lora})
+    if "model" not in more:
+        more["model"] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    made = cls(args=config(**SETTINGS | options), processing_class=tokenizer, **more)
+    made.remove_callback(PrinterCallback)
+    return made
 
 
 def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **options: Any) -> Any:
@@ -125,32 +148,18 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
         path: Folder of the model.
         output: Folder of the run.
         completions: Replacement for `_generate_single_turn`, or None for `Injected`.
-        **options: Fields of GRPOConfig. Further keys are `lora` or `peft_config`, `loading`
-            (arguments of `from_pretrained`), `dtype` (of the weights), `data` (rows of the data
-            set), `evaluation` (True adds an evaluation set) and `more` (arguments of `cls`).
+        **options: Options of `build`. Further keys are `loading` (arguments of `from_pretrained`),
+            `dtype` (of the weights) and `more` (arguments of `cls`).
     """
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig
-
-    evaluation, peft_config = options.pop("evaluation", False), adapter(options)
-    dtype, loading = options.pop("dtype", torch.float32), options.pop("loading", {})
-    rows, more = options.pop("data", None), options.pop("more", {})
-    settings = SETTINGS | {
+    loading = {"dtype": options.pop("dtype", torch.float32), **options.pop("loading", {})}
+    more = {"model": AutoModelForCausalLM.from_pretrained(path, **loading), "reward_funcs": reward,
+            **options.pop("more", {})}  # fmt: skip
+    settings = {
         "output_dir": str(output), "num_generations": 4, "max_steps": 2, "learning_rate": 0.05,
         "max_completion_length": COMPLETION, "seed": 7, "max_grad_norm": 0.0, **options,
     }  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **loading)
-    data = Dataset.from_list(rows or [{"prompt": prompt} for prompt in prompts(8)])
-    fields = {
-        "model": model, "reward_funcs": reward, "args": GRPOConfig(**settings),
-        "train_dataset": data, "eval_dataset": data.select(range(2)) if evaluation else None,
-        "processing_class": AutoTokenizer.from_pretrained(path, padding_side="left"),
-        "peft_config": peft_config,
-    }  # fmt: skip
-    made = cls(**{**fields, **more})
-    made.remove_callback(__import__("transformers").PrinterCallback)
-    made._generate_single_turn = completions or Injected(model.config.vocab_size)
+    made = build(cls, GRPOConfig, path, settings, **more)
+    made._generate_single_turn = completions or Injected(made.model.config.vocab_size)
     return made
 
 
@@ -161,24 +170,15 @@ def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **optio
         folders: Folders of the student model and of the teacher model.
         output: Folder of the run.
         cls: Class of the trainer.
-        **options: Fields of DistillationConfig, and `lora` as in `trainer`.
+        **options: Options of `build`.
     """
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DistillationConfig, DistillationTrainer
-
-    settings = SETTINGS | {
+    settings = {
         "output_dir": str(output), "max_steps": 3, "gradient_accumulation_steps": 2,
-        "learning_rate": 0.1, "max_completion_length": COMPLETION, **options,
+        "learning_rate": 0.1, "max_completion_length": COMPLETION, "evaluation": True, **options,
     }  # fmt: skip
-    peft_config = adapter(settings)
-    models = [AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in folders]
-    data = Dataset.from_dict({"prompt": prompts(8)})
-    made = (cls or DistillationTrainer)(
-        model=models[0], teacher_model=models[1], args=DistillationConfig(**settings),
-        train_dataset=data, eval_dataset=data.select(range(2)), peft_config=peft_config,
-        processing_class=AutoTokenizer.from_pretrained(folders[0], padding_side="left"),
-    )  # fmt: skip
-    sampled = Injected(models[0].config.vocab_size)
+    teacher = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    cls = cls or DistillationTrainer
+    made = build(cls, DistillationConfig, folders[0], settings, teacher_model=teacher)
+    sampled = Injected(made.model.config.vocab_size)
     made._generate_single_turn = lambda *given: sampled(*given)[0]
     return made

@@ -9,14 +9,6 @@ def text_of(completion):
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-def length(completions, **kwargs):
-    return [-len(text_of(completion)) / 100 for completion in completions]
-
-
-def correct(completions, answer, **kwargs):
-    return [float(gold[0] in text_of(c)) for c, gold in zip(completions, answer, strict=True)]
-
-
 def every_argument(prompts, completions, completion_ids, answer, level, trainer_state,
                    log_extra, log_metric, **others):  # fmt: skip
     log_extra("seen", [str(level_) for level_ in level])
@@ -42,7 +34,7 @@ async def asynchronous(completions, **kwargs):
 
 
 class Scaled:
-    """Reward with state. Both trainers get an instance of this class."""
+    """Reward with state. Each trainer gets an instance of this class."""
 
     def __init__(self, scale=3.0):
         self.scale = scale
@@ -108,7 +100,6 @@ def last_message(prompts, completions, **kwargs):
 
 
 NAMES = (
-    "length", "correct", "every_argument", "from_kwargs", "some_do_not_apply", "asynchronous",
-    "scaled", "partial", "matches", "array", "generator", "metrics", "FromTheTrainer",
-    "last_message",
+    "every_argument", "from_kwargs", "some_do_not_apply", "asynchronous", "scaled", "partial",
+    "matches", "array", "generator", "metrics", "FromTheTrainer", "last_message",
 )  # fmt: skip

@@ -36,8 +36,11 @@ class Calculator:
 Calculator.multiply.__doc__ = multiply.__doc__  # TRL passes it to the model
 
 
-def folder(path: Path) -> str:
-    """Train a tiny model on one conversation with a tool call, save it, and return its path."""
+def train_caller(path: Path) -> str:
+    """Train a tiny model on one conversation with a tool call, and save it.
+
+    Return `path` as a string.
+    """
     import trl
 
     from grpo_fast.data.tokenizer import build_bpe_tokenizer

@@ -1,4 +1,4 @@
-"""Cases that train with Lightning and with `Trainer` of transformers on two ranks.
+"""Cases that train with Lightning and with transformers' `Trainer` on two ranks.
 
 For comparison, plain torch trains in one process on the rows of both ranks.
 """
@@ -24,7 +24,7 @@ SIZES = (8, 4)  # number of completions in the batches of rank 0 and rank 1
 STEPS = 2
 
 
-# For each case, the options of our loss and the equal options of the reference in plain torch.
+# For each case, the options of our loss and the equivalent options of the plain torch reference.
 LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo", "beta": 0.05}, {}),
     "dapo": ({"loss_type": "dapo"}, {"by_token": True}),
@@ -37,26 +37,14 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
-def tutorial_step(model, reference, batch, optimizer, **loss_options: Any) -> dict[str, float]:
-    """Train on a batch in plain torch, and return the mean metrics of its two updates.
-
-    The old and the reference logps are computed before the first update.
-    """
+def tutorial_step(model, reference, batch, optimizer, **options: Any) -> dict[str, float]:
+    """Train on a batch in plain torch, and return the mean metrics of its two updates."""
     advantages = grpo_reference.group_advantages(batch["rewards"], 4)
     with torch.no_grad():
-        old, _, _ = grpo_reference.token_logps(model, batch)
         ref = None if reference is None else grpo_reference.token_logps(reference, batch)[0]
-    seen = []
-    for _ in range(2):
-        given = model, batch, advantages, old, ref
-        loss, _, _ = grpo_reference.grpo(*given, beta=0.05, **loss_options)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        seen.append((loss.detach(), norm))
-    means = torch.tensor(seen).mean(0).tolist()
-    return dict(zip(LOGGED, means, strict=True))
+    options |= {"beta": 0.05, "max_norm": 1.0}
+    seen = examples.updates(model, batch, advantages, optimizer, ref, **options)
+    return {name: float(sum(metrics[name] for metrics in seen)) / 2 for name in LOGGED}
 
 
 def named(model: Any) -> dict[str, Tensor]:
@@ -118,12 +106,11 @@ def hf_case(folder: Path) -> Result:
 
     Each rank makes two optimizer steps of two micro-batches.
     """
-    home = importlib.import_module("grpo_fast.examples.hf_trainer")
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples.examples(model)
     config = LossConfig(loss_type="dapo", compute_entropy=True)
     arguments = examples.arguments(folder, per_device_train_batch_size=1, max_grad_norm=100.0)
-    trainer = home.PolicyTrainer(model, arguments, train_dataset=data, loss_config=config)
+    trainer = examples.PolicyTrainer(model, arguments, train_dataset=data, loss_config=config)
     trainer._get_train_sampler = lambda *_: list(range(8))
     trainer.train()
     expected = []

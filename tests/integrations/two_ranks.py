@@ -9,15 +9,15 @@ from torch import distributed
 
 from tests.integrations import two_plain, two_trl, two_verl
 
-# The order of the sections matters. `two_plain` imports Lightning, after which verl would treat
-# every module as an abstract class.
+# `two_plain` must be last. It imports Lightning, and a process that has imported Lightning makes
+# verl treat every module as an abstract class.
 SECTIONS = (two_trl, two_verl, two_plain)
 
 
 def results_of(folder: str) -> dict[str, Any]:
     """Run all cases, and return the result or the traceback of each case on this rank.
 
-    The key "missing" has the import error of each trainer that is not installed.
+    The key "missing" holds the import error of each trainer that is not installed.
     """
     os.environ["LOCAL_RANK"] = str(distributed.get_rank())  # torchrun would set it
     found: dict[str, Any] = {"missing": []}

@@ -19,13 +19,11 @@ from tests.integrations import trl_cases
 VOCABULARY = 260
 # Several updates per generation, so that ratios leave the clip range.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
-ADAPTIVE = {
-    "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
-    "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
-}  # fmt: skip
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
+            "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1}  # fmt: skip
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-# Options of each case. There is at least one loss type that divides by completions, by the tokens
-# of a rank, and by the tokens of all ranks.
+# Options of each case. A loss type may divide by the completions, by the tokens of a rank or by the
+# tokens of all ranks. Each of these divisors is in at least one case.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", **MOVING},
     "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
@@ -33,20 +31,18 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", **MOVING, "max_steps": 3},
     "sapo": {"loss_type": "sapo", "beta": 0.1, **SYNCED, **MOVING, "max_steps": 4},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", **MOVING},
-    "lora": {
-        "loss_type": "dapo", "beta": 0.1, "lora": {}, "gradient_checkpointing": True, **MOVING,
-    },
+    "lora": {"loss_type": "dapo", "beta": 0.1, "lora": {}, "gradient_checkpointing": True,
+             **MOVING},
     "entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING, "max_steps": 3},
     # Each group has some of its completions on the first rank and some on the second.
-    "split_groups": {
-        "loss_type": "dapo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
-        "steps_per_generation": 4, "max_steps": 4, "max_grad_norm": 0.5,
-    },
+    "split_groups": {"loss_type": "dapo", "per_device_train_batch_size": 2, "max_grad_norm": 0.5,
+                     "gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 4},
     # In "empty_rank", the second rank has no scored token. In "no_prompt", the completions of the
     # second rank have empty prompts.
     "empty_rank": {"loss_type": "dapo", "mask_truncated_completions": True, **MOVING},
     "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
-    "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
+    "evaluation": {"loss_type": "dapo", "evaluation": True, "beta": 0.05,
+                   "num_generations_eval": 2, **MOVING},
 }  # fmt: skip
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
@@ -104,9 +100,9 @@ def outcome(
     """Return the result of a case on this rank.
 
     Returns:
-        Dictionary with the arguments, except for the weights. "weights" has the largest difference
-        between expected and found weights. "ranks" has the largest difference between the found
-        weights of this rank and of rank 0.
+        A dictionary of the arguments other than `expected` and `found`. It also has "weights", the
+        largest difference between expected and found weights, and "ranks", the largest difference
+        between the found weights of this rank and of rank 0.
     """
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
@@ -123,13 +119,12 @@ def compared(theirs: Any, ours: Any) -> Result:
 def run(name: str, folder: Path, output: Path) -> Result:
     """Train with `GRPOTrainer` and with `FastGRPOTrainer`, and compare both runs."""
     cut = name == "empty_rank" and distributed.get_rank() == 1
-    evaluates, pair = name == "evaluation", []
+    pair = []
     for cls in (GRPOTrainer, FastGRPOTrainer):
-        options = {**CASES[name], "evaluation": evaluates}
         cls = type(cls.__name__, (NoPrompt, cls), {}) if name == "no_prompt" else cls
-        pair.append(build(cls, folder, output / cls.__name__, options, cut))
+        pair.append(build(cls, folder, output / cls.__name__, CASES[name], cut))
         pair[-1].train()
-        if evaluates:
+        if "evaluation" in CASES[name]:
             pair[-1].evaluate()
     return compared(*pair)
 
@@ -138,8 +133,8 @@ def resume(name: str, folder: Path, output: Path) -> Result:
     """Train four steps with both trainers, and repeat the last two steps from a checkpoint.
 
     Returns:
-        The comparison of the two resumed runs. For each trainer, "from_start" has the largest
-        difference between the weights of its resumed and of its uninterrupted run.
+        The comparison of the two resumed runs. "from_start" has one number for each trainer: the
+        largest weight difference between its resumed run and its uninterrupted run.
     """
     options = {"beta": 0.05, **MOVING, **RESUMED[name], "max_steps": 4, "optim": "adamw_torch"}
     options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
@@ -156,17 +151,18 @@ def resume(name: str, folder: Path, output: Path) -> Result:
 
 
 def fast_head(name: str, folder: Path, output: Path) -> Result:
-    """Train with `GRPOTrainer`, once with the head of TRL and once with ours. Compare both runs."""
-    pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
-    for prepare in (lambda trainer: trainer, use_fast_head):
-        pair.append(build(GRPOTrainer, folder, output, options))
-        prepare(pair[-1])
-        pair[-1].train()
-    return compared(*pair)
+    """Train with `GRPOTrainer`, once with TRL's head and once with ours, and compare both runs."""
+    options = {"beta": 0.05, **MOVING}
+    theirs = build(GRPOTrainer, folder, output, options)
+    theirs.train()
+    ours = build(GRPOTrainer, folder, output, options)  # only now, because it seeds torch
+    use_fast_head(ours)
+    ours.train()
+    return compared(theirs, ours)
 
 
 class Sampled:
-    """Wrapper that restores and records the original sampling function of a trainer.
+    """Wrapper that puts back a trainer's original sampling function and records its tokens.
 
     The attribute `tokens` is a hash of all sampled tokens. Tokens 1 to 89 end a completion, so that
     the lengths of the completions differ.
@@ -185,7 +181,10 @@ class Sampled:
 
 
 def sampled(name: str, folder: Path, output: Path) -> Result:
-    """Train twice with completions that are sampled from the model, and compare both runs."""
+    """Train twice with completions sampled from the model, and compare the two runs.
+
+    The runs must sample the same tokens.
+    """
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):
         pair.append(build(cls, folder, output, options))

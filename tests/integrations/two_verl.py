@@ -21,9 +21,9 @@ from tests.integrations.two_trl import Result, outcome
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
 RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response on rank 0 and on rank 1
-# The option use_fused_kernels in verl's run and in our run. In the case "logits", the LM head is
-# untied, and verl's engine shards it in a separate group. verl's fused kernel fails for such a
-# head.
+# For each case, the option use_fused_kernels of verl's run and of our run. In the case "logits",
+# the LM head is untied, and verl's engine shards it in a separate group. verl's fused kernel fails
+# for such a head.
 FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
@@ -58,14 +58,11 @@ def engine(path: str, fused: bool) -> Any:
         fused_kernel_options={"impl_backend": "torch"},
     )  # fmt: skip
     fp32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
-    sharding = configs.FSDPEngineConfig(
-        strategy="fsdp2", use_torch_compile=False, mixed_precision=fp32
-    )
-    optimizer = configs.FSDPOptimizerConfig(
-        lr=0.05, optimizer="SGD", total_training_steps=99, weight_decay=0.0
-    )
+    sharding = {"strategy": "fsdp2", "use_torch_compile": False, "mixed_precision": fp32}
+    sgd = {"lr": 0.05, "optimizer": "SGD", "total_training_steps": 99, "weight_decay": 0.0}
     checkpoints = packages.load_verl("verl.trainer.config").CheckpointConfig()
-    made = home.FSDPEngineWithLMHead(model, sharding, optimizer, checkpoints)
+    parts = configs.FSDPEngineConfig(**sharding), configs.FSDPOptimizerConfig(**sgd)
+    made = home.FSDPEngineWithLMHead(model, *parts, checkpoints)
     made.initialize()
     return made
 
@@ -75,37 +72,25 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 def batch(seed: int, fused: bool) -> Any:
-    """Return two micro-batches of two completions as verl's TensorDict.
+    """Return this rank's two micro-batches of two completions, as verl's TensorDict.
 
-    The two ranks have different numbers of tokens.
+    The batches of the two ranks have different numbers of tokens.
     """
     rank = distributed.get_rank()
     random = torch.Generator().manual_seed(2 * seed + rank)
     lengths = RESPONSES[rank]
-    ids = [
-        torch.randint(2, 200, (p + r,), generator=random)
-        for p, r in zip(PROMPTS, lengths, strict=True)
-    ]
-    prompts, responses = zip(
-        *(row.split([p, len(row) - p]) for p, row in zip(PROMPTS, ids, strict=True)), strict=True
-    )
-
-    def logps() -> Tensor:
-        return nested([-4.5 - 2 * torch.rand(n, generator=random) for n in lengths])
-
-    tensors = {
-        "input_ids": nested(ids),
-        "position_ids": nested([torch.arange(len(row)) for row in ids]),
-        "prompts": nested(list(prompts)),
-        "responses": nested(list(responses)),
-        "response_mask": nested([torch.ones(n, dtype=torch.long) for n in lengths]),
-        "loss_mask": nested([(torch.arange(len(row)) >= len(row) - n).float()
-                             for n, row in zip(lengths, ids, strict=True)]),
-        "old_log_probs": logps(),
-        "ref_log_prob": logps(),
-        "advantages": nested([torch.full((n,), a)
-                              for n, a in zip(lengths, (1.0, -1.0, 0.5, -0.3), strict=True)]),
-    }  # fmt: skip
+    rows = []
+    for prompt, n, advantage in zip(PROMPTS, lengths, (1.0, -1.0, 0.5, -0.3), strict=True):
+        ids = torch.randint(2, 200, (prompt + n,), generator=random)
+        places = torch.arange(prompt + n)
+        rows.append({
+            "input_ids": ids, "position_ids": places, "prompts": ids[:prompt],
+            "responses": ids[prompt:], "response_mask": torch.ones(n, dtype=torch.long),
+            "loss_mask": (places >= prompt).float(), "advantages": torch.full((n,), advantage),
+            "old_log_probs": -4.5 - 2 * torch.rand(n, generator=random),
+            "ref_log_prob": -4.5 - 2 * torch.rand(n, generator=random),
+        })  # fmt: skip
+    tensors = {name: nested([row[name] for row in rows]) for name in rows[0]}
     settings = {
         "temperature": 0.9, "global_batch_size": 8, "micro_batch_size_per_gpu": 2,
         "use_dynamic_bsz": False, "use_remove_padding": False, "use_fused_kernels": fused,
@@ -128,8 +113,8 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Make one training step with each loss, and return the metrics of each step and the weights.
 
-    The aggregation changes from step to step. With the prefix "", the losses are verl's, and with
-    "fast_", they are ours.
+    The aggregation changes from step to step. The losses are verl's if the prefix is "", and ours
+    if it is "fast_".
     """
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss

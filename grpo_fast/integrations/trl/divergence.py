@@ -26,7 +26,7 @@ KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 
 
 def swap_divergence(trainer: DistillationTrainer, handle: FastHead) -> None:
-    """Compute the loss of one trainer, its gradient and the student's entropy with our kernels.
+    """Make one trainer compute its loss, gradient and student entropy with our kernels.
 
     `handle.undo()` restores TRL's loss.
     """

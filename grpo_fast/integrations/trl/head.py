@@ -10,9 +10,9 @@ names have other values:
 
 - `_ChunkedLogProbFunction` calls our kernels.
 - `_use_triton` always returns True, so that TRL removes the masked rows before it calls the head.
-- `DTensor` is an empty tuple, so that TRL does not gather a sharded weight, which would leave the
-  gradient of the weight unreduced. Our kernels run inside the forward of the head, where FSDP2
-  gathers the weight and reduces its gradient.
+- `DTensor` is an empty tuple, so that TRL does not gather a sharded weight. TRL would not reduce
+  the gradient of the gathered weight over the ranks. Our kernels run inside the forward of the
+  head, where FSDP2 gathers the weight and reduces its gradient.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import inspect
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 KERNEL = "_ChunkedLogProbFunction"
 COMPACTS = "_use_triton"
 GATHERED = "DTensor"
+# Variables in the closure of the forward with TRL's fused head.
+CLOSURE = ("temperature", "final_logit_softcapping", "logit_scale", "cast_lm_head_to_fp32")
 # TRL trainers whose loss calls the fused head. GKDTrainer and GOLDTrainer inherit the head from
 # SFTTrainer, but they are not in this list, because their loss needs full logits.
 SERVED = (
@@ -105,9 +108,6 @@ def _swap(
     """Replace the model's forward by one that uses our kernels while `handle` is active."""
     theirs = _require_fused(model)
     before = model.forward
-    missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
-    if missing:
-        raise _not_1_16(f"{sorted(missing)} in the fused LM head")
     ours = _with_our_head(theirs, model)
     run_inside(model.get_output_embeddings())
     # accelerate wraps the forward of a prepared model in autocast. Our forward does not call the
@@ -121,7 +121,7 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # A deep copy of the model shares this function. Use the head of the copy then.
+            # A deep copy of the model shares this function, but must use the head of the copy.
             function = ours if self is model else _with_our_head(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
@@ -162,16 +162,16 @@ def fast_log_probs(
     """Compute the results of TRL's function `_ChunkedLogProbFunction.apply` from its arguments.
 
     Returns:
-        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). Except for
-        logps, an output that `outputs` does not name is None.
+        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). Outputs other
+        than logps are None unless `outputs` names them.
     """
     rule = Rule(temperature, final_logit_softcapping, logit_scale)
     dtype = compute_dtype(hidden)
     h = hidden.to(dtype)
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    # Disable autocast. The tensors already have the dtype in which TRL computes the head, and
-    # autocast would cast fp32 tensors to 16 bits.
+    # Disable autocast. The tensors already have the dtype that TRL uses for the head, and autocast
+    # would cast fp32 tensors to 16 bits.
     with torch.autocast(hidden.device.type, enabled=False):
         logps = linear_logps(
             h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
@@ -266,7 +266,7 @@ class FusedHead(NamedTuple):
 
 
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the transformers model inside a PEFT model, or a model that is not a PEFT model."""
+    """Return the transformers model inside a PEFT model. Return any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -274,16 +274,11 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
     """Return the settings of a model's fused head, which TRL stores in the closure of the forward.
 
     Raises:
-        ValueError: The model has no fused head. Or the closure lacks a variable of TRL 1.16.
+        ValueError: The model has no fused head, or the head lacks a variable that TRL 1.16 has.
     """
     known = inspect.getclosurevars(_require_fused(model)).nonlocals
-    try:
-        softcap = known["final_logit_softcapping"]
-        scale = float(known["logit_scale"])
-        rule = Rule(float(known["temperature"]), softcap, scale)
-        return FusedHead(rule, bool(known["cast_lm_head_to_fp32"]))
-    except KeyError as missing:
-        raise _not_1_16(f"{missing} in the fused LM head") from None
+    temperature, softcap, scale, cast_to_fp32 = (known[name] for name in CLOSURE)
+    return FusedHead(Rule(float(temperature), softcap, float(scale)), bool(cast_to_fp32))
 
 
 def _fused_function(model: PreTrainedModel) -> types.FunctionType | None:
@@ -300,20 +295,18 @@ def _fused_function(model: PreTrainedModel) -> types.FunctionType | None:
 
 
 def _require_fused(model: PreTrainedModel) -> types.FunctionType:
-    """Return TRL's forward with the fused head. Raise a ValueError if the model has none."""
+    """Return TRL's forward with the fused head. Raise a ValueError if it is not as in TRL 1.16."""
     function = _fused_function(model)
     if function is None:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"
-        came = f"{type(model).__name__} with trl {_version()}"
+        came = f"{type(model).__name__} with trl {version('trl')}"
         raise ValueError(f"model: expected {expected}, got {came}")
+    code = function.__code__
+    missing = {KERNEL, COMPACTS, *CLOSURE} - {*code.co_names, *code.co_freevars}
+    if missing:
+        raise _not_1_16(f"{sorted(missing)} in the fused LM head")
     return function
 
 
 def _not_1_16(missing: str) -> ValueError:
-    return ValueError(f"trl {_version()}: expected {missing}, as in trl 1.16")
-
-
-def _version() -> str:
-    import trl
-
-    return trl.__version__
+    return ValueError(f"trl {version('trl')}: expected {missing}, as in trl 1.16")

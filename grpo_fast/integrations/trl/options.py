@@ -6,8 +6,8 @@ that the option affects, and the trainer's `fast_path` names the option.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,13 +34,10 @@ SAME_NAME = (
 )  # fmt: skip
 PROBE_TOLERANCE = 1e-4
 COMPILED = "torch_compile: our forward is not compiled"
-# Function that runs TRL's `_compute_loss` on (inputs, logps, entropies) and returns the loss.
-TheirLoss = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
-STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return which option of the trainer or the model needs TRL's padded forward, or None."""
+    """Return an option of the trainer or the model that needs TRL's padded forward, or None."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -54,7 +51,7 @@ def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
 
 
 def unusual_model(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return which option neither our forward nor our sampler supports, or None."""
+    """Return an option of the model that neither our forward nor our sampler supports, or None."""
     head = lm.get_output_embeddings()
     peft_configs = list(getattr(trainer.model, "peft_config", {}).values())
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -85,7 +82,7 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Return which layer has attention dropout and which setting disables it, or None."""
+    """Return a layer with attention dropout and the setting that disables it, as text, or None."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
@@ -100,7 +97,7 @@ def _attention_dropout(lm: nn.Module) -> str | None:
 
 
 class SinglePass(NamedTuple):
-    """Arguments of `linear_grpo_loss` for one micro-batch of B completions with K columns."""
+    """Arguments of `linear_grpo_loss` for B completions, padded to K tokens."""
 
     config: LossConfig
     advantages: Tensor  # (B,) or (B, K)
@@ -112,8 +109,6 @@ class SinglePass(NamedTuple):
 
 def single_pass_reason(trainer: GRPOTrainer) -> str | None:
     """Return why one pass over the logits cannot compute loss and gradient, or None if it can."""
-    if trainer.aux_loss_enabled:
-        return "router_aux_loss_coef"
     try:
         config = loss_config(trainer)
     except ValueError as error:
@@ -132,28 +127,22 @@ def loss_config(trainer: GRPOTrainer, **head: Any) -> LossConfig:
         **head: Temperature, softcap and logit_scale of the LM head.
 
     Raises:
-        ValueError: LossConfig does not know the loss type, or refuses the value of an option.
+        ValueError: LossConfig does not know the loss type, or refuses an option's value.
     """
     args = trainer.args
     own = {name: getattr(trainer, name) for name in SAME_NAME}
     read = {name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))}
+    corrections: tuple[Correction, ...] = ()
+    if trainer.off_policy_mask_threshold is not None:
+        # TRL drops a completion with a negative advantage if the mean of (behaviour logp - current
+        # logp) over its tokens exceeds the threshold.
+        low = math.exp(-trainer.off_policy_mask_threshold)
+        ratio = "current/behaviour"
+        corrections = (Correction("reject", low, None, "geometric", ratio, advantages="negative"),)
     return LossConfig(
         **own, **read, **head, kl_times_ratio=args.use_bias_correction_kl, compute_entropy=True,
-        corrections=_off_policy_mask(trainer.off_policy_mask_threshold),
+        corrections=corrections,
     )  # fmt: skip
-
-
-def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
-    """Return the correction that has the effect of TRL's off-policy mask.
-
-    TRL drops a completion under two conditions. Its advantage is negative, and the mean of
-    (behaviour logp - current logp) over its tokens exceeds the threshold.
-    """
-    if threshold is None:
-        return ()
-    low = math.exp(-threshold)
-    ratio = "current/behaviour"
-    return (Correction("reject", low, None, "geometric", ratio, advantages="negative"),)
 
 
 def single_pass(
@@ -170,8 +159,8 @@ def single_pass(
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Multiply the advantages by the importance weights, where TRL multiplies the losses of the
-        # tokens. The effect is the same, because the loss of a token is proportional to its
+        # Multiply the advantages by the importance weights. TRL multiplies the token losses
+        # instead. The effect is the same, because the loss of a token is proportional to its
         # advantage, and the weights do not change the sign of an advantage.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
@@ -180,16 +169,17 @@ def single_pass(
     divisor = accumulation
     coefficient = applied_entropy_coef(trainer)
     config = loss_config(trainer, **head)
-    # TRL divides the summed loss of these loss types by the tokens of the generation batch. It
-    # divides the loss of the others by a count in the micro-batch, and by the accumulation steps.
+    # With a global token mean, TRL divides the summed loss by the tokens of the generation batch.
+    # With other aggregations, TRL divides by a count of the micro-batch and by the accumulation
+    # steps.
     if config.aggregation == "token_mean_global":
         share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
         divisor = 1.0
         if coefficient:
-            # Scale the coefficient of the entropy bonus. `linear_grpo_loss` divides the bonus by
-            # the tokens of the generation batch, as it divides the policy term. TRL averages the
-            # bonus over the micro-batch.
+            # Scale the coefficient of the entropy bonus. `linear_grpo_loss` divides the sum of the
+            # entropies by num_items. TRL divides it by the tokens of the micro-batch and by the
+            # accumulation steps.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = config.replace(entropy_coef=coefficient)
     old = inputs.get("old_per_token_logps")
@@ -200,15 +190,11 @@ def single_pass(
 
 def applied_entropy_coef(trainer: GRPOTrainer) -> float:
     """Return the coefficient of the entropy bonus in this step, or 0 without a bonus."""
-    if not trainer._entropy_bonus_enabled:
-        return 0.0
-    entropy = trainer._last_world_entropy
-    target = trainer.args.entropy_target
-    is_gated = trainer.use_adaptive_entropy and entropy > target
-    return 0.0 if is_gated else trainer.entropy_coef
+    is_above = trainer._last_world_entropy > trainer.args.entropy_target
+    return 0.0 if trainer.use_adaptive_entropy and is_above else trainer.entropy_coef
 
 
-def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
+def probe(trainer: GRPOTrainer) -> str | None:
     """Compare our objective with the objective of the installed TRL on random tokens.
 
     A new release of TRL, or a subclass, may change the objective. The tokens reach every branch of
@@ -216,24 +202,17 @@ def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
     completion, and tool tokens.
 
     Args:
-        trainer: A GRPOTrainer in train mode.
-        theirs: Function that computes TRL's loss from (inputs, logps, entropies).
+        trainer: A FastGRPOTrainer in train mode.
 
     Returns:
         A sentence that describes the difference, or None if the objectives are equal.
     """
-    # 1. Compute TRL's loss. Then restore the metrics and the state of the adaptive entropy bonus,
-    # because the random tokens have changed them.
-    device = trainer.accelerator.device
-    inputs, logps, entropies = _random_inputs(trainer, device)
-    saved = {name: getattr(trainer, name, None) for name in STATE}
-    metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-    expected = theirs(inputs, logps, entropies)
-    trainer._metrics["train"].clear()
-    trainer._metrics["train"].update(metrics)
-    for name, value in saved.items():
-        if hasattr(trainer, name):
-            setattr(trainer, name, value)
+    # 1. Compute TRL's loss in a copy of the trainer, because the loss function changes the metrics
+    # and the state of the adaptive entropy bonus.
+    inputs, logps, entropies = _random_inputs(trainer, trainer.accelerator.device)
+    twin = copy.copy(trainer)
+    twin._metrics = copy.deepcopy(trainer._metrics)
+    expected = twin._their_loss(inputs, logps, entropies)
     # 2. Compute our loss for the same tokens.
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     job = single_pass(trainer, inputs, int(mask.sum()))
@@ -258,11 +237,12 @@ def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
 def _random_inputs(
     trainer: GRPOTrainer, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return inputs of TRL's `_compute_loss`, logps and entropies of six random completions."""
-    completions = 6
-    length = 9
+    """Return random inputs of TRL's `_compute_loss`, with their logps and entropies.
+
+    The inputs have six completions.
+    """
     random = torch.Generator().manual_seed(0)
-    shape = (completions, length)
+    shape = (6, 9)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=random).to(device)
@@ -277,9 +257,9 @@ def _random_inputs(
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # The importance ratios are from 0.3 to 3, so that some of them exceed each clip bound and
-        # `delta`.
-        "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
+        # The importance ratios range from 0.3 to 3, so that some of them exceed each clip bound
+        # and `delta`.
+        "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, 9, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:

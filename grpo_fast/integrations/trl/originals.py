@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Methods of GenerationMixin that choose tokens. If a model overrides one of them, TRL must sample.
-# The other methods only prepare inputs. Some models of transformers override them, which does not
-# change tokens.
+# The other methods only prepare inputs. Some transformers models override them, but this does not
+# change the tokens.
 CHOOSES_TOKENS = {
     "generate", "_sample", "_prefill", "_get_logits_processor", "_get_stopping_criteria",
 }  # fmt: skip
@@ -92,7 +92,7 @@ def is_defined_in(function: object, *packages: str) -> bool:
     The file name of the function's code object tells where it is defined. The name and the module
     of the function do not, because `functools.wraps` copies them from the wrapped function.
     """
-    # Allow wrappers that contextlib defines. The loop below also checks the functions inside them.
+    # Also accept wrappers defined in contextlib. The loop checks the functions that they wrap.
     places = [contextlib.__file__]
     for name in packages:
         if name in sys.modules:

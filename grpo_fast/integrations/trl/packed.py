@@ -9,12 +9,10 @@ The packed forward runs inside the forward of the model and of its LM head, so t
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,18 +33,8 @@ _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
 PREFIX = "grpo_packed_or_"
 
 
-@contextmanager
-def packing() -> Iterator[None]:
-    """Let the model build attention masks for packed rows in a `with` block."""
-    token = _packing.set(True)
-    try:
-        yield
-    finally:
-        _packing.reset(token)
-
-
 def take_packed_rows(model: PreTrainedModel) -> None:
-    """Prepare a model for `packed_forward` by changing its attention, its forward and its LM head.
+    """Prepare a model for `PackedCall.forward`: change its attention, forward and LM head.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -68,7 +56,8 @@ def take_packed_rows(model: PreTrainedModel) -> None:
 def own_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Use the model's original attention `name` in a `with` block.
 
-    transformers' `generate` decides by the name of the attention, and does not know our name.
+    transformers' `generate` checks the name of the attention, for example to detect flash
+    attention, and does not know our name.
     """
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -89,19 +78,11 @@ def _register_over(original: str) -> str:
 
     packed_attention = ALL_ATTENTION_FUNCTIONS[register()]
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: object,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attention(module: nn.Module, *args: Tensor | None, **options: object) -> object:
         if options.get("packed_layout") is not None:
-            return packed_attention(module, query, key, value, attention_mask, **options)
+            return packed_attention(module, *args, **options)
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        theirs = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-        return theirs(module, query, key, value, attention_mask, **options)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)(module, *args, **options)
 
     def mask(*args: object, **options: Any) -> object:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
@@ -115,8 +96,7 @@ def _register_over(original: str) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Pack:
+class Pack(NamedTuple):
     """One packed row with the real tokens of a padded batch of B completions.
 
     The padded batch has P columns of prompts with padding on the left, and K columns of completions
@@ -163,8 +143,8 @@ def pack_padded(
         The packed row. None if a completion has no prompt, so that no token predicts its first
         token.
     """
-    # 1. Group the completions with scored tokens by their prompt. Do this on the CPU, because the
-    # CPU would wait for a GPU at every lookup of a prompt.
+    # 1. Group the completions with scored tokens by their prompt. Do this on the CPU, because every
+    # lookup of a prompt in a GPU tensor would synchronize.
     rows, length = scored.shape
     device = input_ids.device
     ids = input_ids.cpu()
@@ -177,7 +157,7 @@ def pack_padded(
     if b"" in groups:
         return None
     # 2. Pack the groups. If no token is scored, pack one token, so that this rank still runs a
-    # forward and a backward pass. The other ranks would wait for it forever.
+    # forward and a backward pass. Otherwise, the other ranks would wait for this rank forever.
     completions = real[:, -length:]
     token = ids[0, :1]
     texts = [ids[row, -length:][completions[row]] for row in range(rows)]
@@ -186,61 +166,59 @@ def pack_padded(
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
     # 3. Find the scored tokens in the packed row. Completions without scored tokens are not in the
-    # row. They are last in `order`, and their length in `cu_seqlens` is 0.
+    # row. These completions come last in `order`, and have length 0 in `cu_seqlens`.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
     counts = torch.nn.functional.pad(counted[order].sum(1).cumsum(0), (1, 0)).int()
-    predicting = packed.predicting
-    target_ids = packed.target_ids
-    if scored_rows.shape[0] < target_ids.shape[0]:
-        predicting, target_ids = (x[scored_rows.to(device)] for x in (predicting, target_ids))
-    cu_seqlens, order, slots = (x.to(device) for x in (counts, order, slots[scored_rows]))
-    tensors = predicting, target_ids, cu_seqlens, order, slots
-    return Pack(packed.model_inputs, *tensors, (rows, length))
+    at = scored_rows.to(device)
+    return Pack(
+        packed.model_inputs, packed.predicting[at], packed.target_ids[at], counts.to(device),
+        order.to(device), slots[scored_rows].to(device), (rows, length),
+    )  # fmt: skip
 
 
 class PackedCall(NamedTuple):
-    """Arguments of `packed_forward`: a packed row, and which results to compute."""
+    """A packed row, and the results to compute from it.
+
+    The results are a dictionary with "logps" (R,), with "entropy" (R,) if requested, and with
+    "loss" (0-d) if the call has a loss.
+    """
 
     pack: Pack
     head: FusedHead  # logit transform of the LM head
-    entropy: bool  # True: also return entropies
+    entropy: bool = False  # True: also return entropies
     loss: SinglePass | None = None  # arguments of the loss; None: return log-probabilities only
     support: Support | None = None  # tokens that the sampler kept; None: the full vocabulary
 
+    def forward(self, lm: PreTrainedModel) -> dict[str, Tensor]:
+        """Run the model on the packed row, and return the results."""
+        token = _packing.set(True)
+        try:
+            trunk = lm.base_model(**self.pack.inputs)
+        finally:
+            _packing.reset(token)
+        return lm.get_output_embeddings()(trunk.last_hidden_state[0], run=self._head_forward)
 
-def packed_forward(lm: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
-    """Run the model on a packed row.
-
-    Returns:
-        Dictionary with "logps", shape (R,), with "entropy", shape (R,), if requested, and with
-        "loss" if the call has a loss.
-    """
-    with packing():
-        trunk = lm.base_model(**call.pack.inputs)
-    head = lm.get_output_embeddings()
-    return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
-
-
-def _head_forward(layer: nn.Linear, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
-    """Compute the results of `packed_forward` from the hidden states, inside the LM head."""
-    pack = call.pack
-    job = call.loss
-    hidden, weight, bias = call.head.operands(layer, hidden)
-    rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
-    # Disable autocast. `operands` has already cast the tensors to the dtype of the head, and
-    # autocast would cast fp32 tensors to 16 bits.
-    with torch.autocast(hidden.device.type, enabled=False):
-        if job is None:
-            rule = call.head.rule._asdict()
-            result = linear_logps(
-                hidden, weight, pack.target_ids, return_entropy=call.entropy, **rule, **rows
-            )
-            return {"logps": result[0], "entropy": result[1]} if call.entropy else {"logps": result}
-        out = linear_grpo_loss(
-            hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
-            cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
-            ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **rows,
-        )  # fmt: skip
-    return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}
+    def _head_forward(self, layer: nn.Linear, hidden: Tensor) -> dict[str, Tensor]:
+        pack = self.pack
+        job = self.loss
+        hidden, weight, bias = self.head.operands(layer, hidden)
+        rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=self.support)
+        # Disable autocast. `operands` has already cast the tensors to the dtype of the head, and
+        # autocast would cast fp32 tensors to 16 bits.
+        with torch.autocast(hidden.device.type, enabled=False):
+            if job is None:
+                found = linear_logps(
+                    hidden, weight, pack.target_ids, return_entropy=self.entropy,
+                    **self.head.rule._asdict(), **rows,
+                )  # fmt: skip
+                if not self.entropy:
+                    return {"logps": found}
+                return {"logps": found[0], "entropy": found[1]}
+            out = linear_grpo_loss(
+                hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
+                cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
+                ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **rows,
+            )  # fmt: skip
+        return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}

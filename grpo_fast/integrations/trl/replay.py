@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import Support
+from grpo_fast.integrations.trl.packed import Pack
 from grpo_fast.rollout import Completion
 
 
@@ -22,21 +23,21 @@ class Replayed(NamedTuple):
 
     support: Support  # the kept ids; none for tokens that were not sampled, as tool output
     logps: Tensor  # (R,) fp32: the sampler's log-probabilities; NaN for tokens not sampled
-    mass: Tensor  # (R,) fp32: probability of all kept ids together before renormalization
+    mass: Tensor  # (R,) fp32: sum of the kept ids' probabilities before renormalization
 
 
 class Replay:
-    """Store of the turns of one batch and of the ids that the sampler kept for them."""
+    """Store of the turns of one batch, with the ids that the sampler kept at each token."""
 
     def __init__(self) -> None:
-        # Map from the ids of a prompt to its completions. The kept ids of a completion are in the
-        # concatenation of `ids`. The integer is the index of the first of them.
+        # Map from the ids of a prompt to its completions. The integer is the index of the
+        # completion's first kept id in the concatenation of `ids`.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
 
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Store the completion of each prompt, unless the sampler did not truncate."""
+        """Store the completion of each prompt if the sampler truncated its distribution."""
         for prompt, one in zip(prompts, completions, strict=True):
             if one.support is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
@@ -47,32 +48,30 @@ class Replay:
         self,
         input_ids: Tensor,  # (B, P+K)
         attention_mask: Tensor,  # (B, P+K)
-        shape: tuple[int, int],  # (B, K)
-        slots: Tensor,  # (R,) int64: the scored tokens in the flat (B, K)
+        pack: Pack,
     ) -> Replayed | None:
         """Return the sampler's records of the scored tokens of a padded batch.
 
         Args:
             input_ids: Token ids, shape (B, P+K).
             attention_mask: 1 at real tokens, shape (B, P+K).
-            shape: Shape (B, K) of the completions.
-            slots: Index of each scored token in the flattened completions, shape (R,), int64.
+            pack: Packed row of the batch, with R scored tokens.
 
         Returns:
             The records of the scored tokens, or None if no turn is stored.
         """
         if not self.turns:
             return None
-        # 1. For each token of the completions, look up the index of its first kept id, the number
-        # of its kept ids, its log-probability, and the probability of its kept ids together.
-        starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
-        logps = torch.full(shape, torch.nan)
-        mass = torch.ones(shape)
+        # 1. For each completion token, look up the index of its first kept id, the number of its
+        # kept ids, its log-probability, and the sum of the probabilities of its kept ids.
+        starts, counts = torch.zeros(2, *pack.shape, dtype=torch.int64)
+        logps = torch.full(pack.shape, torch.nan)
+        mass = torch.ones(pack.shape)
         for row, (ids, real) in enumerate(
             zip(input_ids.cpu(), attention_mask.bool().cpu(), strict=True)
         ):
             tokens = ids[real].tolist()
-            columns = real[-shape[1] :].nonzero()[:, 0]
+            columns = real[-pack.shape[1] :].nonzero()[:, 0]
             for at, one, base in self._turns_of(tokens, len(tokens) - len(columns)):
                 assert one.support is not None and one.mass is not None
                 first = at - (len(tokens) - len(columns))
@@ -83,8 +82,8 @@ class Replay:
                 logps[where] = one.logps[:n]
                 mass[where] = one.mass[:n]
         # 2. Concatenate the kept ids of the scored tokens.
-        scored = slots.cpu()
-        device = slots.device
+        scored = pack.slots.cpu()
+        device = pack.slots.device
         lengths = counts.flatten()[scored]
         begins = starts.flatten()[scored]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -98,7 +97,7 @@ class Replay:
 
         Returns:
             For each turn, the index of its first token in the sequence, the stored completion, and
-            the index of its first kept id.
+            the index of the completion's first kept id in the concatenation of `ids`.
         """
         turns = []
         for length in {len(prompt) for prompt in self.turns}:

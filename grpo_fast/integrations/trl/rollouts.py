@@ -2,34 +2,29 @@
 
 The sampling settings come from `GRPOConfig`, `generation_kwargs` and the model's generation config,
 as in `generate`. If our sampler does not support a setting, or if a hook or a replaced function may
-change the tokens, the code of TRL samples.
+change the tokens, the trainer uses TRL's sampling code.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from trl import GRPOTrainer
 
 from grpo_fast.integrations.trl.options import COMPILED, unusual_model
 from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, replaced_part
+from grpo_fast.integrations.trl.packed import own_attention
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
-# Only the type checker needs the base class GRPOTrainer of OwnRollouts. At run time, the base is
-# `object`, and FastGRPOTrainer adds TRL's trainer as a second base.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from trl import GRPOTrainer
-
-    from grpo_fast.integrations.trl.packed import Pack
-
-else:
-    GRPOTrainer = object
 
 # Fields of a generation config that our sampler supports, or that do not affect the sampled tokens.
 # If any other field differs from its default, sampling is left to TRL.
@@ -53,9 +48,7 @@ class SamplingWithoutSupport(Sampling):
 
 
 class OwnRollouts(GRPOTrainer):
-    """Mixin that samples the completions of a TRL trainer with our loop, without dropout.
-
-    This class must come before TRL's trainer in the list of base classes.
+    """TRL's trainer, but our loop samples the completions, without dropout.
 
     Attributes:
         fast_rollouts: True samples with our loop if it supports all settings. False always samples
@@ -75,7 +68,7 @@ class OwnRollouts(GRPOTrainer):
         self._lm = lm
         self._replay = {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at: tuple[tuple[str, int], int] | None = None
-        self._replayed_logps = None
+        self._replayed_logps: tuple[Replayed, Tensor] | None = None
         self._reduces_replay = False
         self._known_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
@@ -110,24 +103,21 @@ class OwnRollouts(GRPOTrainer):
         return self.replay_support and self._packs
 
     def _report_truncation(self, sampling: Sampling) -> None:
-        """Log once over which tokens the logps are computed, if the sampler truncates."""
+        """If the sampler truncates, log once which tokens the logps are computed over."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
-        over = "over the full vocabulary, as in TRL; replay_support=True"
-        if self.replays:
-            over = "over the tokens that the sampler kept; TRL's are over the full vocabulary"
-        elif self.replay_support:
-            over += f" has no effect, because the forward pass is {self.fast_path['forward']}"
-        else:
-            over += " computes them over the tokens that the sampler kept, which makes the ratio "
-            over += "to the sampler 1 at equal weights"
-        usual = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        given = {name: getattr(sampling, name) for name in usual}
-        settings = ", ".join(f"{n}={x:g}" for n, x in given.items() if x != usual[n])
-        who = f"{type(self).__name__}, {settings}"
+        over = "over the tokens that the sampler kept; TRL's are over the full vocabulary"
+        if not self.replays:
+            effect = "computes them over the tokens that the sampler kept"
+            if self.replay_support:
+                effect = f"has no effect, because the forward pass is {self.fast_path['forward']}"
+            over = f"over the full vocabulary, as in TRL; replay_support=True {effect}"
         if self.accelerator.is_main_process:
-            log.warning("%s: log-probabilities, entropy and KL are %s", who, over)
+            log.warning(
+                "%s, top_k=%g, top_p=%g, min_p=%g: log-probabilities, entropy and KL are %s",
+                type(self).__name__, sampling.top_k, sampling.top_p, sampling.min_p, over,
+            )  # fmt: skip
 
     def _generate_and_score_completions(self, inputs: object) -> dict[str, object]:
         """Delete the sampler's records of the previous batch, then call TRL's method."""
@@ -138,8 +128,8 @@ class OwnRollouts(GRPOTrainer):
         self, prompt_ids: list[list[int]], *others: object, **more: object
     ) -> tuple[object, ...]:
         sampling = self._sampling()
-        # All processes must reduce the metrics of replay, or none. Otherwise the reduction would
-        # hang. Decide by the settings alone, because they are equal in all processes.
+        # Either all processes or none must reduce the replay metrics. Otherwise the reduction would
+        # hang. Decide from the settings alone, because they are equal in all processes.
         self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
@@ -147,7 +137,8 @@ class OwnRollouts(GRPOTrainer):
             sampling = "a prompt has no token"
         if isinstance(sampling, str):
             self._record_rollouts(sampling)
-            return super()._generate_single_turn(prompt_ids, *others, **more)
+            with own_attention(self._lm, self._own_attention) if self._packs else nullcontext():
+                return super()._generate_single_turn(prompt_ids, *others, **more)
         self.fast_path["rollouts"] = "ours"
         self._report_truncation(sampling)
         self._sampled.eos_ids = frozenset(self.eos_token_ids)
@@ -167,7 +158,7 @@ class OwnRollouts(GRPOTrainer):
         return self._changed() or sampling_of(self, self._lm)
 
     def _changed(self) -> str | None:
-        """Return how the model was changed after the trainer was built, or None if it was not."""
+        """Return a change of the model since the trainer was built, or None if there is none."""
         model = self.accelerator.unwrap_model(self.model)
         if is_compiled(model):
             return COMPILED
@@ -183,15 +174,8 @@ class OwnRollouts(GRPOTrainer):
         self._drawn_at = when, turn
         return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)
 
-    def _replayed(self, pack: Pack, input_ids: Tensor, mask: Tensor) -> Replayed | None:
-        """Return the sampler's records of the scored tokens, or None without replay."""
-        replay = self._replay[self._mode]
-        known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
-        self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
-        return known
-
     def compute_loss(self, *args: object, **options: object) -> Tensor:
-        """Call TRL's `compute_loss`, and log the metrics of replay."""
+        """Call TRL's `compute_loss`, and log the replay metrics."""
         loss = super().compute_loss(*args, **options)
         if self._reduces_replay:
             self._log_replay()
@@ -200,7 +184,7 @@ class OwnRollouts(GRPOTrainer):
 
     @torch.no_grad()
     def _log_replay(self) -> None:
-        """Log the importance ratio, the number of kept tokens, and their probability together.
+        """Log the importance ratio, the number of kept tokens, and the sum of their probabilities.
 
         Each metric is a mean over the sampled tokens of all processes.
         """
@@ -218,7 +202,7 @@ class OwnRollouts(GRPOTrainer):
 
 
 def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return which option of the trainer or the model our sampler does not support, or None."""
+    """Return an option of the trainer or the model that our sampler does not support, or None."""
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -231,9 +215,9 @@ def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
 
 
 def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
-    """Return the sampling settings, or which setting our sampler does not support."""
-    # Take values that are None in the trainer's generation config from the generation config of the
-    # model, as `generate` does.
+    """Return the sampling settings, or a sentence that names an unsupported setting."""
+    # As in `generate`, the model's generation config fills in the values that are None in the
+    # trainer's generation config.
     config = lm._prepare_generation_config(trainer.generation_config)[0]
     for name, value in vars(config).items():
         is_usual = value is None or value is False or value == usual().get(name)

@@ -1,14 +1,12 @@
 """Self-check of `FastGRPOTrainer`.
 
-It compares the logps of the packed forward and of TRL's padded forward with the logps of the same
-rows, each computed alone and without padding.
+The check computes the logps of a few rows in three ways: with our packed forward, with TRL's padded
+forward, and for each row alone, without padding. The third result is the expected result.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,8 +43,8 @@ def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
 
     A large error of the packed forward means that it does not support the model, for example
     because of attention sinks or of an unknown logit transform. The first round uses the weights
-    of the model, which may hide an error: a new LoRA adapter has no effect. The second round
-    therefore uses random weights.
+    of the model. They may hide an error, for example because a new LoRA adapter has no effect. The
+    second round therefore uses random weights.
 
     Args:
         lm: The transformers model.
@@ -59,30 +57,33 @@ def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:
-        # With 16-bit weights, `are_random` is False, and the second round is skipped. Its rounding
-        # errors would hide an error of the forward.
+        # With 16-bit weights, `are_random` is False, and the second round is skipped, because its
+        # rounding errors would hide an error of the packed forward.
         if are_random:
-            again = [gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed)]
-            pairs = zip(gaps, again, strict=True)
-            gaps = Gaps(*(a if math.isnan(b) else max(a, b) for a, b in pairs))
+            again = (gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed))
+            gaps = Gaps(*map(max, gaps, again))  # a NaN of the second round is ignored
     return gaps
 
 
 @torch.no_grad()
 def _measure_once(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
+    """Measure the errors in eval mode, with the model's current weights."""
     ids, real = trial_rows(lm)
-    with evaluating(lm), small_windows(lm):
-        alone = torch.zeros(ids.shape[0], SCORED, device=ids.device)
-        for row in range(ids.shape[0]):
-            own = ids[row, real[row]][None]
-            length = int(real[row, -SCORED:].sum())
-            scores = padded(lm, own, torch.ones_like(own))
-            alone[row, :length] = scores[0, -length:].float()
-        gaps = []
-        for forward in (packed, padded):
-            scores = forward(lm, ids, real.long()).float()
-            gaps.append(float((scores - alone)[real[:, -SCORED:]].abs().max()))
-    return Gaps(*gaps)
+    alone = torch.zeros(ids.shape[0], SCORED, device=ids.device)
+    is_training = lm.training
+    lm.eval()
+    try:
+        with small_windows(lm):
+            for row in range(ids.shape[0]):
+                own = ids[row, real[row]][None]
+                length = int(real[row, -SCORED:].sum())
+                scores = padded(lm, own, torch.ones_like(own))
+                alone[row, :length] = scores[0, -length:].float()
+            both = [forward(lm, ids, real.long()).float() for forward in (packed, padded)]
+    finally:
+        lm.train(is_training)
+        reshard(lm)
+    return Gaps(*(float((x - alone)[real[:, -SCORED:]].abs().max()) for x in both))
 
 
 def trial_rows(lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -105,16 +106,3 @@ def tolerance(lm: PreTrainedModel, mixed_precision: str | None) -> float:
     if mixed_precision in ("bf16", "fp16"):
         dtypes = {torch.bfloat16}
     return max(map(check_tolerance, dtypes))
-
-
-@contextmanager
-def evaluating(lm: PreTrainedModel) -> Iterator[None]:
-    """Set all modules to eval mode in a `with` block, and restore the mode of each module after."""
-    modes = [(module, module.training) for module in lm.modules()]
-    lm.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        reshard(lm)

@@ -9,9 +9,9 @@ checkpoints. We replace three parts:
 - A packed forward replaces the padded forward. It computes each shared prompt once and applies the
   LM head to completion tokens only. It runs inside the model's forward, so the hooks of DDP and
   FSDP fire.
-- One pass over the logits computes loss and gradient, if the gradient of a token depends on this
-  token alone. TRL's `_compute_loss` then computes its metrics from the log-probabilities. For other
-  objectives, TRL computes the loss from our differentiable logps and entropies.
+- One pass over the logits computes loss and gradient, if the gradient of a token does not depend on
+  other tokens. TRL's `_compute_loss` then computes its metrics from the log-probabilities. For
+  other objectives, TRL computes the loss from our differentiable logps and entropies.
 """
 
 from __future__ import annotations
@@ -28,14 +28,8 @@ from grpo_fast.attention import fast_layers, offload_checkpoints, tile_mlps
 from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.packed import (
-    PackedCall,
-    own_attention,
-    pack_padded,
-    packed_forward,
-    take_packed_rows,
-)
-from grpo_fast.integrations.trl.rollouts import OwnRollouts
+from grpo_fast.integrations.trl.packed import Pack, PackedCall, pack_padded, take_packed_rows
+from grpo_fast.integrations.trl.rollouts import SUPPORT, VOCABULARY, OwnRollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,29 +37,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Reasons in `fast_path` for which the code of TRL computes one micro-batch, but not all of them.
+# Reasons in `fast_path` that apply to a single micro-batch, whose loss TRL's code then computes.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
 
-class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
+class FastGRPOTrainer(OwnRollouts):
     """Faster version of TRL's `GRPOTrainer` with the same constructor and the same results.
 
     Args:
         replay_support: True computes logps, entropy and KL over the tokens that a truncating
-            sampler (top_k, top_p, min_p) kept, which makes the ratio to the sampler 1 at equal
-            weights. False, the default, computes them over the full vocabulary, as TRL does.
+            sampler (top_k, top_p, min_p) kept. The ratio between trainer and sampler is then 1 when
+            their weights are equal. False, the default, computes them over the full vocabulary, as
+            TRL does.
         checkpoint_offload: True keeps the inputs of checkpointed layers in host memory until the
             backward pass. It needs `gradient_checkpointing=True` in the GRPOConfig.
         tiled_mlp: Largest number of tokens that a dense MLP computes at a time. Tiled MLPs are
             recomputed in the backward pass. None computes all tokens at once.
 
     Attributes:
-        fast_path: {"forward": "packed" or "TRL's: <reason>",
-            "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>",
-            "rollouts": "ours" or "TRL's: <reason>",
-            "support": "the sampler's" or "the vocabulary"}.
-            It describes the last micro-batch, or the plan before the first micro-batch.
+        fast_path: Dictionary that describes the last micro-batch, or the plan before the first.
+            "forward" is "packed" or "TRL's: <reason>". "loss" is "single pass", "TRL's on our
+            logps: <reason>" or "TRL's: <reason>". "rollouts" is "ours" or "TRL's: <reason>".
+            "support", which names the tokens in a distribution, is "the sampler's" or "the
+            vocabulary".
         fast_rollouts: False leaves the sampling to TRL.
 
     Raises:
@@ -90,8 +85,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
         self._offloads = checkpoint_offload
-        # Logps and entropies of our single pass while TRL's `_compute_loss` computes its metrics
-        # from them. None at all other times.
+        # Logps and entropies of our single pass. They are set only while TRL's `_compute_loss`
+        # computes its metrics from them.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
@@ -161,7 +156,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return None
 
     def _check_model(self) -> None:
-        """Let TRL compute the forward if the model was changed after the trainer was built."""
+        """Use TRL's forward from now on if the model was changed after the trainer was built."""
         reason = self._changed() if self._packs else None
         if reason is not None:
             self._lm.set_attn_implementation(self._own_attention)
@@ -171,7 +166,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """Check the logps of packed rows, and log a warning if TRL's padded rows give wrong logps.
 
         Returns:
-            None if packed rows give right logps. Otherwise a sentence that states their error.
+            None if packed rows give correct logps. Otherwise, a sentence that describes the error.
         """
         score = super()._get_per_token_logps_and_entropies
 
@@ -180,7 +175,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
         def packed(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
             pack = pack_padded(ids, real, real[:, -selfcheck.SCORED :])
-            return pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
+            return pack.padded(self._run(lm, PackedCall(pack, self._head))["logps"])
 
         try:
             gaps = selfcheck.measure_gaps(lm, padded, packed)
@@ -200,10 +195,24 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return None
 
     def _run(self, model: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
-        run = functools.partial(packed_forward, call=call)
-        ids = call.pack.inputs["input_ids"]
+        # Pass a bound method, because the hooks of FSDP2 would cast the tensors in a tuple. Also
+        # pass the ids, because hooks of the model may read them.
         with self.accelerator.autocast():
-            return model(input_ids=ids, run=run)  # hooks of the model may read the ids
+            return model(input_ids=call.pack.inputs["input_ids"], run=call.forward)
+
+    def _run_packed(
+        self, model: PreTrainedModel, pack: Pack, ids: Tensor, mask: Tensor, *options: Any
+    ) -> dict[str, Tensor]:
+        """Run the model on a packed row. With replay, use the support of the sampler.
+
+        `options` are the fields `entropy` and `loss` of `PackedCall`.
+        """
+        known = self._replay[self._mode](ids, mask, pack) if self.replays else None
+        self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
+        call = PackedCall(pack, self._head, *options)._replace(support=known and known.support)
+        result = self._run(model, call)
+        self._replayed_logps = known and (known, result["logps"].detach())
+        return result
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
@@ -212,8 +221,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """Compute the results of TRL's method of the same name from packed rows.
 
         Returns:
-            Log-probabilities, shape (B, K). Entropies, shape (B, K), or None unless
-            `compute_entropy`. The auxiliary loss, which is None for packed rows.
+            A tuple of the log-probabilities (B, K), the entropies (B, K) or None, and the auxiliary
+            loss, which is None for packed rows.
         """
         if self._finished is not None:
             return *self._finished, None
@@ -226,29 +235,17 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return theirs()
         logps = []
         entropies = []
-        for start in range(0, input_ids.shape[0], batch_size or input_ids.shape[0]):
-            rows = slice(start, start + (batch_size or input_ids.shape[0]))
-            ids = input_ids[rows]
-            real = attention_mask[rows]
+        rows = (x.split(batch_size or x.shape[0]) for x in (input_ids, attention_mask))
+        for ids, real in zip(*rows, strict=True):
             pack = pack_padded(ids, real, real[:, -logits_to_keep:])
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
                 return theirs()
-            known = self._replayed(pack, ids, real)
-            call = PackedCall(pack, self._head, compute_entropy, None, known and known.support)
-            result = self._run(model, call)
-            self._replayed_logps = known and (known, result["logps"].detach())
+            result = self._run_packed(model, pack, ids, real, compute_entropy)
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         self.fast_path["forward"] = "packed"
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any):
-        if not self._packs:
-            return super()._generate_single_turn(*args, **kwargs)
-        lm = base_model(self.accelerator.unwrap_model(self.model))
-        with own_attention(lm, self._own_attention):
-            return super()._generate_single_turn(*args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of one micro-batch in a single pass, and record TRL's metrics."""
@@ -260,7 +257,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return super()._compute_loss(model, inputs)
         if not self._probed:
             self._probed = True
-            if (gap := options.probe(self, self._their_loss)) is not None:
+            if (gap := options.probe(self)) is not None:
                 log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", gap)
                 self._their_objective(gap)
                 return super()._compute_loss(model, inputs)
@@ -281,9 +278,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
         # logps and entropies of this pass.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
-        known = self._replayed(pack, input_ids, attention_mask)
-        result = self._run(model, PackedCall(pack, self._head, True, job, known and known.support))
-        self._replayed_logps = known and (known, result["logps"].detach())
+        result = self._run_packed(model, pack, input_ids, attention_mask, True, job)
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor

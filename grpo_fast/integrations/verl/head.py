@@ -52,8 +52,6 @@ class FastLinearForPPO(nn.Module):
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
         require(impl_backend in BACKENDS, "impl_backend", f"one of {BACKENDS}", repr(impl_backend))
-        self.chunk_size = chunk_size
-        self.impl_backend = impl_backend
 
     def forward(
         self,
@@ -156,5 +154,6 @@ def _check(model: PreTrainedModel) -> None:
     if getattr(model.lm_head, "bias", None) is not None:
         lost.insert(0, "the bias of lm_head")
     if lost:
-        advice = "use_fused_kernels=False"
-        raise ValueError(f"model: verl's fused forward leaves out {lost[0]}; {advice}")
+        raise ValueError(
+            f"model: verl's fused forward leaves out {lost[0]}; use_fused_kernels=False"
+        )

@@ -56,8 +56,8 @@ def normaliser(
         The name of our aggregation, and the divisor of the loss as a keyword argument.
 
     Raises:
-        ValueError: `info` has an unknown key. Or `info` lacks the count that the mode needs, and
-            there are several ranks.
+        ValueError: `info` has an unknown key, or it lacks the count that the mode needs and there
+            are several ranks.
     """
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
@@ -136,34 +136,26 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     return loss
 
 
-class Registered(FastHead):
-    """Handle that removes the losses from verl's registry again.
-
-    If you call `register` several times, undo the handles in reverse order.
-    """
-
-    names: list[str]  # the registered names
-
-
-def register(prefix: str = "fast_") -> Registered:
+def register(prefix: str = "fast_") -> FastHead:
     """Add all our losses to verl's registry in this process.
 
+    If you call this function several times, undo the handles in reverse order.
+
     Args:
-        prefix: Text before each name. With "", our losses replace verl's losses until `undo()`.
+        prefix: Prefix of each name. With "", our losses replace verl's losses until `undo()`.
 
     Returns:
-        A handle with the registered names. Its `undo()` restores verl's registry.
+        A handle. Its `undo()` restores verl's registry.
     """
     require(isinstance(prefix, str), "prefix", "a string", repr(prefix))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    handle = Registered()
-    handle.names = [prefix + name for name in LOSSES]
-    before = {name: loss for name, loss in POLICY_LOSS_REGISTRY.items() if name in handle.names}
-    # Register the callbacks in reverse order, because `undo` runs the last one first. It must
-    # remove our losses before it restores verl's losses of the same names.
-    handle.callback(POLICY_LOSS_REGISTRY.update, before)
+    handle = FastHead()
     for name in LOSSES:
-        handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)
+        before = POLICY_LOSS_REGISTRY.get(prefix + name)
+        if before is None:
+            handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)
+        else:
+            handle.callback(POLICY_LOSS_REGISTRY.__setitem__, prefix + name, before)
         register_policy_loss(prefix + name)(policy_loss(name))
     return handle

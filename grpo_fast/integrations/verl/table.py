@@ -45,8 +45,8 @@ class Recipe(NamedTuple):
     Attributes:
         options: Function that turns verl's actor config into fields of `LossConfig`.
         advantages: Function that turns a batch and the config into advantages for `grpo_loss`.
-        aggregation: The loss_agg_mode that verl always uses for this loss. None: verl reads
-            loss_agg_mode from its config.
+        aggregation: The loss_agg_mode that verl always uses for this loss, or None if verl reads it
+            from its config.
         has_old: True if the objective reads old_log_prob.
     """
 
@@ -78,7 +78,7 @@ def clip_range(config: ActorConfig) -> dict[str, float]:
 
 
 def ratio_cap(config: ActorConfig, default: float, least: float = 0.0) -> float:
-    """Return clip_ratio_c of verl's config. Raise a ValueError unless it is above `least`."""
+    """Return verl's clip_ratio_c, which must be greater than `least`."""
     cap = float(option(config, "clip_ratio_c", default))
     require(cap > least, "clip_ratio_c", f"a number > {least:g}", f"{cap:g}")
     return cap

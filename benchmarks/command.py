@@ -203,7 +203,7 @@ def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.
 
 
 def described(plan: Any) -> str:
-    """Return the text of --dry: all cases of the plan, and why some providers cannot run."""
+    """Return the output of --dry: all cases, and whether each provider would run."""
     from benchmarks.kernels.runner import DTYPES
 
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
@@ -253,7 +253,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
 
 def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
-    """Return the path of a report for a run without --out. Its name has the date and the commit."""
+    """Return the path of the report of a run without --out. It contains the date and the commit."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
@@ -262,7 +262,7 @@ def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
 
 
 def run_script(name: str, options: argparse.Namespace) -> int:
-    """Run a benchmark of benchmarks/trainers/ in a new process, with those options that it has."""
+    """Run a benchmark of benchmarks/trainers/ in a new process. Return its exit status, 0 or 1."""
     from benchmarks import measure
 
     gpu = options.device == "cuda"

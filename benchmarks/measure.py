@@ -58,8 +58,8 @@ class Step:
             result, such as the logits with their gradient.
         reset: function that is called before each run, but not timed. It restores the input that
             `run` overwrites.
-        owned_bytes: bytes of the gradients with which `run` overwrites an input. They need no
-            further memory, so `peak_memory` does not subtract them.
+        owned_bytes: size of the gradients that `run` writes over an input. They need no additional
+            memory, so `peak_memory` does not subtract them from the peak.
     """
 
     run: Callable[[], Any]
@@ -108,9 +108,10 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
     """Return the mean time of a call in seconds, measured with CUDA events.
 
     Each call has its own pair of events, so the time of `reset` does not count. The host does not
-    wait between calls, so the GPU has queued work if a call takes it longer than the host. One
-    additional call comes first and is not timed. While the GPU runs it, the host prepares the next
-    call. In training, the host does the same during the forward pass of the model.
+    wait between calls, so the GPU always has queued work if a call takes longer on the GPU than on
+    the host. One additional call comes first and is not timed. While the GPU runs it, the host
+    prepares the next call. In training, the host does the same during the forward pass of the
+    model.
     """
     step()
     pairs = []
@@ -135,9 +136,9 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time all steps in interleaved rounds, so that a slow phase of the machine affects all steps.
 
-    A fast step is repeated within a round until this takes about 20 ms. The steps are not warmed
-    up, because the caller has already run them to verify them. One call of each step estimates its
-    time. If this call takes longer than `SLOW`, it counts as a sample.
+    A fast step is repeated within a round, so that its calls take about 20 ms in total. The steps
+    are not warmed up, because the caller has already run them to verify them. One call of each step
+    estimates its time. If this call takes longer than `SLOW`, it counts as a sample.
 
     Args:
         steps: the steps, keyed by name.
@@ -169,7 +170,7 @@ def interleaved(
 
 
 def spread(samples: list[float]) -> dict[str, float]:
-    """Return the median, the spread and the minimum of samples, in ms.
+    """Return the median, the spread and the minimum of the samples, in ms.
 
     The spread is half the interquartile range. With fewer than four samples, it is half the
     difference between the largest and the smallest sample.
@@ -187,11 +188,11 @@ def spread(samples: list[float]) -> dict[str, float]:
 def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
     """Return how much the memory grows at the peak of one warm call, in MiB (`workspace_mib`).
 
-    The returned gradients are not counted. The workspace that grpo_fast keeps between calls is
-    released before the call, so it is counted. On a GPU, the peak comes from the statistics of
-    torch's allocator. On a CPU, malloc_trim first returns free pages to the operating system, and
-    writing 5 to /proc/self/clear_refs resets the peak of the resident set. The result is then the
-    peak after the call (VmHWM) minus the resident set before the call.
+    The returned gradients are not counted. On a GPU, the peak comes from the statistics of torch's
+    allocator. On a CPU, it is the peak of the resident set after the call (VmHWM) minus the
+    resident set before the call. For this, grpo_fast first releases the workspace that it keeps
+    between calls, so that the call allocates it again. malloc_trim returns free pages to the
+    operating system, and writing 5 to /proc/self/clear_refs resets the peak.
     """
     step = as_step(step)
     gc.collect()
@@ -213,14 +214,14 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
 
 
 def gradient_bytes(result: Any) -> int:
-    """Return the bytes of all gradients in a `Result`, or in a tuple (loss, gradient, …)."""
+    """Return the total size in bytes of the gradients in a `Result` or (loss, gradient, …)."""
     if isinstance(result, dict):
         return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
     return 0 if result is None else sum(value.nbytes for value in result[1:])
 
 
 def resident(field: str) -> int:
-    """Return a field of /proc/self/status with a size of memory, such as VmRSS, in bytes."""
+    """Return a memory field of /proc/self/status, such as VmRSS, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -253,9 +254,9 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def cpu_class(hardware: dict[str, Any]) -> str:
-    """Return a name for the kind of CPU, which is used in file names.
+    """Return a name for the kind of CPU, for use in file names.
 
-    Times of CPUs with the same name can be compared.
+    Timings from CPUs with the same name are comparable.
     """
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"

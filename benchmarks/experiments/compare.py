@@ -7,10 +7,10 @@
 run that has finished is not repeated. A run that was interrupted starts again from step 1.
 
 The command writes two files to the folder. `table.md` has one row for each setting. A cell is the
-mean of the last tenth of the steps, ± the standard error over the seeds. A cell of an evaluation
-also has the value before training. `compare.png` shows the curves of all settings, and one more row
-of panels for each key of the grid. The shaded bands show one standard error on each side of a
-curve.
+mean of the last tenth of the steps, ± the standard error over the seeds. A cell of an
+evaluation metric also has the value before training. `compare.png` shows the curves of all
+settings, and one more row of panels for each key of the grid. The shaded bands show one standard
+error on each side of a curve.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from grpo_fast.train.report.curves import (
     smooth,
 )
 
-# The logged metrics by the title of their column in the table (COLUMNS), and by the title of their
-# panel in the picture (PANELS).
+# The logged metrics. The keys of COLUMNS are the titles of the table's columns, and the keys of
+# PANELS are the titles of the picture's panels.
 COLUMNS = {
     "reward": "reward",
     "held-out reward": "eval_reward",
@@ -88,7 +88,7 @@ class Arm(NamedTuple):
 
 # ------------------------------------------------------------------------------------------- runs
 def grid_values(word: str) -> tuple[str, list[str]]:
-    """Split `key=a,b` into the key and its values. Commas in brackets or quotes do not separate."""
+    """Split `key=a,b` into the key and its values. Commas in brackets or quotes are kept."""
     key, text = split_word(word)
     listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
     slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in listed.value]
@@ -97,7 +97,7 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 
 
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Return every setting of the grid with its validated configurations, without training."""
+    """Return all settings of the grid, each with the validated configurations of its runs."""
     parsed = [grid_values(word) for word in words]
     require(seeds >= 1, "seeds", "at least 1", seeds)
     require(len({key for key, _ in parsed}) == len(parsed), "settings", "each key once", words)
@@ -124,7 +124,11 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Return whether a run has finished. Raise ValueError if its folder has a different run."""
+    """Return whether a run has finished.
+
+    Raises:
+        ValueError: the folder contains a run with different settings.
+    """
     folder = Path(config.output_dir)
     if not folder.is_dir():
         return False
@@ -136,7 +140,7 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Run all runs that have not finished, one after the other. Write the table and the picture."""
+    """Train all runs that have not finished, one by one. Write the table and the picture."""
     arms = plan_arms(recipe, words, seeds, folder)
     missing = [config for arm in arms for config in arm.runs if not is_finished(config)]
     for number, config in enumerate(missing, start=1):
@@ -153,8 +157,8 @@ def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list
 def cell(runs: list[Rows], metric: str) -> str:
     """Return the text for a metric in the table: the mean over the runs ± the standard error.
 
-    The value of a run is the mean of the last tenth of its logged values. For a metric of the
-    evaluation, the text also has the value before training: "before → after".
+    The value of a run is the mean of the last tenth of its logged values. The text of an evaluation
+    metric also shows the value before training: "before → after".
     """
     lines = [points for points in (series(rows, metric) for rows in runs) if points]
     if not lines:
@@ -176,7 +180,7 @@ def with_error(values: list[float]) -> str:
 def table(rows: dict[str, list[Rows]]) -> str:
     """Return the table in Markdown.
 
-    A metric without values, or with nothing but its neutral value, is left out.
+    A metric is left out if it has no values, or if all its values are close to its neutral value.
     """
     every = [run for runs in rows.values() for run in runs]
     shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
@@ -215,12 +219,12 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
 def grouped(
     rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]]
 ) -> dict[str, dict[str, list[Rows]]]:
-    """Return the curves of each row of panels.
+    """Group the runs into the curves of each row of panels.
 
     Returns:
-        A dict from a key of the grid to the curves of its row. There is one curve for each value of
-        the key, which is the mean of all runs with this value. The row "" has one curve for each
-        setting.
+        A dict with one entry for each row of panels. The entry "" has one curve for each setting.
+        The entry of a key of the grid has one curve for each value of the key. A curve will show
+        the mean of its runs.
     """
     keys = list(next(iter(settings.values())))
     groups = {}
@@ -251,7 +255,7 @@ def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
 
 
 def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[float]]:
-    """Return the mean over the runs at each step, and the lower and upper end of the error band."""
+    """Return the mean over the runs at each step, and the ends of a band of one standard error."""
     at = defaultdict(list)
     for points in runs:
         for step, value in points if metric.startswith("eval_") else smooth(points):

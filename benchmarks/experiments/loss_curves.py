@@ -1,4 +1,4 @@
-"""Picture that shows the value and the gradient of several losses over the importance ratio.
+"""Picture of several losses and their gradients as functions of the importance ratio.
 
     python -m benchmarks.experiments.loss_curves grpo,cispo [epsilon_low=0.2 …] [-o losses.png]
 

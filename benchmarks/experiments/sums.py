@@ -30,7 +30,7 @@ def chat(a: int, b: int) -> list[dict[str, str]]:
 
 
 def write_sums(folder: Path) -> None:
-    """Write `train.jsonl` and `test.jsonl`. They share no sum, and none is a worked example."""
+    """Write `train.jsonl` and `test.jsonl`. They share no sum with each other or the examples."""
     numbers = range(10, 100)
     pairs = [(a, b) for a in numbers for b in numbers]
     random.Random(0).shuffle(pairs)

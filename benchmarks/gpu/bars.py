@@ -20,8 +20,8 @@ from benchmarks.kernels.shapes import MODELS, Shape
 OURS = "grpo_fast (auto)"
 GIB = 2**30
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
-# For each (prompt, completion, group): the required speedup over the step of TRL, and the speedup
-# that LOG.md predicts for Qwen2.5-0.5B.
+# For each (prompt, completion, group) in STEPS: the required speedup over TRL's step, and the
+# speedup that LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
 # Number of prompt tokens that must fit on an H200, for each model. For a card with less memory, the
 # required number is lower in proportion.
@@ -33,7 +33,7 @@ class Results:
     """Measurements of one card.
 
     Attributes:
-        cases: the cases of the kernel benchmarks, with the oldest first.
+        cases: the cases of the kernel benchmarks, oldest first.
         reports: the reports of all benchmarks.
     """
 
@@ -41,9 +41,7 @@ class Results:
     reports: list[dict[str, Any]]
 
     def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
-        """Return the timed rows of a case in its newest run, in which all providers `names` were
-        timed.
-        """
+        """Return the timed rows of a case from the newest run that timed all providers `names`."""
         for found in reversed(self.cases):
             timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
             if key_of(found) == key(case) and timed.keys() >= set(names):
@@ -51,7 +49,7 @@ class Results:
         return None
 
     def value(self, case: Case, field: str) -> float | None:
-        """Return a field of grpo_fast's row in the newest run of a case, or None without a run."""
+        """Return a field of grpo_fast's row in the newest run of a case, or None if none exists."""
         rows = self.rows(case, OURS)
         return rows[OURS].get(field) if rows else None
 
@@ -152,7 +150,7 @@ def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
 def sparse(card: Card, inactive: str) -> Bar:
     """Return a bar for the speedup of a call with 20% active rows over a call with 100%.
 
-    Each time is divided by the time of the limit in the same run.
+    The two runs may differ in speed, so each time is first divided by the limit of its run.
     """
     dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
     case = dense._replace(active=0.2, inactive=inactive)
@@ -178,7 +176,7 @@ def copy_share(card: Card, operation: str) -> Bar:
 
 
 def peak(card: Card, shape: Shape) -> Bar:
-    """Return a bar for the peak memory: the prediction, rounded up to a multiple of 0.05 GiB."""
+    """Return a bar for the peak memory. Its bound is the prediction, rounded up to 0.05 GiB."""
     case = Case("linear_grpo_loss", shape)
     planned = predict.estimate(card, case).workspace / GIB
 
@@ -215,7 +213,7 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
 
 
 def context(card: Card, model: str) -> Bar:
-    """Return a bar for the longest prompt with which a training step fits into the memory."""
+    """Return a bar for the longest prompt with which a training step fits into GPU memory."""
 
     def measured(results: Results) -> float | None:
         prompts = [
@@ -225,7 +223,7 @@ def context(card: Card, model: str) -> Bar:
             and "shared" in report.get("providers", {})
         ]
         longest = max(prompts, default=0.0)
-        # Ignore shorter prompts. They come from steps that measured time, not the memory limit.
+        # Ignore shorter prompts. Their runs measured the time of a step, not the memory limit.
         return longest if longest >= 100_000 else None
 
     wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000

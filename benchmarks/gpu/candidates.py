@@ -68,7 +68,7 @@ def candidates() -> list[Candidate]:
         ):
             fits = (block_t + block_v) * block_h * 2 * stages <= 228 * 1024
             if fits:
-                # Use pieces of 32 columns in the epilogue. Larger pieces make registers spill.
+                # The epilogue processes 32 columns at a time. Larger pieces make registers spill.
                 config = LinearConfig(block_t, block_v, block_h, 8, stages, 32, True, flatten)
                 found.append(Candidate(kind, "bfloat16", tuple(config)))
     return found
@@ -91,7 +91,7 @@ def using(candidate: Candidate) -> Iterator[None]:
 def call_of(
     candidate: Candidate, rows: int, hidden: int, vocab: int, device: str
 ) -> Callable[[], list[Tensor]]:
-    """Return a function that calls the kernel of a candidate as the loss does.
+    """Return a function that calls the kernel of a candidate in the same way as the loss.
 
     Args:
         candidate: selects the kernel and the dtype. Its configuration is not applied.
@@ -174,7 +174,7 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
 
 
 def verdict(entry: dict[str, Any]) -> str:
-    """Return a text that says whether a candidate can be launched, and which resources it needs."""
+    """Describe whether a candidate can be launched, and which resources it needs."""
     if "reason" in entry:
         return f"does not compile: {entry['reason']}"
     numbers = ", ".join(f"{name} {entry[name]}" for name in ("registers", "spills", "shared"))

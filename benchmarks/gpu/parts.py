@@ -114,7 +114,7 @@ def tune(visit: int, seconds: int) -> Part:
 
 
 def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:
-    """Return a part that compares our training step with shared prompts with the step of TRL."""
+    """Return a part that compares our training step, which shares prompts, to TRL's step."""
     command = [PY, "-m", "benchmarks.trainers.step", "--providers", "shared", "TRL"]
     where = "--device cuda --model-config qwen2.5-0.5b --rounds 4 --budget 2"
     commands = [
@@ -125,14 +125,14 @@ def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> 
 
 
 def support(visit: int, seconds: int) -> Part:
-    """Return a part that compares the loss with a sampler's support with the dense loss."""
+    """Return a part that times the loss with `support=` against the loss over all token ids."""
     command = [PY, "-m", "benchmarks.trainers.support"]
     timed = [*command, "--device", "cuda", "--cases", "8192,4096,151936,50"]
     return Part(visit, seconds, [timed], [[*command, "--help"]])
 
 
 def sharded(visit: int, seconds: int, files: list[str]) -> Part:
-    """Return a part that runs tests. They end 5 s early, so that unfinished tests are reported."""
+    """Return a part that runs tests, with 5 s left at the end to report unfinished tests."""
     command = [PY, "-m", "benchmarks.gpu.shards", "--processes", str(PROCESSES), *files]
     timed = [*command, "--seconds", str(seconds - 5)]
     return Part(visit, seconds, [timed], [[*command, "--dry"]], measures=False)

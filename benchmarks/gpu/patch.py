@@ -29,8 +29,8 @@ def patched_launches(launch: Callable[..., None]) -> Iterator[None]:
     from grpo_fast.kernels import gpu
     from grpo_fast.kernels.gpu import launch as original
 
-    # Import all kernel modules first, because a module that is imported later would use the
-    # original function.
+    # Import all kernel modules before patching, because a module that is imported later would use
+    # the unpatched function.
     for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
         importlib.import_module(found.name)
     users = [

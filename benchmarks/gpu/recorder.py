@@ -3,7 +3,7 @@
 All tensors are FakeTensors on "cuda", which have shapes and dtypes but no memory. An ATen operation
 counts as one launch, unless it is a view or an allocation. A Triton kernel is recorded instead of
 launched, and counts as one launch. The bytes of an operation are those that it must read and write.
-Matrix products count as 0 bytes, and so do kernels whose programs may return at once.
+Matrix products count as 0 bytes, and so do kernels whose programs may exit early.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         launches: the recorded operations.
-        syncs: waits of the host during which the GPU becomes idle, because no later work is queued.
-            An entry is the reason for the wait.
-        reads: waits of the host during which the GPU stays busy, because a matrix product was
-            queued after the copy for which the host waits. An entry is the reason for the wait.
+        syncs: a reason for each time that the host waits and the GPU runs out of work.
+        reads: a reason for each time that the host waits for a copy and the GPU stays busy, because
+            a matrix product was queued after the copy.
         phase: phase of the next operation, such as "chunk 1".
         chunks: number of chunks that have started.
     """
@@ -79,8 +78,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
-        # Do not run a product whose `out` has a different dtype. It needs a CUDA build even with
-        # fake tensors.
+        # Do not run a product whose `out` has a different dtype, because even on fake tensors it
+        # needs a CUDA build.
         out = kwargs["out"] if "dtype_out" in str(function) else function(*args, **kwargs)
         if function.is_view or "empty" in name or name in FREE:
             return out
@@ -95,9 +94,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Record the launch of a Triton kernel, in place of `gpu.launch.launch`, which would launch
-        it.
-        """
+        """Record the launch of a Triton kernel. This method replaces `gpu.launch.launch`."""
         name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
         if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
@@ -108,8 +105,7 @@ class Recorder(TorchDispatchMode):
 class Plain(TorchFunctionMode):
     """Function mode that replaces x[...], ~x and nonzero() by operations that work without CUDA.
 
-    Python's operators on a fake CUDA tensor ask for the CUDA device, which a CPU build does not
-    have.
+    On a fake CUDA tensor, Python's operators use the CUDA device, which a CPU build does not have.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -156,7 +152,7 @@ def all_of(given: dict[str, Any]) -> int:
 
 
 def target_rows(given: dict[str, Any]) -> int:
-    """Return the bytes of `add_targets_kernel`.
+    """Return the number of bytes that `add_targets_kernel` moves.
 
     The kernel reads a row of `hidden` for each target, and reads and writes a row of dW. If
     `product_ptr` is given, it processes only a few rows, which count as 0 bytes.
@@ -167,7 +163,7 @@ def target_rows(given: dict[str, Any]) -> int:
 
 
 def indexed_rows(given: dict[str, Any]) -> int:
-    """Return the bytes of a kernel that reads one matrix row for each id and writes its output."""
+    """Return the bytes moved by a kernel that reads a matrix row for each id and writes once."""
     head = "id_ptr" in given
     names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
     row_bytes = given["H"] * given[matrix].element_size()
@@ -193,7 +189,7 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record the work that a GPU would get in a `with` block. All tensors in the block are fake."""
+    """Record the operations of a `with` block, in which all tensors are fake GPU tensors."""
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
@@ -202,7 +198,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
 
     def copied(numbers: Tensor) -> tuple[Tensor, None]:
-        """Record an asynchronous copy to the host. The real function needs pinned memory."""
+        """Record a copy to the host. The function that this replaces needs pinned memory."""
         recorder.add("copy of numbers to the host", size(numbers))
         return numbers, None
 
@@ -224,11 +220,10 @@ def recording() -> Iterator[Recorder]:
         return read
 
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-        """Record that the host waits for two sizes, and return assumed sizes.
+        """Record a wait of the host, and assume that the support of every row has SET_SIZE ids.
 
         This replaces `values._sizes`, which reads the number of rows with a support and the number
-        of ids in all supports. Fake tensors have no values, so assume that every row has SET_SIZE
-        ids.
+        of ids in all supports. Fake tensors have no values to read.
         """
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE

@@ -1,9 +1,10 @@
-"""Report of the GPU sessions in Markdown: every bar with its predicted and its measured value.
+"""Report of the GPU sessions in Markdown, which compares measurements with predictions.
 
     python -m benchmarks.gpu.report [RESULTS.json] [-o REPORT.md]
 
 The command reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md, with
-tables for each card. A missing measurement is shown as "not measured", with the command for it.
+tables for each card. A "bar" is a target value (bars.py). A missing measurement is shown as "not
+measured", with the command for it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NOTHING = "not measured"
 
 
 def rendered(path: Path) -> str:
-    """Return the text of the report. If the file does not exist, nothing is shown as measured.
+    """Return the text of the report. Without the file, every result is "not measured".
 
     Raises:
         ValueError: the file was not written by a session, or its results have no commit.

@@ -36,7 +36,7 @@ LEAST = 10  # seconds that must be left to start a part
 
 
 class Session:
-    """Results of a session in memory, which are also written to files."""
+    """Status and reports of the parts of a session, which are also written to files."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def run(
 
 
 def gpu_or_reason() -> tuple[str | None, str]:
-    """Return (None, a description of the GPU), or (why no GPU can be used, "")."""
+    """Return (None, description of the GPU), or (the reason why no GPU can be used, "")."""
     try:
         import torch
         import triton

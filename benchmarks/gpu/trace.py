@@ -4,11 +4,11 @@
     python -m benchmarks.gpu.trace --json           prints the same numbers as JSON
     python -m benchmarks.gpu.trace --list CASE      prints every operation of one case, in order
 
-The call starts below autograd, because autograd needs a CUDA build. The backward pass, which scales
-the gradients, is counted. Some of the work depends on values, which are unknown here. The trace
-assumes that every row is active, that no row of dW nearly cancels, and that the upstream gradient
-is 1. The GPU memory is that of an H200. The exit code is 1 if a case exceeds its budget in
-ONE_CHUNK.
+The traced call does not use autograd, which needs a CUDA build. It includes the work of the
+backward pass, which scales the gradients. Some of the work depends on values, which are unknown
+here. The trace assumes that every row is active, that no sum in dW cancels almost to zero, and that
+the upstream gradient is 1. The GPU has the memory of an H200. The exit code is 1 if a case exceeds
+its budget in ONE_CHUNK.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Case(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Totals of a trace.
+    """Counts of a trace.
 
     Attributes:
         chunks: number of chunks of all calls.
@@ -98,7 +98,7 @@ class Budget(NamedTuple):
         outside: number of launches of one call outside of its chunks.
         syncs: number of times that the host waits in one call while the GPU has no other work.
         reads: number of times that the host waits in one call while the GPU has other work.
-        gigabytes: GB that all operations except matrix products read and write.
+        gigabytes: memory traffic in GB of all operations except matrix products.
         products: flops of the matrix products, as a multiple of N·V·H.
     """
 
@@ -144,8 +144,8 @@ CASES: dict[str, Case] = {
 }
 
 
-# Budgets for a call with dH and dW at V = 151936 whose 8192 rows are one chunk: launches in the
-# chunk, launches outside of it, and GB that are read and written.
+# Budgets for calls with dH and dW whose 8192 rows are one chunk at V = 151936. Each entry has the
+# launches in the chunk, the launches outside of it, and the memory traffic in GB.
 ONE_CHUNK = {
     "full, H = 4096": (20, 25, 0.76),
     "full, H = 2048": (20, 25, 0.39),
@@ -154,7 +154,7 @@ ONE_CHUNK = {
 
 
 def overrun(name: str, found: Budget) -> str:
-    """Return a message if a case exceeds its budget, or an empty text."""
+    """Return a message if a case exceeds its budget, otherwise an empty string."""
     wanted = (1, *ONE_CHUNK[name]) if name in ONE_CHUNK else None
     taken = (found.chunks, found.per_chunk, found.outside, found.gigabytes)
     if wanted is None or all(a <= b for a, b in zip(taken, wanted, strict=True)):

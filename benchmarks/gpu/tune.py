@@ -1,7 +1,7 @@
 """Time kernel configurations on a GPU, and print lines for grpo_fast/kernels/gpu/configs.py.
 
     python -m benchmarks.gpu.tune --compile sm_90   compiles all candidates; needs no GPU (minutes)
-    python -m benchmarks.gpu.tune                   times the candidates that start, on a GPU
+    python -m benchmarks.gpu.tune                   times the candidates that can run, on a GPU
     python -m benchmarks.gpu.tune --dry             lists the candidates of each setting
 
 The package never tunes its kernels at run time, because a training run would then not be
@@ -30,10 +30,10 @@ from benchmarks.report.files import write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
-# Number of rows of a timed call. At V = 151936, they are one chunk, as in the cases of bars.py.
+# Number of rows of a timed call. They form one chunk at V = 151936, as in the cases of bars.py.
 # With fewer rows, the last wave of programs would use less of the GPU than in training.
 ROWS = 8192
-# Maximum difference of the logps in nats. Two configurations only differ by rounding.
+# Maximum difference of the logps in nats. Two configurations differ only by rounding.
 AGREEMENT = 2e-4
 
 
@@ -170,7 +170,7 @@ def time_all(arch: str, options: argparse.Namespace) -> int:
 
 
 def not_starting(arch: str) -> set[Candidate]:
-    """Return the candidates that fail to compile, or whose registers spill, with this Triton.
+    """Return the candidates that do not compile, spill registers or need too much shared memory.
 
     All candidates are compiled in parallel, and stay in Triton's cache. Compiling one after the
     other would take ten times as long as timing them.

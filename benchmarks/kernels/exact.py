@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 # Largest allowed error of the loss and of a gradient. A result with a larger error is wrong, and is
-# not timed. In fp32, rounding causes errors of about 1e-6. An error above 1e-4 is a bug, or comes
-# from a lower precision. In bf16, rounding the logits changes the probabilities by about 1%. A user
-# may accept this, so such a result is timed, and its error is printed.
+# not timed. In fp32, rounding causes errors of about 1e-6, so an error above 1e-4 is a bug or
+# comes from a lower precision. The limit for bf16 admits peers that round their logits to bf16,
+# which changes the probabilities by about 1%. The tables show their errors.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # Largest allowed absolute error of a logp in nats. For comparison: rounding a logit of about 16 to
 # bf16 changes it by up to 0.06.
@@ -86,7 +86,7 @@ class Truth:
 
 
 def acceptable(errors: dict[str, float], dtype: torch.dtype) -> bool:
-    """Return True if a result is accurate enough to be timed. An error that is NaN is not."""
+    """Return True if a result is accurate enough to be timed. NaN is never accurate."""
     bars = {name: LOGP_TOLERANCE if name == "logps" else TOLERANCE for name in errors}
     return all(error <= bars[name][dtype] for name, error in errors.items())
 
@@ -105,7 +105,7 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
 
 
 def row_block(device: torch.device) -> int:
-    """Return the number of rows for which the exact logits need less memory than the LM head."""
+    """Return how many rows of exact logits are computed at once, which limits the memory."""
     return 1024 if device.type == "cuda" else 128
 
 

@@ -34,8 +34,8 @@ TOLERANCE = 0.15
 ATTEMPTS = 3
 OURS = "grpo_fast (auto)"
 # Operations, shapes and dtypes that the gate measures. The first shapes are those of the README.
-# The last shape is for `logits_grpo_loss_inplace`, whose limit is a copy. All shapes are so large
-# that the overhead of a call does not matter. They are so small that the gate takes about a minute.
+# The last shape is for `logits_grpo_loss_inplace`, whose limit is a copy. The shapes are large
+# enough to hide the overhead of a call, and small enough that the gate takes about a minute.
 WORK: list[tuple[str, Shape, str]] = [
     ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
     ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
@@ -47,7 +47,7 @@ WORK: list[tuple[str, Shape, str]] = [
 
 
 class Setting(NamedTuple):
-    """One case of the gate, which has one ratio."""
+    """A case of the gate. Each case has one ratio."""
 
     operation: str
     shape: Shape
@@ -82,12 +82,10 @@ def settings(threads: list[int]) -> list[Setting]:
 
 
 def ratio(setting: Setting, budget: float) -> float:
-    """Return the time of grpo_fast divided by the time of the limit.
-
-    Both are measured in a new process.
+    """Measure grpo_fast and the limit in a new process, and return the ratio of their times.
 
     Raises:
-        ValueError: the case was not timed, because of a wrong result or a crash.
+        ValueError: grpo_fast was not timed, because of a wrong result or a crash.
     """
     plan = Plan(
         operations=[setting.operation], shapes=[setting.shape], dtypes=[setting.dtype],

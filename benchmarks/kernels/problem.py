@@ -1,4 +1,4 @@
-"""Input tensors of a benchmark case, the same for all providers, and the exact results."""
+"""Input tensors of a benchmark case, which all providers share, and the exact results."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ STANDARD = Variant()
 class Problem:
     """Packed GRPO batch of 8 completions with N/8 tokens each, for the loss "dapo" without KL.
 
-    The advantages have both signs. No ratio is close to a clipping bound. Otherwise a provider that
-    rounds its logits to 16 bits could clip a token that the exact result does not clip.
+    The advantages have both signs. No ratio is close to a clip bound, because a provider that
+    rounds its logits to 16 bits could then clip a token that the exact result does not clip.
     """
 
     hidden: Tensor  # (N, H), requires grad
@@ -111,7 +111,7 @@ class Problem:
         return exact.dapo(self.logps, self.old_logps, self.token_advantages, self.mask, EPSILON)
 
     def truth(self, kind: str) -> exact.Truth:
-        """Return the exact results of one kind.
+        """Return the exact results for one kind of operation.
 
         Args:
             kind: "loss", "logps", "logps_backward" or "logits_loss".
@@ -151,7 +151,7 @@ class Problem:
 
 
 def spread(values: Tensor) -> Tensor:
-    """Convert values of tokens, (N,), to the row layout of `Problem.logits`, (N + B,).
+    """Convert per-token values of shape (N,) to the rows of `Problem.logits`, (N + B,).
 
     The unused row of each completion gets 0.
     """
@@ -189,8 +189,7 @@ def make_problem(
     logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
-    # A positive log-probability is impossible. Replace it by the current logp, so that the ratio is
-    # 1.
+    # A positive log-probability is impossible. Replace it by the current logp: the ratio is then 1.
     old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -208,8 +207,8 @@ def coefficients(
 
     sign = torch.tensor([1.0, -1.0], device=device).repeat(COMPLETIONS // 2)
     advantages, signs = sign * (0.5 + uniform(COMPLETIONS)), sign.repeat_interleave(slots)
-    # Half of the ratios are close to 1. The other half are outside of the clip range, on the side
-    # on which the loss still has a gradient.
+    # Half of the ratios are close to 1. The other half are outside the clip range, on the side
+    # where the loss still has a gradient.
     noise = 0.02 * torch.randn(n, generator=generator, device=device)
     log_ratio = torch.where(uniform(n) < 0.5, -0.5 * signs, noise)
     mask = ragged_mask(n, device) if variant.mask == "ragged" else torch.ones(n, device=device)
@@ -225,7 +224,7 @@ def coefficients(
 
 
 def ragged_mask(n: int, device: torch.device) -> Tensor:
-    """Return the (N,) mask of right-padded completions, which fill 1/4 to all of their slots."""
+    """Return the (N,) mask of right-padded completions. Each fills 1/4 to all of its slots."""
     slots = n // COMPLETIONS
     lengths = torch.linspace(slots / 4, slots, COMPLETIONS, device=device).round().clamp(min=1)
     lengths = lengths[[3, 7, 0, 5, 2, 6, 1, 4]]

@@ -1,4 +1,4 @@
-"""Runner of the benchmark cases. It verifies all providers, and times those with right results."""
+"""Runner of the benchmark cases. It verifies all providers, and times the correct ones."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class Plan:
             variant is one case.
         device: "cpu" or "cuda".
         allocators: the memory allocators for a CPU: "default", "fair" or both.
-        backends: backends of grpo_fast. An empty list selects all that differ on this device.
-        providers: parts of provider names. A provider runs if its name contains one of them. The
-            limits always run. An empty list selects all providers.
+        backends: backends of grpo_fast. An empty list selects "auto" and all backends that differ
+            from it on this device.
+        providers: substrings of provider names. A provider runs if its name contains one of them.
+            An empty list selects all providers. Limits (bare matrix products, copies) always run.
         threads: number of CPU threads.
         budget: time for each provider and case, in seconds.
         rounds: maximum number of rounds. At least 2 rounds are run, even if they exceed the budget.
@@ -77,7 +78,7 @@ class Plan:
         return cls(**fields)
 
     def candidates(self, operation: str) -> list[Provider]:
-        """Return the limits and the selected providers of an operation."""
+        """Return the providers of an operation that this plan runs, including the limits."""
 
         def is_wanted(provider: Provider) -> bool:
             if provider.role == "limit":
@@ -93,7 +94,7 @@ class Plan:
         return [provider for provider in providers_of(operation) if is_wanted(provider)]
 
     def distinct_backends(self) -> list[str]:
-        """Return all backends but the one that "auto" selects, which would be timed twice."""
+        """Return all backends except the one that "auto" selects, so that it is not timed twice."""
         return [name for name in BACKENDS if name != self.auto_backend()]
 
     def auto_backend(self) -> str:
@@ -106,7 +107,7 @@ Save = Callable[[list[dict[str, Any]]], None]  # saves the finished cases
 
 
 def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run all cases and return them. Call `save` whenever cases have finished.
+    """Run all cases and return their results. Call `save` each time that some have finished.
 
     On a CPU, the cases run in one child process for each allocator, because a process chooses its
     allocator when it starts.
@@ -121,9 +122,9 @@ def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
 
 
 def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
-    """Run the cases in a new process with the given allocator, and return them.
+    """Run the cases in a new process with the given allocator, and return their results.
 
-    If the process is interrupted or crashes, return the cases that had finished.
+    If the process is interrupted or crashes, return the results of the cases that had finished.
     """
     environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
     search = [str(ROOT), os.environ.get("PYTHONPATH")]
@@ -170,7 +171,7 @@ def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
 def run_case(
     operation: str, problem: Problem, dtype_name: str, variant: Variant, plan: Plan
 ) -> dict[str, Any]:
-    """Verify all providers, time those with right results, and print a table. Return the case."""
+    """Verify all providers, time the correct ones, print a table and return the results."""
     dtype = DTYPES[dtype_name]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
@@ -214,7 +215,7 @@ def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Pl
 def weigh(
     rows: dict[str, dict[str, Any]], operation: str, shape: Shape, dtype: torch.dtype
 ) -> None:
-    """Add to each row its time relative to the fastest limit, and its rate in flop/s or bytes/s.
+    """Add the time relative to the fastest limit, and the rate of work, to each row.
 
     All N token rows count as work, although a provider may skip inactive rows.
     """
@@ -230,7 +231,7 @@ def weigh(
 def verify(
     provider: Provider, operation: str, problem: Problem, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, Any], Step | None]:
-    """Run a provider once. Return its row with the errors, and its step if the result is right."""
+    """Run a provider once. Return its row of the report, and its step if its result is correct."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
         reason = provider.missing(device, dtype, problem.shape)
@@ -244,8 +245,7 @@ def verify(
     except Exception as error:  # a peer may raise anything; its row says so, and the run continues
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         row |= {"status": "failed", "reason": reason}
-    # Release the memory after the handler, because in the handler the exception still refers to
-    # tensors.
+    # Release the memory only after the handler, because the exception still refers to tensors.
     if row["status"] == "failed":
         release(device)
         return row, None

@@ -8,7 +8,7 @@ COMPLETIONS = 8
 
 
 class Shape(NamedTuple):
-    """Number of token rows N, hidden size H and vocabulary V."""
+    """Number of token rows N, hidden size H and vocabulary size V."""
 
     n: int
     h: int
@@ -56,8 +56,7 @@ def shape_of(text: str) -> Shape:
     """Parse a shape from the text `N,H,V`.
 
     Raises:
-        ValueError: the text is not three positive integers, or N is not a multiple of 8, the number
-            of completions.
+        ValueError: the text is not three positive integers, or N is not a multiple of COMPLETIONS.
     """
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
@@ -84,5 +83,5 @@ def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
 
 
 def name_of(shape: Shape) -> str:
-    """Return the names of all models with this LM head, separated by commas, or an empty text."""
+    """Return the comma-separated names of all models with this LM head, or an empty string."""
     return ", ".join(name for name, head in MODELS.items() if head == Head(shape.h, shape.v))

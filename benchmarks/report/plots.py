@@ -41,11 +41,11 @@ def is_standard(case: dict[str, Any]) -> bool:
 def curves(cases: list[dict[str, Any]], value: str) -> tuple[str, dict[str, Any]]:
     """Return the title and the curves of a panel that shows a value over the number of tokens.
 
-    The panel shows the run that measured an LM head with the most different numbers of tokens.
+    The panel shows the run that measured one LM head at the largest number of token counts.
 
     Returns:
         The title, and a dict from the name of a provider to its role and its points (tokens,
-        value). Both are empty if no run has at least two numbers of tokens.
+        value). Both are empty if no run has at least two token counts.
     """
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):
@@ -118,7 +118,7 @@ def relative_time(row: dict[str, Any]) -> float:
 
 
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the peak in flop/s and the bandwidth in bytes/s of a machine, or 0 if not measured."""
+    """Return the peak compute rate (flop/s) and the bandwidth (bytes/s), or 0 if not measured."""
     file = file_of(cases[0]["hardware"])
     known = json.loads(file.read_text()) if file.is_file() else {}
     flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
@@ -219,7 +219,7 @@ def draw(paths: list[str], out: Path) -> Path:
 
 
 def draw_steps(paths: list[Path], out: Path) -> None:
-    """Draw the time and the memory of an update with a pretrained model, by prompt length.
+    """Draw the time and the memory of an update with a pretrained model for each prompt length.
 
     Args:
         paths: results of benchmarks.trainers.step.

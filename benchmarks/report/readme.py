@@ -4,10 +4,10 @@
     python -m benchmarks.report.readme --only loss     run one step (--help names all steps)
     python -m benchmarks.report.readme --tables        only update tables and pictures
 
-Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
+Measure on a quiet machine. Each step writes a file to benchmarks/results/, usually cpu-STEP.json.
 The command then draws kernels.png and readme.png from these files, draws step-real.png from the
-results of the pretrained model, and updates the tables in benchmarks/README.md. The tables of a
-GPU come from gpu_session.json, which benchmarks/gpu_session.sh writes. No step starts after the
+results of the pretrained model, and updates the tables in benchmarks/README.md. The GPU tables
+come from gpu_session.json, which benchmarks/gpu_session.sh writes. No step starts after the
 deadline (option --deadline).
 """
 
@@ -70,7 +70,8 @@ STEPS = [
     Step("divergence", "-m benchmarks.trainers.divergence --device cpu", "--json"),
 ]
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
-# Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md has the commands.
+# Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md lists the
+# commands.
 REAL_STEPS = ("step-real", "step-real-2k", "step-real-2k-trl", "step-real-8k")
 
 
@@ -103,7 +104,7 @@ def run_steps(steps: list[Step], deadline: float) -> int:
 
 
 def tables(device: str) -> str:
-    """Return the tables of "cpu" or "gpu" in Markdown. There is one table for each operation."""
+    """Return the tables for "cpu" or "gpu" in Markdown, with one table for each operation."""
     files = [file_of(step.name) for step in STEPS if step.out == "--out"]
     if device == "gpu":
         files = [RESULTS / "gpu_session.json"]

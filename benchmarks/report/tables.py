@@ -13,7 +13,7 @@ SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """Return the table of one case. The column ± has half the interquartile range of the times."""
+    """Return the table of one case. The column ± shows half the interquartile range."""
     from rich.table import Table
 
     n, h, v = case["shape"]
@@ -37,7 +37,7 @@ def case_table(case: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return the numbers of a provider's row as texts. A value that was not measured is empty."""
+    """Return the numbers of a provider's row as strings, empty where nothing was measured."""
     errors = row.get("errors", {})
     error = f"{max(errors[key] for key in errors if key in SHOWN):.0e}" if errors else ""
     if "median_ms" not in row:
@@ -52,7 +52,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def verdict(cases: list[dict[str, Any]]) -> str:
     """Return the summary of all cases.
 
-    It compares grpo_fast (auto) with the limit and with the fastest peer whose result is right.
+    It compares grpo_fast (auto) with the limit and with the fastest correct peer.
     """
     from rich.table import Table
 
@@ -80,7 +80,7 @@ def verdict(cases: list[dict[str, Any]]) -> str:
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
-    """Return the name of the fastest peer whose result is right, or None if no peer was timed."""
+    """Return the name of the fastest correct peer, or None if no peer was timed."""
     rows = case["rows"]
     peers = [n for n, row in rows.items() if row["role"] == "peer" and "median_ms" in row]
     return min(peers, key=lambda name: rows[name]["median_ms"], default=None)

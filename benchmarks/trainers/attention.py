@@ -71,8 +71,8 @@ def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
     """Pack the prompt and the completions of a case in both layouts.
 
     Returns:
-        The shared layout, the packed layout, and (T,): for each row of the packed layout, the index
-        of the row with the same token in the shared layout.
+        The shared layout, the packed layout, and a tensor (T,). For each row of the packed layout,
+        it has the index of the row with the same token in the shared layout.
     """
     prompt, completion, group = case
     numbers = torch.arange(prompt + completion * group)

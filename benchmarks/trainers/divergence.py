@@ -80,7 +80,7 @@ def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> 
 
 
 def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
-    """Verify all candidates of a case, and time them. Print and return the row of the report."""
+    """Verify all candidates of a case, time the correct ones, and return the results."""
     n, h, v = case
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]

@@ -1,4 +1,4 @@
-"""Losses and LM heads of verl and OpenRLHF, compared with replacements by grpo_fast.
+"""Losses and LM heads of verl and OpenRLHF, compared with their grpo_fast replacements.
 
     GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks
     [--quick] [--device cuda] [--json results.json]
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:
-    """Check that both steps agree, then time them in turns and measure their memory."""
+    """Check that both steps agree, then time them alternately and measure their memory."""
     mine, expected = (torch.cat([x.flatten() for x in step()]) for step in (ours, theirs))
     difference = relative_l2(mine, expected.double())
     if not difference <= AGREEMENT:
@@ -73,9 +73,10 @@ def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -
 
 
 def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[str, Step, Step]:
-    """Return the name of the hook, the step of verl's FusedLinearForPPO, and our step.
+    """Return the hook "verl head": its name, the step of FusedLinearForPPO, and our step.
 
-    FusedLinearForPPO has its default chunk size. The loss depends on the logps and on the entropy.
+    FusedLinearForPPO is verl's LM head and has its default chunk size. The loss depends on the
+    logps and on the entropy.
     """
     functional = packages.load_verl("verl.utils.experimental.torch_functional")
     from grpo_fast.integrations.verl.head import FastLinearForPPO
@@ -101,8 +102,8 @@ def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[s
 def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
     """Return the hooks that compute a policy loss from logps (B, L).
 
-    They are three losses of verl, and OpenRLHF's PolicyLoss. Each hook is its name, the step of the
-    original, and our step.
+    They are three losses of verl, and OpenRLHF's PolicyLoss. Each entry has the name of the hook,
+    the step of the original, and our step.
     """
     core = packages.load_verl("verl.trainer.ppo.core_algos")
     actor = packages.load_verl("verl.workers.config").ActorConfig

@@ -10,8 +10,8 @@ model, with GSM8K questions as prompts. The EOS is a token that the model does n
 completion has the maximum length.
 
 The peak memory of each step is measured, too. `--rows` limits the number of completions that TRL
-processes at a time. TRL needs the least memory with `--rows 1`. FastGRPOTrainer always processes
-all completions at a time.
+processes at once. TRL needs the least memory with `--rows 1`. FastGRPOTrainer always processes all
+completions at once.
 
 Rollouts are also timed alone. Our rollout returns the logps of the sampler. The `generate` of
 transformers runs with its defaults and returns no logps. Our logps are first compared with those of
@@ -232,7 +232,7 @@ def trl_steps(
         shape: sizes of the step.
         device: "cpu" or "cuda".
         rows: number of completions in one forward and backward pass of `GRPOTrainer`. None: all.
-            `FastGRPOTrainer` processes all completions at a time, so that they share their prompt.
+            `FastGRPOTrainer` processes all completions at once, so that they share their prompt.
     """
     from trl import GRPOTrainer
 
@@ -259,8 +259,8 @@ def trl_steps(
 def trl_step(trainer: Any, passes: int) -> Callable[[], None]:
     """Return a function that does what one step of TRL's `train` does, without logging.
 
-    It gets batches, samples, accumulates gradients over `passes` passes, clips them and updates the
-    weights.
+    It gets batches, samples completions, accumulates gradients over as many passes as `passes`
+    says, clips the gradients and updates the weights.
     """
     trainer.create_optimizer_and_scheduler(1000)
     trainer.current_gradient_accumulation_steps = passes

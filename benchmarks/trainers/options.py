@@ -98,7 +98,7 @@ def timed(steps: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
 def save_cases(
     options: argparse.Namespace, title: str, rows: list[dict[str, Any]], **settings: Any
 ) -> dict[str, Any]:
-    """Write and return a report with the settings of the run and a row for each case."""
+    """Write a report with the settings of the run and one row for each case, and return it."""
     common = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
     common["dtype"] = str(options.dtype)
     header = measure.header(title, options.device)

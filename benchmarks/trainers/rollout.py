@@ -4,10 +4,10 @@
     [--json FILE]
 
 Our `generate` also returns the logps of the sampler. The model has random weights, a realistic
-vocabulary and only 4 layers, so that the decoding loop and the sampler take most of the time. The
-limit is the greedy mode of transformers' `generate`, which does not sample and stores no logps. The
-logps of each candidate are first compared with those of a new forward pass over prompt and
-completion.
+vocabulary and only 4 layers, so that the decoding loop and the sampler take most of the time. All
+times are compared with the greedy mode of transformers' `generate`, which does not sample and
+stores no logps. The logps of each candidate are first compared with those of a new forward pass
+over prompt and completion.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(vocab: int, device: str) -> Any:
 def our_rollout(policy: Any, texts: list[str], group: int, new_tokens: int) -> Callable[[], list]:
     """Return a function that samples `group` completions of each prompt with our `generate`.
 
-    The function returns the prompt ids, the completion ids and the logps of each completion.
+    The function returns a list with (prompt ids, completion ids, logps) for each completion.
     """
     from grpo_fast.rollout import Sampling, generate
 
@@ -72,8 +72,8 @@ def library_rollout(
 ) -> Callable[[], list]:  # fmt: skip
     """Return a function like that of `our_rollout`, for the `generate` of transformers.
 
-    It returns None instead of the logps, unless `logps` is True. `arguments` are passed to
-    `generate`.
+    The returned function gives None in place of the logps, unless `logps` is True. `arguments` are
+    passed to transformers' `generate`.
     """
     repeated = [text for text in texts for _ in range(group)]
     encoded = policy.tokenizer(repeated, padding=True, return_tensors="pt")
@@ -99,7 +99,7 @@ def library_rollout(
 def candidates(
     policy: Any, batch: int, new_tokens: int
 ) -> dict[str, tuple[str, Callable[[], list]]]:
-    """Return the role and the rollout function of all candidates, keyed by name."""
+    """Return a dict from the name of each candidate to its role and its rollout function."""
     sizes = policy, [PROMPT], batch, new_tokens
     sampling: dict[str, Any] = {
         "do_sample": True,
@@ -137,7 +137,7 @@ def error_of(policy: Any, rows: list) -> float | None:
 
 
 def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
-    """Verify all candidates, and time those with right logps. Return the results by name."""
+    """Verify all candidates, time those whose logps are correct, and return all results by name."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
     for name, (role, call) in candidates(policy, options.batch, options.new_tokens).items():

@@ -6,14 +6,16 @@
     python -m benchmarks.trainers.step --model runs/capitals-data/model --clock process \
         --threads 1 --group 4 --completion 32 --providers shared packed TRL --padded-rows 1
 
-Without options, the benchmark runs a tiny model on a CPU. Its prompts are GSM8K questions, each
-after worked examples. A step computes the old logps, runs the forward and backward passes, and
-updates the weights with AdamW. The loss, gradients and metrics of every provider are first compared
-with those of the padded provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It grows
-with longer prompts, because rounding errors do. In bf16, the tolerance starts at 5e-2, because the
-gradients of `shared` and of TRL differ by 2.6% and 2.7% from the gradients in fp32 (24 layers of
-Qwen2.5-0.5B on a CPU). Every ratio is far from the clip bounds, because a rounding error near a
-bound would change the whole gradient of a token.
+Without options, the benchmark runs a tiny model on a CPU. Its prompts are GSM8K questions that
+follow worked examples. A step computes the old logps, runs the forward and backward passes, and
+updates the weights with AdamW.
+
+The loss, gradients and metrics of every provider are first compared with those of the padded
+provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It increases for longer prompts,
+because rounding errors accumulate. In bf16, the tolerance starts at 5e-2, because the gradients of
+`shared` and of TRL differ by 2.6% and 2.7% from the gradients in fp32 (24 layers of Qwen2.5-0.5B on
+a CPU). Every ratio is far from the clip bounds, because a rounding error near a bound would change
+the whole gradient of a token.
 
 All providers are timed in one process in interleaved rounds. The reported memory is the peak during
 one step minus the memory in use before the step. On a CPU, it is computed from the allocation
@@ -155,8 +157,8 @@ def build_model(options: argparse.Namespace) -> Any:
 def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
     """Return the token ids of the prompts.
 
-    On a CPU and for a pretrained model, they are GSM8K questions after worked examples, with at
-    least `--prompt` tokens. On a GPU, or if the data is missing, they are random.
+    On a CPU and for a pretrained model, they are GSM8K questions that follow worked examples, and
+    have at least `--prompt` tokens. On a GPU, or if the data is missing, they are random.
     """
     if (options.device == "cpu" or options.pretrained) and Path(options.data).is_dir():
         encode = encoder(options, vocab)
@@ -179,12 +181,12 @@ def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int
         data = DataConfig(task="gsm8k", path=options.data, prompt_template="plain")
         plain = Splits(data, 0).train[:1000]
         tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
-    # Cache the token ids, because `k_shot_texts` counts the tokens of a prompt before it is used.
+    # Cache the token ids, because `k_shot_texts` already tokenizes each prompt to count its tokens.
     return functools.cache(lambda text: tokenizer(text)["input_ids"])
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
-    """Yield GSM8K questions. Before each come as many worked examples as fit into `tokens` tokens.
+    """Yield GSM8K questions, each preceded by the worked examples that fit into `tokens` tokens.
 
     A prompt with fewer than `tokens` tokens is skipped. With 0 tokens, there are no worked
     examples.
@@ -193,8 +195,6 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
 
     shots = tokens or None
     data = DataConfig(task="gsm8k", path=folder, prompt_template="plain", shots_tokens=shots)
-    # Skip prompts that are too short: yield only those that have at least `tokens` tokens in total.
-    # The worked examples take most of `tokens`, and the question comes after them.
     texts = (str(e.prompt) for e in load_splits(data, 0, count)[0])
     return (text for text in texts if count(text) >= tokens)
 
@@ -272,7 +272,7 @@ def peak_bytes(step: Any, device: str) -> int:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the results as a text. It also has time and memory relative to the first provider."""
+    """Return the results as text, with time and memory relative to the first provider."""
     rows, settings = report["providers"], report["settings"]
     first = next(iter(rows))
     longest = max(report["completion_tokens"])

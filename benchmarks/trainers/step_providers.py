@@ -27,9 +27,9 @@ from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 
 LEARNING_RATE = 1e-9  # The weights hardly change, so every round does the same work.
-# Differences between the old logps and the logps, which are the negative logs of the ratios. The
-# first ratio is above the upper clip bound, and the last one is below the lower bound. The logs of
-# all ratios are at least 0.13 from the logs of the clip bounds 0.8 and 1.2. bf16 changes a logp by
+# Old logps minus current logps. These differences are the negative logs of the ratios. The first
+# ratio is above the upper clip bound, and the last one is below the lower bound. The logs of all
+# ratios are at least 0.13 from the logs of the clip bounds 0.8 and 1.2. bf16 changes a logp by
 # about 0.01. If this moved a ratio across a bound, the whole gradient of a token would differ.
 NOISE = (-0.5, -0.05, 0.0, 0.08, 0.5)
 Logps = list[Tensor]  # one fp32 tensor of shape (length,) for each completion
@@ -86,7 +86,7 @@ def make_problem(
 
 
 class Ours:
-    """Step of our trainer on packed rows. With `shared`, the prompt of a group is stored once."""
+    """Our trainer on packed rows. If `shared` is True, the prompt of a group is stored once."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
         apply_options(model, options.model)
@@ -121,7 +121,7 @@ class Ours:
 
 
 class Padded:
-    """Step of a transformers model on padded rows (B, L), with our loss on its logits."""
+    """A transformers model on padded rows (B, L), with our loss on the model's logits."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         apply_options(model, options.model)
@@ -195,7 +195,7 @@ class Padded:
 
 
 class Trl(Padded):
-    """Step of TRL 1.16 with its fused head. The loss is that of `GRPOTrainer`, in plain torch."""
+    """A model with the fused head of TRL 1.16, and the loss of `GRPOTrainer` in plain torch."""
 
     def prepare(self, model: Any) -> None:
         from trl.trainer.utils import add_fused_lm_head

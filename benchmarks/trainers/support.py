@@ -99,8 +99,8 @@ def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor,
             computed.
 
     Returns:
-        The logps (T,), the gradient of `hidden` (T, H), and the gradient of those rows of the
-        weight whose ids are in a support.
+        The logps (T,), the gradient of `hidden` (T, H), and the gradient of the weight rows whose
+        ids are in a support, in the order of the ids.
     """
     used, place = problem.ids.unique(return_inverse=True)
     logps, d_hidden = [], []
@@ -139,7 +139,7 @@ def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[]
 
 
 def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
-    """Compare all results with a support with fp64. Return the largest relative L2 error."""
+    """Compare the results of `steps` to fp64 results. Return the largest relative L2 error."""
     logps, *_ = exact_answer(problem)
     per_token = problem.advantages.repeat_interleave(len(logps) // COMPLETIONS)
     ones = torch.ones_like(problem.old_logps)
@@ -157,7 +157,7 @@ def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
 
 
 def timed(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Verify a case, and time it with and without a support. Return the row of the report."""
+    """Verify a case, time it with and without a support, and return its results."""
     problem = problem_of(case, options)
     ways = {"dense": steps_of(problem, None), "support": steps_of(problem, problem.support)}
     row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary", "kept"), case, strict=True))

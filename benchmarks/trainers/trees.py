@@ -9,9 +9,9 @@ agents of three turns with one to four branches. Every sample is trained on its 
 
 The outputs and all gradients of both layouts are compared before they are timed. On a CPU, all
 lengths are divided by 4, and the CPU time of the process is measured, on which other programs have
-little effect. The first three cases have targets. The time must improve by at least 3/4 of the
-ratio of the token counts, and the tree must need less memory. The exit status is 1 if a case misses
-a target.
+little effect. The first three cases have targets: the speedup must be at least 3/4 of the ratio of
+the token counts, and the tree must need less memory. The exit status is 1 if a case misses a
+target.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def agent(branches: int, levels: int, tokens: int) -> list[Turns]:
 
 
 def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
-    """Return conversations with a side branch at each turn. Each side branch ends one sample."""
+    """Return the samples of conversations with side branches. Each sample ends with one of them."""
     paths: list[Turns] = []
     first = 0
     for count in leaves:
@@ -74,8 +74,8 @@ def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
     return paths
 
 
-# A case is a function of the divisor of all lengths, which returns the samples. BRANCHES has the
-# cases of the picture.
+# Each case is a function that takes a divisor for all lengths and returns the samples. The picture
+# shows the cases in BRANCHES.
 CASES: dict[str, Callable[[int], list[Turns]]] = {
     "16 completions of a prompt": lambda n: group(8192 // n, 512 // n, 16),
     "binary agent, 4 turns": lambda n: agent(2, 4, 512 // n),
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Return True if the result of a case is right and, if it has targets, meets both."""
+    """Return True if a case is correct and meets its two targets, if it has any."""
     if "ratio" not in row:
         return False
     is_fast = row["ratio"] >= BAR * row["tokens_ratio"]
@@ -188,7 +188,7 @@ def trunk_steps(
     layouts: dict[str, Any], model: Heads, vocabulary: int, positions: int,
     options: argparse.Namespace,
 ) -> tuple[dict[str, Step], float]:  # fmt: skip
-    """Build a random trunk. Return a step for each layout, and the difference of their results."""
+    """Build a random trunk. Return a step per layout, and the relative error between them."""
     from transformers import Qwen2Config, Qwen2Model
 
     config = Qwen2Config(

@@ -40,8 +40,8 @@ MODELS: dict[str, dict[str, int]] = {
 PROMPT = 512
 GROUP = 8
 COMPLETION = 64
-# "TRL, fast head" is the trainer of TRL, with its padded forward pass but with our LM head. It
-# shows how much of the speedup of FastGRPOTrainer comes from the head.
+# "TRL, fast head" is TRL's trainer with its padded forward pass and our LM head. It shows how much
+# of the speedup of FastGRPOTrainer comes from the head.
 TRAINERS = ("TRL", "TRL, fast head", "grpo_fast")
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -130,7 +130,7 @@ def make_trainer(
     cls: Any, model: Any, tokenizer: Any, prompts: list[str], reward: Callable[..., Any],
     device: str, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Build a trainer with a copy of the model, which does not log.
+    """Build a trainer that does not log, with a copy of the model.
 
     `cls` is the class of the trainer. `settings` are further arguments of `GRPOConfig`.
     """

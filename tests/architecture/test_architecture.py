@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "grpo_fast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Layers ("floors") of the package, lowest first. A module may import modules of the same floor and
-# of lower floors.
+# Layers ("floors") of the package, lowest first. A module may import modules from its own floor and
+# from lower floors.
 FLOORS = (
     ("errors",),
     ("objective",),
@@ -33,21 +33,21 @@ FLOORS = (
     ("doctor",),
     ("cli", "__main__"),
 )
-# Folders above all floors. From modules with a floor, they may import only public names.
+# Folders above all floors. They may import only public names of the package.
 OUTSIDE = ("integrations", "examples")
 FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
-# Floors inside train/, lowest first. A room is a folder or a single file of train/.
+# Layers inside train/, lowest first. Each entry is a folder or a single file of train/.
 TRAIN_FLOORS = (
     ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
     ("update", "report"), ("runs",), ("loop",),
 )  # fmt: skip
-MOST_ARROWS = 55  # maximum number of pairs (room, imported room) in train/
+MOST_IMPORTS = 55  # maximum number of pairs (part, imported part) in train/
 MAX_LINES = 300
 LONG = ("kernels", "recipes")  # files in these folders may exceed the size limit
 
 
 def floor_of(module: str) -> int | None:
-    """Return the index of a module's floor, or None if the module has no floor.
+    """Return the index of a module's layer in FLOORS, or None if no layer has the module.
 
     For example, 'grpo_fast.kernels.head.loop' is on the floor of "kernels".
     """
@@ -113,10 +113,10 @@ def test_imports_flow_one_way():
             assert other <= own, f"{where}: from floor {own} up to floor {other}"
 
 
-def train_arrows() -> set[tuple[str, str]]:
-    """Return the set of pairs (room, imported room) for all imports between rooms.
+def train_imports() -> set[tuple[str, str]]:
+    """Return the pairs (part, imported part) for all imports between the parts of train/.
 
-    A room is a folder or a single file of train/.
+    A part is a folder or a single file of train/.
     """
     start, arrows = "grpo_fast.train.", set()
     for path in SOURCES:
@@ -132,10 +132,10 @@ def test_the_rooms_of_the_trainer_have_floors():
     folder = PACKAGE / "train"
     rooms = {x.stem for x in folder.iterdir() if x.suffix == ".py" or (x / "__init__.py").exists()}
     assert rooms - {"__init__"} == set(floors)
-    arrows = train_arrows()
+    arrows = train_imports()
     assert not [f"{a} → {b}" for a, b in arrows if floors[b] > floors[a]], "a higher floor"
     assert not [f"{a} ↔ {b}" for a, b in arrows if (b, a) in arrows], "a cycle of imports"
-    assert len(arrows) <= MOST_ARROWS
+    assert len(arrows) <= MOST_IMPORTS
 
 
 def test_imports_make_no_cycle():
@@ -189,9 +189,9 @@ OPTIONAL = HEAVY - {"numpy"} | {"matplotlib", "trl", "typer", "rich"}  # torch m
 def test_import_is_light_and_quick():
     """Check that importing the package and calling a loss is quick and has no side effects.
 
-    It must not load optional packages or start processes. After `import torch`, the import of the
-    package must take less than 2 s. One of three attempts must succeed, because the machine may be
-    busy.
+    Importing must not load optional packages or start processes. After `import torch`, the import
+    of the package must take less than 2 s. One of three attempts must succeed, because the machine
+    may be busy.
     """
     seconds = [math.inf]
     while min(seconds) >= 2.0 and len(seconds) <= 3:
@@ -204,9 +204,9 @@ def test_import_is_light_and_quick():
 
 
 # ----------------------------------------------------------
-# house rules
+# house rules for the source code
 def code_lines(path, first=1, last=None):
-    """Return the number of lines without blank lines, docstrings and own-line comments."""
+    """Return the number of lines, excluding blank lines, docstrings and own-line comments."""
     text = path.read_text()
     prose = set()
     for node in ast.walk(ast.parse(text)):
@@ -244,5 +244,5 @@ def test_adding_a_loss_touches_one_place():
 
 
 def test_every_mutation_fits_the_sources():
-    """Check that the text that each planted bug replaces occurs exactly once in its file."""
+    """Check that, for each planted bug, the text to be replaced occurs exactly once in its file."""
     assert problems(all_plants()) == []

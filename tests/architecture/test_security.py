@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Arguments with which a library executes or unpickles data. The linter does not know them.
+# Arguments that make a library execute or unpickle data. The linter does not know them.
 UNSAFE = re.compile(
     r"trust_remote_code=True|allow_pickle=True|weights_only=False"
     r"|safe_serialization=False|use_safetensors=False"
@@ -33,7 +33,8 @@ def test_no_call_lets_a_library_execute_or_unpickle_data():
 
 # ---------------------------------------------------------- regular expressions
 LENGTH, SECONDS = 1 << 16, 0.05
-# Modules that compile patterns from a configuration, with the reason why this is safe.
+# Modules that compile regular expressions from a configuration, each with the reason why it is
+# safe.
 GIVEN = {"grpo_fast.rewards.workers.pattern": "a recipe's, in a process that a timeout ends"}
 UNITS = (
     *("1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n"),
@@ -48,7 +49,7 @@ UNITS = (
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
     """Yield the location and the pattern of every regular expression in the package.
 
-    The patterns are module globals and constants in calls of functions of `re`.
+    The patterns are module globals, and constants that are passed to functions of `re`.
     """
     for path in sorted((ROOT / "grpo_fast").rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -70,10 +70,7 @@ class Simulated:
 
 @pytest.mark.parametrize("slow", [(), ("bars",), ("tests",), ("bars", "tests", "step", "peers")])
 def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
-    """Check that a visit ends in time and runs all its parts, even if some parts hang.
-
-    A part that hangs must be stopped at its time limit.
-    """
+    """Check that a visit ends in time and runs all its parts, even if some parts hang."""
     simulated = Simulated(dict.fromkeys(slow, 10_000), monkeypatch, tmp_path)
     for number, seconds in parts.VISIT_SECONDS.items():
         status, taken = simulated.visit(number)
@@ -111,7 +108,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """Replace the parts of the session by three short parts, and return the output folder.
+    """Replace the parts of the session with three short ones, and return the output folder.
 
     One part writes a report, one fails, and one exceeds its time limit.
     """
@@ -158,7 +155,7 @@ def test_no_part_is_started_after_the_deadline(small, capsys):
 
 @pytest.fixture
 def two_visits(small, monkeypatch):
-    """Replace the parts of the session by a smoke test and one part for each of two visits.
+    """Replace the parts of the session with a smoke test and one part for each of two visits.
 
     Return the path of a file. While the file exists, the smoke test fails.
     """
@@ -211,7 +208,7 @@ def test_what_runs_on_the_gpu_runs_here_at_tiny_sizes(module, tmp_path, capsys):
 
 
 def test_kernel_times_keeps_the_profiles_before_an_error(tmp_path, monkeypatch):
-    """Check that the report has the first profile if the command ends during the second one."""
+    """Check that the report contains the first profile if the command exits during the second."""
     profiles = iter([{"shape": [1, 2, 3]}])
     monkeypatch.setattr(kernel_times, "SHAPES", [None, None])
     monkeypatch.setattr(kernel_times.measure, "header", lambda *_: {})

@@ -19,7 +19,7 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Replace training by a function that only writes metrics, and return the list of run folders.
+    """Replace training with a function that only writes metrics. Return the list of run folders.
 
     The reward is the seed plus the step. With the setting "rloo" it is 1 higher.
     """

@@ -16,7 +16,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# Map from old constructions, as patterns for lower-case text, to the words to use instead.
+# Map from old constructions (patterns that match lower-case text) to the words to use instead.
 OLD = {
     r"\bbeside\b": "together with, next to, with",
     r"\bbehind\b": "after",
@@ -87,7 +87,7 @@ def found(path: Path) -> Iterator[str]:
 
 
 def found_in(roots: Iterable[Path]) -> list[str]:
-    """Return the report lines of `found` for all files in `roots`, a list of files and folders."""
+    """Return the report lines of `found` for all files in `roots`, which may contain folders."""
     paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
     return [line for path in sorted(paths) if path.suffix in KINDS for line in found(path)]
 

@@ -57,7 +57,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Check that the quickstart notebook runs with two training steps.
+    """Check that the quickstart notebook runs when it is limited to two training steps.
 
     `make notebook` runs all steps.
     """
@@ -194,14 +194,14 @@ def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path, name):
     colors = set()
     for scheme in chromium.SCHEMES:
         for width, fits, color, edge in chromium.measured(tmp_path, page, scheme, right):
-            # The table of losses must not be cut off.
+            # The table of losses must not be cut off at the edge of the page.
             assert fits and (name != "losses" or 0 < edge <= width), (width, edge)
             colors.add(color)
     assert len(colors) == 2
 
 
 # ----------------------------------------------------------
-# READMEs
+# tests of the READMEs
 def rows_of(text: str, heading: str) -> list[list[str]]:
     """Return the cells of the first table below a heading, without its header row."""
     lines = text.partition(heading)[2].splitlines()
@@ -282,6 +282,6 @@ def test_every_recipe_is_listed():
 
 
 def test_texts_have_none_of_the_old_constructions():
-    """Check that docstrings, comments and messages have no construction of plain_english.py."""
+    """Check that docstrings, comments and messages have none of the texts in plain_english.OLD."""
     lines = plain_english.found_in(ROOT / folder for folder in plain_english.FOLDERS)
     assert not lines, "\n".join(lines)

@@ -1,6 +1,6 @@
 """Stress tests on a real GPU.
 
-They cover repeated calls next to a busy stream, long completions, and more than 2³¹ logits.
+They cover repeated calls while another stream is busy, long completions, and more than 2³¹ logits.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
     scratch = torch.empty_like(noise)
     for _ in range(REPEATS):
-        # Run an independent matrix product at the same time, which changes the timing of the
-        # kernels. If they contain a race, their results then get different bits.
+        # Run an independent matrix product concurrently to change the timing of the kernels. If
+        # they contain a race, their results then differ.
         with torch.cuda.stream(side):
             torch.mm(noise, noise, out=scratch)
         for value, expected in zip(call(), first, strict=True):

@@ -1,4 +1,4 @@
-"""Providers, which are the implementations that a benchmark compares."""
+"""Providers, which are the implementations that a benchmark runs: grpo_fast, peers and limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.kernels.providers.base import Provider
 
 
 def providers_of(operation: str) -> list[Provider]:
-    """Return the providers of an operation: the limits, grpo_fast and other libraries."""
+    """Return the providers of an operation: its limits, grpo_fast and other libraries."""
     if operation == "linear_grpo_loss":
         return [*limits.gemm_limits(3), *ours.providers(ours.loss), *peers.loss_peers()]
     if operation in ("linear_logps", "linear_logps_backward"):

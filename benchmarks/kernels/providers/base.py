@@ -25,8 +25,8 @@ class Provider(NamedTuple):
         role: "ours" (grpo_fast), "peer" (a different library) or "limit".
         prepare: function that returns the `Step` of a `Problem`.
         needs: package that the provider imports, or None.
-        why_not: function of a device type and a dtype. It returns why the provider cannot run
-            there, or None.
+        why_not: function of a device type and a dtype. It returns the reason why the provider
+            cannot run, or None if it can.
         wide_logits: number of fp32 buffers of N·V elements that the provider has in memory at the
             same time. The provider is skipped if they do not fit.
     """
@@ -39,7 +39,10 @@ class Provider(NamedTuple):
     wide_logits: float = 0.0
 
     def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
-        """Return why the provider cannot run, or None. With a shape, also check the free memory."""
+        """Return the reason why the provider cannot run, or None if it can.
+
+        With a shape, the free memory is checked, too.
+        """
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         reason = self.why_not(device, dtype)

@@ -1,4 +1,4 @@
-"""Lower limits for the time of an operation.
+"""Lower bounds on the time of an operation, which are called limits.
 
 A limit is the time of the matrix products that the operation needs, or the time of a copy of its
 logits.
@@ -16,7 +16,7 @@ from benchmarks.measure import Result, Step
 
 
 def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], Step]:
-    """Return the `prepare` function of a limit that runs matrix products.
+    """Return the `prepare` function (see `Provider`) of a limit that runs matrix products.
 
     The products write to buffers that are allocated before the timing. If the logits are too large,
     they are computed in blocks of rows.
@@ -24,8 +24,8 @@ def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], 
     Args:
         count: 1 for hidden·Wᵀ, or 3 for hidden·Wᵀ and the two products of the backward pass.
         compute_dtype: dtype of the products, or None for the dtype of the inputs. With float32,
-            16-bit inputs are converted before the timing. On some CPUs, fp32 products are faster
-            than 16-bit products, and are therefore the limit.
+            16-bit inputs are converted before the timing. Some CPUs compute fp32 products faster
+            than 16-bit products.
     """
 
     def prepare(problem: Problem) -> Step:

@@ -22,7 +22,7 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
-    """Return the `why_not` function of a provider that uses this backend."""
+    """Return the `why_not` function (see `Provider`) of the providers that use a backend."""
 
     def why_not(device: str, dtype: torch.dtype) -> str | None:
         from grpo_fast.kernels import route as backends
@@ -41,7 +41,7 @@ def config() -> Any:
 
 
 def loss(backend: str) -> Callable[[Problem], Step]:
-    """Return the `prepare` function that measures `linear_grpo_loss` with its backward pass."""
+    """Return the `prepare` function (see `Provider`) of `linear_grpo_loss` with its backward."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_grpo_loss
@@ -60,7 +60,7 @@ def loss(backend: str) -> Callable[[Problem], Step]:
 
 
 def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function that measures `linear_logps`.
+    """Return the `prepare` function (see `Provider`) of `linear_logps`.
 
     Masked rows get the target id -100.
     """
@@ -81,7 +81,7 @@ def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
 
 
 def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function that measures `logits_grpo_loss` on logits (B, L + 1, V).
+    """Return the `prepare` function (see `Provider`) of `logits_grpo_loss` on (B, L + 1, V).
 
     The unused last row of each completion is masked.
     """

@@ -1,4 +1,4 @@
-"""Providers that run other libraries, which are called as their documentation says.
+"""Providers that run other libraries, each called as its documentation recommends.
 
 Most of these libraries only compute logps. Plain torch code then computes the loss from the logps.
 If a library is not installed, or does not support the device or dtype, it is not timed, and the
@@ -35,7 +35,7 @@ Logps = Callable[[Problem], Callable[[], Tensor]]
 
 
 def plain_logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """Compute all logits at once, and return the logps of the targets in fp32, (N,)."""
+    """Return the fp32 logps (N,) of the targets, computed from all logits at once."""
     return -F.cross_entropy((hidden @ weight.T).float(), target_ids, reduction="none")
 
 
@@ -110,7 +110,7 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with verl's Triton kernel, which always computes the entropy, too."""
+    """Compute logps with verl's Triton kernel, which always computes the entropy as well."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     return lambda: linear_cross_entropy(
@@ -145,7 +145,8 @@ def liger_loss(problem: Problem) -> Step:
 def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | int) -> Tensor:
     """Compute the loss from logits (B, L + 1, V) in plain torch.
 
-    The last row of each completion is masked, because slicing it off would copy the logits.
+    The last of the L + 1 rows is masked instead of sliced off, because slicing would copy the
+    logits.
     """
     logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
     return dapo(logps, *arguments)  # type: ignore[arg-type]

@@ -63,12 +63,11 @@ class Step:
     """
 
     run: Callable[[], Any]
-    reset: Callable[[], None] | None = None
+    reset: Callable[[], Any] = lambda: None
     owned_bytes: int = 0
 
     def __call__(self) -> Any:
-        if self.reset is not None:
-            self.reset()
+        self.reset()
         return self.run()
 
 
@@ -81,11 +80,6 @@ def seconds(step: Step | Callable[[], Any], calls: int, device: str) -> float:
     if device == "cuda":
         return _seconds_on_gpu(step, calls)
     now = CLOCKS[clock]
-    if step.reset is None:
-        start = now()
-        for _ in range(calls):
-            step.run()
-        return (now() - start) / calls
     total = 0.0
     for _ in range(calls):
         step.reset()
@@ -116,8 +110,7 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
     step()
     pairs = []
     for _ in range(calls):
-        if step.reset is not None:
-            step.reset()
+        step.reset()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         step.run()
@@ -128,12 +121,8 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
 
 
 def interleaved(
-    steps: Mapping[str, Step | Callable[[], Any]],
-    device: str,
-    budget: float,
-    rounds: int,
-    minimum: int = 2,
-) -> dict[str, list[float]]:
+    steps: Mapping[str, Step | Callable[[], Any]], device: str, budget: float, rounds: int
+) -> dict[str, dict[str, Any]]:
     """Time all steps in interleaved rounds, so that a slow phase of the machine affects all steps.
 
     A fast step is repeated within a round, so that its calls take about 20 ms in total. The steps
@@ -144,11 +133,11 @@ def interleaved(
         steps: the steps, keyed by name.
         device: "cpu" or "cuda".
         budget: time for each step, in seconds, without the untimed calls on a GPU.
-        rounds: maximum number of samples of a step.
-        minimum: minimum number of samples of a step, even if they exceed the budget.
+        rounds: maximum number of samples of a step. At least 2 samples are taken, even if they
+            exceed the budget.
 
     Returns:
-        The samples of each step. A sample is the time of one call in seconds.
+        The times of each step, as returned by `spread`.
     """
     warm = {name: seconds(step, 1, device) for name, step in steps.items()}
     samples = {name: [time_] if time_ > SLOW else [] for name, time_ in warm.items()}
@@ -157,7 +146,7 @@ def interleaved(
             warm[name] = seconds(steps[name], 1, device)
     calls = {name: max(1, round(0.02 / time_)) for name, time_ in warm.items()}
     wanted = {
-        name: max(minimum, min(rounds, int(budget / (time_ * calls[name])))) - len(samples[name])
+        name: max(2, min(rounds, int(budget / (time_ * calls[name])))) - len(samples[name])
         for name, time_ in warm.items()
     }
     total = max(wanted.values(), default=0)
@@ -166,11 +155,26 @@ def interleaved(
         for name in names[index % len(names) :] + names[: index % len(names)]:
             if (index + 1) * wanted[name] // total > index * wanted[name] // total:
                 samples[name].append(seconds(steps[name], calls[name], device))
-    return samples
+    return {name: spread(times) for name, times in samples.items()}
 
 
-def spread(samples: list[float]) -> dict[str, float]:
-    """Return the median, the spread and the minimum of the samples, in ms.
+def measured(steps: Mapping[str, Step | Callable[[], Any]], options: Any) -> dict[str, Any]:
+    """Measure the peak memory of all steps, then time them in interleaved rounds.
+
+    Args:
+        steps: the steps, keyed by name.
+        options: object with the attributes `device`, `budget` and `rounds`, see `interleaved`.
+
+    Returns:
+        The times of each step, as returned by `spread`, and its peak memory (`workspace_mib`).
+    """
+    memory = {name: peak_memory(step, options.device) for name, step in steps.items()}
+    times = interleaved(steps, options.device, options.budget, options.rounds)
+    return {name: {**times[name], "workspace_mib": memory[name]} for name in steps}
+
+
+def spread(samples: list[float]) -> dict[str, Any]:
+    """Return the median, the spread and the minimum of the samples, and all samples, in ms.
 
     The spread is half the interquartile range. With fewer than four samples, it is half the
     difference between the largest and the smallest sample.
@@ -181,12 +185,16 @@ def spread(samples: list[float]) -> dict[str, float]:
     else:
         first, _, third = statistics.quantiles(ordered, n=4)
         half = (third - first) / 2
-    median = statistics.median(ordered)
-    return {"median_ms": median * 1e3, "spread_ms": half * 1e3, "min_ms": ordered[0] * 1e3}
+    return {
+        "median_ms": statistics.median(ordered) * 1e3,
+        "spread_ms": half * 1e3,
+        "min_ms": ordered[0] * 1e3,
+        "samples_ms": [round(sample * 1e3, 4) for sample in samples],
+    }
 
 
-def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
-    """Return how much the memory grows at the peak of one warm call, in MiB (`workspace_mib`).
+def peak_memory(step: Step | Callable[[], Any], device: str) -> float:
+    """Return how much the memory grows at the peak of one call, in MiB.
 
     The returned gradients are not counted. On a GPU, the peak comes from the statistics of torch's
     allocator. On a CPU, it is the peak of the resident set after the call (VmHWM) minus the
@@ -196,21 +204,19 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
     """
     step = as_step(step)
     gc.collect()
-    if step.reset is not None:
-        step.reset()
+    step.reset()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gradients = gradient_bytes(step.run()) - step.owned_bytes
-        return {"workspace_mib": (torch.cuda.max_memory_allocated() - before - gradients) / MIB}
+        return (torch.cuda.max_memory_allocated() - before - gradients) / MIB
     drop_workspace()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     gradients = gradient_bytes(step.run()) - step.owned_bytes
-    workspace = (resident("VmHWM") - before - gradients) / MIB
-    return {"workspace_mib": workspace}
+    return (resident("VmHWM") - before - gradients) / MIB
 
 
 def gradient_bytes(result: Any) -> int:
@@ -261,6 +267,12 @@ def cpu_class(hardware: dict[str, Any]) -> str:
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a child process, in which Python finds this checkout."""
+    search = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(search), **changes}
 
 
 def commit() -> str:

@@ -40,18 +40,22 @@ class Results:
     cases: list[dict[str, Any]]
     reports: list[dict[str, Any]]
 
-    def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
-        """Return the timed rows of a case from the newest run that timed all providers `names`."""
+    def rows(self, case: Case, other: str = OURS) -> dict[str, dict[str, Any]]:
+        """Return the timed rows of a case from the newest run that timed grpo_fast and `other`.
+
+        `other` is the name or the role of a provider. Without such a run, the dict is empty.
+        """
         for found in reversed(self.cases):
             timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
-            if key_of(found) == key(case) and timed.keys() >= set(names):
+            known = {*timed, *(row["role"] for row in timed.values())}
+            fields = found["operation"], Shape(*found["shape"]), found["active"], found["inactive"]
+            if Case(*fields) == case and {OURS, other} <= known:
                 return timed
-        return None
+        return {}
 
     def value(self, case: Case, field: str) -> float | None:
         """Return a field of grpo_fast's row in the newest run of a case, or None if none exists."""
-        rows = self.rows(case, OURS)
-        return rows[OURS].get(field) if rows else None
+        return self.rows(case).get(OURS, {}).get(field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +83,9 @@ class Bar:
     def holds(self, value: float) -> bool:
         return value >= self.wanted if self.at_least else value <= self.wanted
 
-    def text(self, value: float) -> str:
-        return f"{value:,.0f}{self.unit}" if self.wanted >= 1000 else f"{value:.2f}{self.unit}"
-
-
-def key(case: Case) -> tuple:
-    return case.operation, tuple(case.shape), case.active, case.inactive
-
-
-def key_of(found: dict[str, Any]) -> tuple:
-    return found["operation"], tuple(found["shape"]), found["active"], found["inactive"]
+    def text(self, value: float, digits: int = 2) -> str:
+        digits = 0 if self.wanted >= 1000 else digits
+        return f"{value:,.{digits}f}{self.unit}"
 
 
 def bars(card: Card) -> list[Bar]:
@@ -99,7 +96,7 @@ def bars(card: Card) -> list[Bar]:
     limits = zip((*heads, small), (*RATIOS.values(), 1.6), strict=True)
     found = [ratio(card, "linear_grpo_loss", title, shape, wanted) for shape, wanted in limits]
     found += [over_peer(shape, "TRL", 2.5) for shape in heads]
-    found += [over_peer(shape, None, 1.0) for shape in (*heads, small)]
+    found += [over_peer(shape, "peer", 1.0) for shape in (*heads, small)]
     title = "linear_logps without gradient / one GEMM"
     found += [ratio(card, "linear_logps", title, shape, 1.15) for shape in heads]
     found += [sparse(card, inactive) for inactive in ("masked", "zero-advantage")]
@@ -124,23 +121,16 @@ def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -
     )  # fmt: skip
 
 
-def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
-    """Return a bar for the speedup over a peer, or over the fastest peer if `peer` is None."""
+def over_peer(shape: Shape, peer: str, wanted: float) -> Bar:
+    """Return a bar for the speedup over a peer, or over the fastest peer if `peer` is "peer"."""
     case = Case("linear_grpo_loss", shape)
 
     def measured(results: Results) -> float | None:
-        for found in reversed(results.cases):
-            rows = {n: row for n, row in found["rows"].items() if "median_ms" in row}
-            peers = [
-                row["median_ms"]
-                for name, row in rows.items()
-                if row["role"] == "peer" and peer in (None, name)
-            ]
-            if key_of(found) == key(case) and peers and OURS in rows:
-                return min(peers) / rows[OURS]["median_ms"]
-        return None
+        rows = results.rows(case, peer)
+        peers = [row["median_ms"] for name, row in rows.items() if peer in (name, row["role"])]
+        return min(peers) / rows[OURS]["median_ms"] if peers else None
 
-    name = peer or "the fastest peer"
+    name = "the fastest peer" if peer == "peer" else peer
     return Bar(
         f"faster than {name}, {title_of(shape)}", wanted, None, measured, predict.command(case),
         at_least=True,
@@ -202,11 +192,12 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
                 return rows["TRL"]["median_ms"] / rows["shared"]["median_ms"]
         return None
 
-    options = " ".join(f"--{name} {size}" for name, size in zip(names, sizes, strict=True))
+    prompt, completion, group = sizes
+    options = f"--prompt {prompt} --completion {completion} --group {group}"
     where = "--device cuda --model-config qwen2.5-0.5b"
     return Bar(
-        f"step over TRL's, Qwen2.5-0.5B, {sizes[0]} + {sizes[2]} x {sizes[1]} tokens", wanted,
-        guess, measured,
+        f"training step faster than TRL's, Qwen2.5-0.5B, {prompt} + {group} x {completion} tokens",
+        wanted, guess, measured,
         f"python -m benchmarks.trainers.step {where} {options} --providers shared TRL",
         at_least=True,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
     python -m benchmarks.gpu.trace                  prints a table in Markdown
     python -m benchmarks.gpu.trace --json           prints the same numbers as JSON
-    python -m benchmarks.gpu.trace --list CASE      prints every operation of one case, in order
 
 The traced call does not use autograd, which needs a CUDA build. It includes the work of the
 backward pass, which scales the gradients. Some of the work depends on values, which are unknown
@@ -183,20 +182,15 @@ def report() -> tuple[str, list[str]]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trace")
-    parser.add_argument("--list", metavar="CASE", choices=tuple(CASES))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.json:
         totals = {name: Budget.of(case.run(), case)._asdict() for name, case in CASES.items()}
         print(json.dumps(totals))
         return 0
-    if options.list is None:
-        table, beyond = report()
-        print("\n".join([table, *beyond]))
-        return 1 if beyond else 0
-    for x in CASES[options.list].run().launches:
-        print(f"{x.phase:9} {x.name:28} {x.bytes / 1e6:10.2f} MB {x.flops / 1e12:8.2f} TFLOP")
-    return 0
+    table, beyond = report()
+    print("\n".join([table, *beyond]))
+    return 1 if beyond else 0
 
 
 if __name__ == "__main__":

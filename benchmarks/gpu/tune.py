@@ -86,10 +86,8 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
             steps[candidate.line] = step
         else:
             failures[candidate.line] = "wrong: not timed"
-    samples = measure.interleaved(steps, "cuda", budget=0.15, rounds=9)
-    rows = {name: measure.spread(times) for name, times in samples.items()}
-    order = sorted(rows, key=lambda name: rows[name]["median_ms"])
-    ordered = {name: rows[name] for name in order}
+    rows = measure.interleaved(steps, "cuda", budget=0.15, rounds=9)
+    ordered = dict(sorted(rows.items(), key=lambda item: item[1]["median_ms"]))
     return {"setting": setting._asdict(), "rows": ordered, "failures": failures}
 
 

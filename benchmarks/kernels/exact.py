@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -117,12 +117,9 @@ def blocks(n: int, device: torch.device, size: int = 0) -> list[slice]:
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = open("/proc/meminfo").read().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
 
 
 def dtype_for(weight: Tensor) -> torch.dtype:

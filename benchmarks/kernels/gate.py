@@ -18,12 +18,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import RESULTS, measure
-from benchmarks.command import count as positive
-from benchmarks.command import duration
 from benchmarks.kernels.problem import STANDARD
 from benchmarks.kernels.runner import Plan, run_child
 from benchmarks.kernels.shapes import Shape
@@ -32,6 +29,8 @@ from benchmarks.report.files import write
 
 TOLERANCE = 0.15
 ATTEMPTS = 3
+THREADS = (1, 2)
+BUDGET = 2.0  # seconds of timing for each candidate
 OURS = "grpo_fast (auto)"
 # Operations, shapes and dtypes that the gate measures. The first shapes are those of the README.
 # The last shape is for `logits_grpo_loss_inplace`, whose limit is a copy. The shapes are large
@@ -62,7 +61,7 @@ class Setting(NamedTuple):
         return f"{self.operation} {shape} {self.dtype} {self.instructions} {threads}"
 
 
-def settings(threads: list[int]) -> list[Setting]:
+def settings() -> list[Setting]:
     """Return the settings that this CPU can run.
 
     AVX-512 code is measured only if the CPU supports it. bf16 is measured only with native code,
@@ -76,12 +75,12 @@ def settings(threads: list[int]) -> list[Setting]:
     return [
         Setting(operation, shape, dtype, widest[dtype] if is_wide else "avx2", count)
         for is_wide in ((False, True) if "avx512f" in flags else (False,))
-        for count in threads
+        for count in THREADS
         for operation, shape, dtype in WORK
     ]
 
 
-def ratio(setting: Setting, budget: float) -> float:
+def ratio(setting: Setting) -> float:
     """Measure grpo_fast and the limit in a new process, and return the ratio of their times.
 
     Raises:
@@ -90,7 +89,7 @@ def ratio(setting: Setting, budget: float) -> float:
     plan = Plan(
         operations=[setting.operation], shapes=[setting.shape], dtypes=[setting.dtype],
         variants=[STANDARD], device="cpu", allocators=["default"], backends=["auto"],
-        providers=["grpo_fast"], threads=setting.threads, budget=budget, rounds=25,
+        providers=["grpo_fast"], threads=setting.threads, budget=BUDGET, rounds=25,
     )  # fmt: skip
     os.environ["GRPO_FAST_CPU"] = setting.instructions
     try:
@@ -104,11 +103,11 @@ def ratio(setting: Setting, budget: float) -> float:
     return float(row["ratio_to_limit"])
 
 
-def compare(setting: Setting, stored: float | None, budget: float) -> tuple[float, bool]:
+def compare(setting: Setting, stored: float | None) -> tuple[float, bool]:
     """Return the best ratio of up to `ATTEMPTS` runs, and True if it passes the gate."""
     best = float("inf")
     for _ in range(ATTEMPTS):
-        best = min(best, ratio(setting, budget))
+        best = min(best, ratio(setting))
         if stored is None or best <= stored * (1 + TOLERANCE):
             return best, True
     return best, False
@@ -125,23 +124,17 @@ def line(setting: Setting, found: float, stored: float | None, passed: bool) -> 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--update", action="store_true", help="store this run's ratios")
-    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2])
-    words = "seconds of timing for each candidate"
-    parser.add_argument("--budget", type=duration, default=2.0, help=words)
-    parser.add_argument("--file", help="file of the ratios (default: by the kind of CPU)")
     options = parser.parse_args(arguments)
     file = RESULTS / f"gate-{measure.cpu_class(measure.hardware('cpu'))}.json"
-    if options.file:
-        file = Path(options.file)
     known: dict[str, Any] = json.loads(file.read_text())["ratios"] if file.is_file() else {}
     if not known and not options.update:
         missing = f"nothing is stored for this kind of CPU ({file.name})"
         print(f"gate: {missing}; --update stores this run")
     ratios = {}
     regressed = 0
-    for setting in settings(options.threads):
+    for setting in settings():
         try:
-            found, passed = compare(setting, known.get(setting.key), options.budget)
+            found, passed = compare(setting, known.get(setting.key))
         except ValueError as error:
             print(f"gate: {error}", file=sys.stderr)
             return 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import ROOT, measure
+from benchmarks import measure
 from benchmarks.kernels.exact import LOGP_TOLERANCE, TOLERANCE, acceptable
 from benchmarks.kernels.operations import OPERATIONS
 from benchmarks.kernels.problem import Problem, Variant, make_problem
@@ -67,9 +67,6 @@ class Plan:
     rounds: int
     verify_only: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Plan:
         fields = json.loads(text)
@@ -95,12 +92,11 @@ class Plan:
 
     def distinct_backends(self) -> list[str]:
         """Return all backends except the one that "auto" selects, so that it is not timed twice."""
-        return [name for name in BACKENDS if name != self.auto_backend()]
-
-    def auto_backend(self) -> str:
         if self.device == "cuda" and not torch.cuda.is_available():  # a dry run without a GPU
-            return "triton"
-        return route.rows_route("auto", torch.empty(0, device=self.device)).backend
+            chosen = "triton"
+        else:
+            chosen = route.rows_route("auto", torch.empty(0, device=self.device)).backend
+        return [name for name in BACKENDS if name != chosen]
 
 
 Save = Callable[[list[dict[str, Any]]], None]  # saves the finished cases
@@ -126,21 +122,19 @@ def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[s
 
     If the process is interrupted or crashes, return the results of the cases that had finished.
     """
-    environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
-    search = [str(ROOT), os.environ.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
+    changes = measure.FAIR_ALLOCATOR if allocator == "fair" else {}
+    environment = measure.child_environment(**changes)
     if not quiet:
         print(f"\n# allocator: {allocator}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         plan_file = Path(folder) / "plan.json"
         file = Path(folder) / "cases.json"
-        plan_file.write_text(plan.to_json())
+        plan_file.write_text(json.dumps(dataclasses.asdict(plan)))
         file.write_text("[]")
         command = [sys.executable, "-m", "benchmarks.kernels.runner", str(plan_file), str(file)]
         stdout = subprocess.DEVNULL if quiet else None
         try:
-            done = subprocess.run(command, env=environment, check=False, stdout=stdout)
-            status = done.returncode
+            status = subprocess.run(command, env=environment, stdout=stdout).returncode
         except KeyboardInterrupt:
             status = -2
         if status:
@@ -156,15 +150,13 @@ def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(plan.threads)
     cases: list[dict[str, Any]] = []
-    for dtype in plan.dtypes:
-        for shape in plan.shapes:
-            for variant in plan.variants:
-                problem = make_problem(shape, DTYPES[dtype], plan.device, variant)
-                for operation in plan.operations:
-                    cases.append(run_case(operation, problem, dtype, variant, plan))
-                    save(cases)
-                del problem
-                release(plan.device)
+    for dtype, shape, variant in itertools.product(plan.dtypes, plan.shapes, plan.variants):
+        problem = make_problem(shape, DTYPES[dtype], plan.device, variant)
+        for operation in plan.operations:
+            cases.append(run_case(operation, problem, dtype, variant, plan))
+            save(cases)
+        del problem
+        release(plan.device)
     return cases
 
 
@@ -184,8 +176,8 @@ def run_case(
         if step:
             steps[provider.name] = step
     if not plan.verify_only:
-        time_steps(steps, rows, plan)
-        weigh(rows, operation, problem.shape, dtype)
+        rate = functools.partial(OPERATIONS[operation].rate, problem.shape, dtype.itemsize)
+        time_steps(steps, rows, plan, rate)
     case = {
         "allocator": "cuda", "operation": operation, "shape": list(problem.shape),
         "model": name_of(problem.shape), "dtype": dtype_name, "itemsize": dtype.itemsize,
@@ -204,28 +196,26 @@ def route_of(operation: str, problem: Problem) -> str:
     return str(route.head_route("auto", problem.weight))
 
 
-def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Plan) -> None:
-    """Time the steps in interleaved rounds, and add their times and peak memory to `rows`."""
-    for name, samples in measure.interleaved(steps, plan.device, plan.budget, plan.rounds).items():
-        rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 4) for s in samples]}
-        if rows[name]["role"] != "limit":
-            rows[name] |= measure.peak_memory(steps[name], plan.device)
-
-
-def weigh(
-    rows: dict[str, dict[str, Any]], operation: str, shape: Shape, dtype: torch.dtype
+def time_steps(
+    steps: dict[str, Step],
+    rows: dict[str, dict[str, Any]],
+    plan: Plan,
+    rate: Callable[[float], tuple[float, str]],
 ) -> None:
-    """Add the time relative to the fastest limit, and the rate of work, to each row.
+    """Add the times, the peak memory and the rate of work of each step to its row in `rows`.
 
-    All N token rows count as work, although a provider may skip inactive rows.
+    `rate` converts a time in ms to the rate and its unit. All N token rows count as work, although
+    a provider may skip inactive rows.
     """
-    timed = [row for row in rows.values() if "median_ms" in row]
-    limit = min(row["median_ms"] for row in timed if row["role"] == "limit")
-    for row in timed:
-        row["ratio_to_limit"] = row["median_ms"] / limit
-        row["fraction_of_limit"] = limit / row["median_ms"]
-        rate = OPERATIONS[operation].rate(shape, dtype.itemsize, row["median_ms"])
-        row["rate"], row["unit"] = rate
+    times = measure.interleaved(steps, plan.device, plan.budget, plan.rounds)
+    limit = min(times[name]["median_ms"] for name in steps if rows[name]["role"] == "limit")
+    for name, step in steps.items():
+        row, median = rows[name], times[name]["median_ms"]
+        row |= times[name]
+        row |= {"ratio_to_limit": median / limit, "fraction_of_limit": limit / median}
+        row["rate"], row["unit"] = rate(median)
+        if row["role"] != "limit":
+            row["workspace_mib"] = measure.peak_memory(step, plan.device)
 
 
 def verify(

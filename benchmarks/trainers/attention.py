@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE, relative_l2
-from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save_cases, timed
+from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save
 from grpo_fast.attention import PackedGroups, dispatch, pack_groups
 from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import AttentionParams
@@ -64,7 +65,8 @@ def main() -> None:
     for case in options.cases:
         for model in CPU_MODELS if options.device == "cpu" else GPU_MODELS:
             rows += time_attention(case, model, options)
-    save_cases(options, "attention, shared against packed, forward + backward", rows)
+    title = "attention, shared against packed, forward + backward"
+    save(options, title, {"dtype": str(options.dtype)}, cases=rows)
 
 
 def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
@@ -159,7 +161,7 @@ def row_of_times(
     if not error <= TOLERANCE[options.dtype]:
         print(f"{shown} WRONG: the layouts differ by {error:.2g}; not timed", flush=True)
         return row | {"wrong": True}
-    row |= timed(steps, options)
+    row["times"] = measure.measured(steps, options)
     ms = {name: time["median_ms"] for name, time in row["times"].items()}
     row["ratio"] = ms["packed"] / ms["shared"]
     times = f"packed {ms['packed']:9.2f} ms  shared {ms['shared']:9.2f} ms"

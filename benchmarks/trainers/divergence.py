@@ -24,8 +24,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save_cases
-from benchmarks.trainers.options import timed as measured
+from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save
 from grpo_fast import TeacherHead, linear_divergence
 
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's argument beta
@@ -40,9 +39,10 @@ DEFAULTS = Defaults(threads=1, budget=(2.0, 0.2), rounds=(5, 3))
 def main() -> None:
     options = parsed_cases(new_parser(__doc__), DEFAULTS, "N,H,V", CASES)
     if options.device == "cpu":
-        measure.clock = "process"
+        options.clock = measure.clock = "process"
     rows = [timed(case, options) for case in options.cases]
-    save_cases(options, "linear_divergence, forward and backward", rows, clock=measure.clock)
+    title = "linear_divergence, forward and backward"
+    save(options, title, {"dtype": str(options.dtype)}, cases=rows)
 
 
 def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
@@ -107,7 +107,7 @@ def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
             row["errors"][f"{kind} {name}"] = off
             if off <= exact.TOLERANCE[options.dtype]:
                 steps[f"{kind} {name}"] = call
-    row |= measured(steps, options)
+    row["times"] = measure.measured(steps, options)
     bare = row["times"]["products"]["median_ms"]
     for name, times in row["times"].items():
         off = row["errors"].get(name, 0.0)  # the bare products have no error

@@ -41,14 +41,10 @@ def main() -> None:
     shape = QUICK_HEAD if options.quick else HEADS[device]
     hooks = [head(device, *shape), *policy_losses(device)]
     rows = [measured(name, theirs, ours, options) for name, theirs, ours in hooks]
-    report = {
-        **measure.header("hooks of other trainers, forward and backward", device),
-        "threads": options.threads,
-        "head": dict(zip(("tokens", "hidden", "vocabulary"), shape, strict=True)),
-        "batch": BATCH,
-        "cases": rows,
-    }
-    save(options, report)
+    save(
+        options, "hooks of other trainers, forward and backward",
+        {"head": shape, "batch": BATCH}, cases=rows,
+    )  # fmt: skip
 
 
 def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:
@@ -58,10 +54,8 @@ def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -
     if not difference <= AGREEMENT:
         raise SystemExit(f"{name}: ours differs by {difference:.1e}; a wrong result is not timed")
     steps = {"theirs": theirs, "ours": ours}
-    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     row: dict[str, Any] = {"hook": name, "difference": difference}
-    for side, step in steps.items():
-        row[side] = measure.spread(times[side]) | measure.peak_memory(step, options.device)
+    row |= measure.measured(steps, options)
     row["speedup"] = row["theirs"]["median_ms"] / row["ours"]["median_ms"]
 
     def weighed(side: str) -> str:

@@ -87,14 +87,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
     cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
-    report = {
-        **measure.header("whole GRPO step, rollout included", options.device),
-        "threads": options.threads,
-        "clock": options.clock,
-        "load": os.getloadavg(),
-        "cases": cases,
-    }
-    save(options, report)
+    save(options, "whole GRPO step, rollout included", {"load": os.getloadavg()}, cases=cases)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -125,22 +118,15 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
         "grpo_fast": our_step(policy, subject.texts, shape),
         **trl_steps(subject, shape, options.device, options.rows),
     }
-    # Measure the memory before the times, because these calls also warm up the steps. The memory
-    # includes gradients and Adam's moments, but not the weights.
-    memory = {who: measure.peak_memory(step, options.device) for who, step in steps.items()}
-    rounds = options.device, options.budget, options.rounds
-    times = {
-        "step": measure.interleaved(steps, *rounds),
-        "rollout": measure.interleaved(rollouts, *rounds),
-    }
     case: dict[str, Any] = {"shape": name, **shape._asdict(), "error_logps": error}
-    for what, peer in (("step", "TRL"), ("rollout", "transformers")):
-        rows = {who: measure.spread(samples) for who, samples in times[what].items()}
+    # The memory of a step includes gradients and Adam's moments, because `measured` first measures
+    # the memory, in calls that also warm up the steps.
+    case["step"] = measure.measured(steps, options)
+    rounds = options.device, options.budget, options.rounds
+    case["rollout"] = measure.interleaved(rollouts, *rounds)
+    for rows, peer in ((case["step"], "TRL"), (case["rollout"], "transformers")):
         for row in rows.values():
             row["speedup"] = rows[peer]["median_ms"] / row["median_ms"]
-        case[what] = rows
-    for who, peak in memory.items():
-        case["step"][who]["peak_mib"] = peak["workspace_mib"]
     print(table(case))
     return case
 
@@ -291,7 +277,7 @@ def table(case: dict[str, Any]) -> str:
         for who, row in case[what].items():
             lines.append(
                 f"{what:9}{who:25}{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
-                f"{row['speedup']:>8.2f}x{row.get('peak_mib', float('nan')):>10.0f}"
+                f"{row['speedup']:>8.2f}x{row.get('workspace_mib', float('nan')):>10.0f}"
             )
     return "\n".join(lines)
 

@@ -149,8 +149,8 @@ def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
             continue
         steps[name] = call
     times = measure.interleaved(steps, options.device, options.budget, options.rounds)
-    for name, samples in times.items():
-        rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 3) for s in samples]}
+    for name in steps:
+        rows[name] |= times[name]
     limit = rows["greedy loop"]["median_ms"]
     for row in rows.values():
         if "median_ms" in row:
@@ -179,7 +179,7 @@ def main() -> None:
         "rows": measure_all(policy, options),
     }
     print(table(case))
-    save(options, {**measure.header("rollout", options.device), "cases": [case]})
+    save(options, "rollout", {}, cases=[case])
 
 
 def table(case: dict[str, Any]) -> str:

@@ -58,10 +58,7 @@ DEFAULTS = Defaults(threads=2, budget=(120.0, 5.0), rounds=(5, 5))
 
 
 def main() -> None:
-    options = parse_arguments()
-    report = run(options)
-    print(table(report))
-    save(options, report)
+    print(table(run(parse_arguments())))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,69 +68,58 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="instead of the model's own number of layers")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
     parser.add_argument("--prompt", type=int, help="tokens (2048, --quick: 512; CPU: at least)")
-    parser.add_argument("--completion", type=int, default=64, help="tokens, at most")
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=1)
+    parser.add_argument("--completion", type=int, help="tokens, at most (64; with --model 32)")
+    parser.add_argument("--group", type=int, help="completions (8; with --model 4)")
     parser.add_argument(
         "--providers", nargs="+", default=["shared", "packed", "padded"], choices=tuple(PROVIDERS)
     )
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, help="default: on a GPU only"
     )
-    parser.add_argument("--tiled-mlp", type=int)
     parser.add_argument("--lora", type=int, metavar="R")
+    parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--tokens-per-microbatch", type=int, default=1 << 40)
-    parser.add_argument("--padded-rows", type=int, help="of padded and TRL; default: all at once")
+    words = "completions that padded and TRL process at once (all; with --model 1)"
+    parser.add_argument("--padded-rows", type=int, help=words)
     parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K (else random prompts)")
     options = parsed(parser, DEFAULTS)
     gpu = options.device == "cuda"
     options.prompt = options.prompt or (512 if options.quick else 2048)
+    options.completion = options.completion or (32 if options.pretrained else 64)
+    options.group = options.group or (4 if options.pretrained else 8)
+    options.padded_rows = options.padded_rows or (1 if options.pretrained else None)
     options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
     options.checkpointing = gpu if options.checkpointing is None else options.checkpointing
     options.model = ModelConfig(
         path=options.model_config, dtype=options.dtype, device=options.device,
-        tiled_mlp=options.tiled_mlp, gradient_checkpointing=options.checkpointing,
+        gradient_checkpointing=options.checkpointing,
         lora=None if options.lora is None else LoraConfig(r=options.lora),
     )  # fmt: skip
     return options
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Verify and time all providers, measure their peak memory, and return the report."""
+    """Verify and time all providers, measure their peak memory, and save and return the report."""
     model = build_model(options)
-    problem = make_problem(
-        build_prompts(options, model.config.vocab_size),
-        options.group,
-        options.completion,
-        model.config.vocab_size,
-    )
+    vocab = model.config.vocab_size
+    prompts = build_prompts(options, vocab)
+    problem = make_problem(prompts, options.group, options.completion, vocab)
     providers = {name: prepare(name, model, problem, options) for name in options.providers}
     del model
-    rows: dict[str, dict[str, Any]] = {
-        name: {"tokens": provider.tokens} for name, provider in providers.items()
-    }
     tolerance = TOLERANCE[options.dtype] * max(1.0, options.prompt / 4096)
-    for name, errors in verify(providers, problem, tolerance).items():
-        rows[name] |= errors
-    steps: dict[str, Any] = {name: step_of(provider) for name, provider in providers.items()}
-    for name, samples in measure.interleaved(
-        steps, options.device, options.budget, options.rounds
-    ).items():
-        rows[name] |= measure.spread(samples)
-    for name, step in steps.items():  # last, because the first step also allocates Adam's moments
-        rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
-    table = problem.samples
-    return {
-        **measure.header("GRPO step without rollout", options.device),
-        "settings": {
-            key: value
-            for key, value in vars(options).items()
-            if key not in ("model", "data", "json")
-        },
-        "prompt_tokens": sorted({len(p) for p in table.prompt_ids}),
-        "completion_tokens": table.lengths,
-        "providers": rows,
-    }
+    rows: dict[str, Any] = verify(providers, problem, tolerance)
+    steps = {name: step_of(provider) for name, provider in providers.items()}
+    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    for name, step in steps.items():
+        # Measure the memory last, because the first step also allocates Adam's moments.
+        peak = peak_bytes(step, options.device) / measure.MIB
+        rows[name] |= times[name] | {"tokens": providers[name].tokens, "peak_mib": peak}
+    settings = {k: v for k, v in vars(options).items() if k not in ("model", "data", "json")}
+    return save(
+        options, "GRPO step without rollout", settings,
+        prompt_tokens=sorted({len(p) for p in prompts}), completion_tokens=problem.samples.lengths,
+        providers=rows,
+    )  # fmt: skip
 
 
 def build_model(options: argparse.Namespace) -> Any:
@@ -252,12 +238,7 @@ def verify(
 def peak_bytes(step: Any, device: str) -> int:
     """Return the peak memory during a warm step minus the memory before the step, in bytes."""
     if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return int(measure.peak_memory(step, device) * measure.MIB)
     gc.collect()  # if `step` freed old garbage, the measured peak would be too low
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save_cases
-from benchmarks.trainers.options import timed as measured
+from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 
 CASES: dict[str, list[Case]] = {
@@ -60,7 +60,8 @@ def main() -> None:
             expected = f"T a multiple of {COMPLETIONS} and K at most V"
             parser.error(f"--cases: expected {expected}, got T={t}, K={k}, V={v}")
     rows = [timed(case, options) for case in options.cases]
-    save_cases(options, "linear_grpo_loss and linear_logps, support against dense", rows)
+    title = "linear_grpo_loss and linear_logps, support against dense"
+    save(options, title, {"dtype": str(options.dtype)}, cases=rows)
 
 
 def problem_of(case: Case, options: argparse.Namespace) -> Problem:
@@ -167,7 +168,7 @@ def timed(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         print(f"{label} WRONG by {row['error']:.2g}; not timed", flush=True)
         return row | {"wrong": True}
     steps = {f"{what} {way}": step for way, of in ways.items() for what, step in of.items()}
-    row |= measured(steps, options)
+    row["times"] = measure.measured(steps, options)
     row["ratios"] = {}
     for what in ways["dense"]:
         dense, own = (row["times"][f"{what} {way}"]["median_ms"] for way in ways)

@@ -31,7 +31,7 @@ from benchmarks.kernels.exact import TOLERANCE, relative_l2
 from benchmarks.report.files import machine
 from benchmarks.report.plots import COLORS, picture
 from benchmarks.trainers.attention import CPU_MODELS, GPU_MODELS, Heads, Step
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save_cases, timed
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from grpo_fast.attention import PackedTree, dispatch, pack_tree, register
 from grpo_fast.attention.dispatch import Kind
 
@@ -97,16 +97,16 @@ def main() -> int:
     options = parsed(parser, DEFAULTS)
     on_cpu = options.device == "cpu"
     if on_cpu:
-        measure.clock = "process"
+        options.clock = measure.clock = "process"
     options.divide = 64 if options.quick else 4 if on_cpu else 1
     options.dtype = torch.float32 if on_cpu else torch.bfloat16
     rows = []
     for name, paths in {**CASES, **BRANCHES}.items():
         for model in CPU_MODELS if on_cpu else GPU_MODELS:
             rows.append(time_case(name, paths(options.divide), model, options))
-    settings = {"divide": options.divide, "clock": measure.clock, "layers": LAYERS}
+    settings = {"divide": options.divide, "layers": LAYERS, "dtype": str(options.dtype)}
     title = "a trunk over trees of samples, against plain packing, forward + backward"
-    report = save_cases(options, title, rows, **settings)
+    report = save(options, title, settings, cases=rows)
     if options.plot:
         draw_trees(report, Path(options.plot))
     below = [row["case"] for row in rows if not (options.quick or passes(row))]
@@ -124,7 +124,7 @@ def passes(row: dict[str, Any]) -> bool:
 
 def draw_trees(report: dict[str, Any], out: Path) -> None:
     """Draw the token counts and the memory of the cases in `BRANCHES` for both layouts."""
-    rows = [row for row in report["cases"] if row["case"] in BRANCHES and "memory" in row]
+    rows = [row for row in report["cases"] if row["case"] in BRANCHES and "times" in row]
     rows = [row for row in rows if row["model"] == rows[0]["model"]]
     settings = report["settings"]
     note = f"{machine(report['hardware'])}, {settings['dtype']}; commit {report['commit']}"
@@ -135,7 +135,7 @@ def draw_trees(report: dict[str, Any], out: Path) -> None:
             (
                 axes[1],
                 "MiB, forward + backward",
-                lambda row, key: row["memory"][key]["workspace_mib"],
+                lambda row, key: row["times"][key]["workspace_mib"],
             ),
         ):
             for key, name, color in (
@@ -171,10 +171,10 @@ def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict
     if not error <= TOLERANCE[options.dtype]:
         print(f"{name} WRONG: the layouts differ by {error:.2g}; not timed", flush=True)
         return row | {"wrong": True}
-    row |= timed(steps, options)
-    used = {key: memory["workspace_mib"] for key, memory in row["memory"].items()}
-    ms = {key: spread["median_ms"] for key, spread in row["times"].items()}
+    row["times"] = measure.measured(steps, options)
+    ms = {key: times["median_ms"] for key, times in row["times"].items()}
     row["ratio"] = ms["flat"] / ms["tree"]
+    used = {key: times["workspace_mib"] for key, times in row["times"].items()}
     row["memory_ratio"] = used["flat"] / used["tree"]
     print(
         f"{name:<26} {model.name:<14} {row['kernel']:<10} flat {ms['flat']:9.1f} ms  tree "

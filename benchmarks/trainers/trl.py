@@ -55,13 +55,7 @@ def main() -> None:
     cases = [measure_model(options, name) for name in options.models]
     settings = {"prompt": PROMPT, "group": GROUP, "completion": COMPLETION}
     settings["dtype"] = options.dtype
-    report = {
-        **measure.header("training_step of GRPOTrainer without rollout", options.device),
-        "threads": options.threads,
-        "settings": settings,
-        "cases": cases,
-    }
-    save(options, report)
+    save(options, "training_step of GRPOTrainer without rollout", settings, cases=cases)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -79,19 +73,13 @@ def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
     batch = prepared_batch(options, MODELS[name]["vocab_size"])
     difference = verified(trainers, batch, TOLERANCE[options.dtype])
     steps = {label: step_of(trainer, batch) for label, trainer in trainers.items()}
-    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     result: dict[str, Any] = {"model": name, **MODELS[name], "gradient_difference": difference}
-    for label, step in steps.items():
-        peak = measure.peak_memory(step, options.device)["workspace_mib"]
-        samples = times[label]
-        result[label] = measure.spread(samples) | {"rounds": len(samples), "peak_mib": peak}
-    result["speedup"] = result["TRL"]["median_ms"] / result["grpo_fast"]["median_ms"]
-    result["memory_ratio"] = result["grpo_fast"]["peak_mib"] / result["TRL"]["peak_mib"]
+    result |= measure.measured(steps, options)
     for label in TRAINERS:
         mine = result[label]
         speedup = result["TRL"]["median_ms"] / mine["median_ms"]
-        times_of = f"{mine['median_ms']:9.1f} ms ± {mine['spread_ms']:6.1f}"
-        print(f"{name:5} {label:15} {times_of}  {mine['peak_mib']:7.0f} MiB  {speedup:6.2f}x")
+        times = f"{mine['median_ms']:9.1f} ms ± {mine['spread_ms']:6.1f}"
+        print(f"{name:5} {label:15} {times}  {mine['workspace_mib']:7.0f} MiB  {speedup:6.2f}x")
     print(f"      gradients within {difference:.1e} of TRL's")
     return result
 

@@ -95,8 +95,9 @@ def differentiate_logits(
         (gradient,) = torch.autograd.grad(loss, logits)
         return {"loss": loss.detach(), "grad_logits": gradient.flatten(0, 1)}
 
-    reset = (lambda: buffer.copy_(problem.logits)) if inplace else None
-    return Step(run, reset, buffer.nbytes if inplace else 0)  # type: ignore[arg-type]
+    if not inplace:
+        return Step(run)
+    return Step(run, lambda: buffer.copy_(problem.logits), buffer.nbytes)
 
 
 def without_gradient(logps_of: Callable[[], Tensor]) -> Step:

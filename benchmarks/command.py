@@ -16,9 +16,9 @@ keeps freed pages ("fair").
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -190,8 +190,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
     report: dict[str, Any] = {
         **measure.header("grpo-fast bench", plan.device),
-        "settings": json.loads(plan.to_json()),
-        "method": {"memory": " ".join((measure.peak_memory.__doc__ or "").split())},
+        "settings": dataclasses.asdict(plan),
     }
     what = plan.operations[0] if len(plan.operations) == 1 else "operations"
     path = Path(options.out or default_path(what, plan.device, report["commit"], options.quick))

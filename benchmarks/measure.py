@@ -179,16 +179,12 @@ def spread(samples: list[float]) -> dict[str, Any]:
     The spread is half the interquartile range. With fewer than four samples, it is half the
     difference between the largest and the smallest sample.
     """
-    ordered = sorted(samples)
-    if len(ordered) < 4:
-        half = (ordered[-1] - ordered[0]) / 2
-    else:
-        first, _, third = statistics.quantiles(ordered, n=4)
-        half = (third - first) / 2
+    ms = sorted(sample * 1e3 for sample in samples)
+    first, _, third = statistics.quantiles(ms, n=4) if len(ms) > 3 else (ms[0], 0, ms[-1])
     return {
-        "median_ms": statistics.median(ordered) * 1e3,
-        "spread_ms": half * 1e3,
-        "min_ms": ordered[0] * 1e3,
+        "median_ms": statistics.median(ms),
+        "spread_ms": (third - first) / 2,
+        "min_ms": ms[0],
         "samples_ms": [round(sample * 1e3, 4) for sample in samples],
     }
 
@@ -228,27 +224,21 @@ def gradient_bytes(result: Any) -> int:
 
 def resident(field: str) -> int:
     """Return a memory field of /proc/self/status, such as VmRSS, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"field: expected one of /proc/self/status, got {field!r}")
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1]) * 1024
 
 
 def hardware(device: str) -> dict[str, Any]:
     """Return the description of CPU, memory and GPU that every report contains."""
-    information: dict[str, Any] = {"machine": platform.machine(), "cpu": "unknown"}
-    information["cores"] = os.cpu_count()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if ":" in line]
-        pairs = [line.split(":", 1) for line in lines]
-        fields = {key.strip(): value.strip() for key, value in pairs}
-        name = fields.get("model name", "unknown")
-        family = f"family {fields.get('cpu family')}, model {fields.get('model')}"
-        information["cpu"] = f"{name} ({family})"
-        flags = set(fields.get("flags", "").split())
-        known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-        information["instructions"] = [name for name in known if name in flags]
+    information: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count()}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = [line.split(":", 1) for line in lines if ":" in line]
+    fields = {key.strip(): value.strip() for key, value in pairs}
+    family = f"family {fields.get('cpu family')}, model {fields.get('model')}"
+    information["cpu"] = f"{fields.get('model name', 'unknown')} ({family})"
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    flags = fields.get("flags", "").split()
+    information["instructions"] = [name for name in known if name in flags]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     information["memory_gib"] = round(memory / 2**30, 1)
     if device == "cuda":

@@ -35,7 +35,7 @@ def profiled(shape: Shape, device: str) -> dict[str, Any]:
     Raises:
         RuntimeError: the profiler saw no kernel.
     """
-    step = loss("auto")(make_problem(shape, torch.bfloat16, device))
+    step = loss(make_problem(shape, torch.bfloat16, device), "auto")
     for _ in range(2):
         step.run()
     measure.synchronize(device)

@@ -71,10 +71,6 @@ class Recorder(TorchDispatchMode):
     def flops(self) -> int:
         return sum(x.flops for x in self.launches)
 
-    def next_chunk(self) -> None:
-        self.chunks += 1
-        self.phase = f"chunk {self.chunks}"
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
@@ -87,10 +83,8 @@ class Recorder(TorchDispatchMode):
             a, b = [x for x in args if isinstance(x, Tensor)][-2:]
             self.add(name, flops=2 * a.shape[0] * a.shape[1] * b.shape[1])
         else:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            outputs = [x for x in (out if isinstance(out, tuple) else (out,))]
-            tensors += [x for x in outputs if isinstance(x, Tensor)]
-            self.add(name, sum(size(x) for x in tensors))
+            outputs = out if isinstance(out, tuple) else (out,)
+            self.add(name, sizes_of(*args, *kwargs.values(), *outputs))
         return out
 
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
@@ -99,7 +93,8 @@ class Recorder(TorchDispatchMode):
         if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
         else:
-            self.add(name, KERNEL_BYTES.get(name, all_of)(given))
+            moved = KERNEL_BYTES[name](given) if name in KERNEL_BYTES else sizes_of(*given.values())
+            self.add(name, moved)
 
 
 class Plain(TorchFunctionMode):
@@ -115,11 +110,10 @@ class Plain(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if function is Tensor.__getitem__:
             return self.picked(*args)
+        if function is Tensor.__setitem__ and isinstance(args[1], Tensor):
+            return args[0].index_put_((args[1],), args[2])
         if function is Tensor.__setitem__:
-            x, index, value = args
-            if isinstance(index, Tensor):
-                return x.index_put_((index,), value)
-            return self.picked(x, index).copy_(value)
+            return self.picked(*args[:2]).copy_(args[2])
         if function is Tensor.__invert__:
             return args[0].bitwise_not()
         if function is Tensor.nonzero:
@@ -147,8 +141,9 @@ def size(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def all_of(given: dict[str, Any]) -> int:
-    return sum(size(x) for x in given.values() if isinstance(x, Tensor))
+def sizes_of(*values: Any) -> int:
+    """Return the total size in bytes of the tensors among the values."""
+    return sum(size(x) for x in values if isinstance(x, Tensor))
 
 
 def target_rows(given: dict[str, Any]) -> int:
@@ -164,24 +159,23 @@ def target_rows(given: dict[str, Any]) -> int:
 
 def indexed_rows(given: dict[str, Any]) -> int:
     """Return the bytes moved by a kernel that reads a matrix row for each id and writes once."""
-    head = "id_ptr" in given
-    names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
-    row_bytes = given["H"] * given[matrix].element_size()
-    written = given.get("slope_ptr" if head else "out_ptr")
-    moved = given[names].shape[0] * (given[names].element_size() + 4 + row_bytes)
-    return moved + (size(written) if isinstance(written, Tensor) else 0)
+    if "id_ptr" in given:
+        names = "id_ptr", "weight_ptr", "slope_ptr"
+    else:
+        names = "index_ptr", "matrix_ptr", "out_ptr"
+    ids, matrix, written = (given.get(name) for name in names)
+    row_bytes = given["H"] * matrix.element_size()
+    return len(ids) * (ids.element_size() + 4 + row_bytes) + sizes_of(written)
 
 
+UNCOUNTED = ("slice_kernel", "gather_columns_kernel", "column_product_kernel", "scale_kernel")
 KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
-    "slice_kernel": lambda given: 0,
+    **dict.fromkeys(UNCOUNTED, lambda given: 0),
     "target_kernel": lambda given: 2 * size(given["hidden_ptr"]),
     "write_hidden_kernel": lambda given: (
         given["target_ptr"].shape[0] * given["H"] * (4 + 2 + given["out_ptr"].element_size())
     ),
     "add_targets_kernel": target_rows,
-    "gather_columns_kernel": lambda given: 0,
-    "column_product_kernel": lambda given: 0,
-    "scale_kernel": lambda given: 0,
     "support_head_kernel": indexed_rows,
     "sums_kernel": indexed_rows,
 }
@@ -229,7 +223,8 @@ def recording() -> Iterator[Recorder]:
         return len(lengths), len(lengths) * SET_SIZE
 
     def rows_of(self: loop.LinearHead, chunk: slice) -> Any:
-        recorder.next_chunk()
+        recorder.chunks += 1
+        recorder.phase = f"chunk {recorder.chunks}"
         return original(self, chunk)
 
     def finished(self: loop.LinearHead, sums: Any) -> tuple:

@@ -51,8 +51,7 @@ class Session:
         return self.parts.get(name, {}).get("status") == "done"
 
     def record(self, name: str, status: str, seconds: float, reports: list[dict[str, Any]]) -> None:
-        finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        done = {"status": status, "finished": finished, "seconds": round(seconds, 1)}
+        done = {"status": status, "finished": now(), "seconds": round(seconds, 1)}
         self.parts[name] = {**done, "reports": reports}
         write(self.file, {"benchmark": "gpu session", "parts": self.parts})
 
@@ -79,6 +78,10 @@ class Session:
         outcome = "done" if passed else "FAILED"
         self.say(f"== {name}: {outcome} in {seconds:.0f} s, exit codes {codes}")
         return passed
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def option_for(command: list[str]) -> str:
@@ -188,12 +191,9 @@ def chosen_parts(
     if options.part or options.dry and not options.visit:
         options.deadline = options.deadline or sum(VISIT_SECONDS.values())
         return {name: x for name, x in every.items() if name in (options.part or every)}
-    undone = [
-        visit
-        for visit in VISIT_SECONDS
-        if not all(x.stops or session.is_done(n) for n, x in of_visit(every, visit).items())
-    ]
-    visit = options.visit or min(undone, default=max(VISIT_SECONDS))
+    undone = [x.visit for name, x in every.items() if not (x.stops or session.is_done(name))]
+    numbers = [visit for visit in VISIT_SECONDS if visit in undone] or [max(VISIT_SECONDS)]
+    visit = options.visit or numbers[0]
     options.deadline = options.deadline or VISIT_SECONDS[visit]
     print(f"# visit {visit} of {len(VISIT_SECONDS)}, {options.deadline:.0f} s", flush=True)
     return of_visit(every, visit)
@@ -248,7 +248,7 @@ def main(arguments: list[str]) -> int:
     if commit() == "none":
         print("gpu_session: expected --commit HASH, since the tree has no .git", file=sys.stderr)
         return 2
-    session.say(f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}  {gpu}")
+    session.say(f"# {now()}  {gpu}")
     return run_all(chosen, options, session)
 
 

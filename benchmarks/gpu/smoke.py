@@ -37,7 +37,7 @@ def head(device: str) -> tuple[float, str]:
 
     shape = Shape(512, 896, 32000) if device == "cuda" else Shape(64, 64, 512)
     problem = make_problem(shape, torch.bfloat16, device)
-    errors = problem.truth("loss").errors(loss("auto")(problem)())
+    errors = problem.truth("loss").errors(loss(problem, "auto")())
     route = route_of("linear_grpo_loss", problem)
     if device == "cuda" and "triton" not in route.lower():
         return float("inf"), f"expected the Triton kernels, the route is {route}"

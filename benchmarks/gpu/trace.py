@@ -12,7 +12,7 @@ its budget in ONE_CHUNK.
 
 from __future__ import annotations
 
-import argparse
+import collections
 import json
 import sys
 from typing import NamedTuple
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
+from benchmarks.gpu.report import table
+from benchmarks.options import new_parser
 from grpo_fast import LossConfig, Support
 from grpo_fast.loss import autograd
 from grpo_fast.loss.arguments import BatchInputs, Options
@@ -111,19 +113,14 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, recorder: Recorder, case: Case) -> Budget:
-        found = recorder.launches
-        per_chunk = [
-            sum(x.phase == f"chunk {i + 1}" for x in found) for i in range(recorder.chunks)
-        ]
-        outside = sum(x.phase == "outside" for x in found)
-        outside, syncs, reads = (
-            -(-x // case.calls) for x in (outside, len(recorder.syncs), len(recorder.reads))
-        )
+        phases = collections.Counter(x.phase for x in recorder.launches)
+        totals = phases.pop("outside", 0), len(recorder.syncs), len(recorder.reads)
+        outside, syncs, reads = (-(-total // case.calls) for total in totals)
+        per_chunk = max(phases.values(), default=0)
+        moved = sum(x.bytes for x in recorder.launches)
         work = case.calls * case.rows * case.hidden * case.vocab
-        return cls(
-            recorder.chunks, max(per_chunk, default=0), outside, syncs, reads,
-            sum(x.bytes for x in found) / 1e9, recorder.flops / work,
-        )  # fmt: skip
+        products = recorder.flops / work
+        return cls(recorder.chunks, per_chunk, outside, syncs, reads, moved / 1e9, products)
 
 
 CASES: dict[str, Case] = {
@@ -161,35 +158,18 @@ def overrun(name: str, found: Budget) -> str:
     return f"{name}: expected at most {wanted} (chunks, launches in it, outside, GB), got {taken}"
 
 
-def report() -> tuple[str, list[str]]:
-    """Return the table, and a message for each case that exceeds its budget."""
-    beyond = []
-    lines = [
-        "| case | chunks | launches per chunk | outside | syncs | reads after work "
-        "| GB outside of products | products (N·V·H) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, case in CASES.items():
-        b = Budget.of(case.run(), case)
-        if message := overrun(name, b):
-            beyond.append(message)
-        lines.append(
-            f"| {name} | {b.chunks} | {b.per_chunk} | {b.outside} | {b.syncs} | {b.reads} "
-            f"| {b.gigabytes:.2f} | {b.products:.2f} |"
-        )
-    return "\n".join(lines), beyond
-
-
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trace")
-    parser.add_argument("--json", action="store_true")
+    parser = new_parser(__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
+    found = {name: Budget.of(case.run(), case) for name, case in CASES.items()}
     if options.json:
-        totals = {name: Budget.of(case.run(), case)._asdict() for name, case in CASES.items()}
-        print(json.dumps(totals))
+        print(json.dumps({name: budget._asdict() for name, budget in found.items()}))
         return 0
-    table, beyond = report()
-    print("\n".join([table, *beyond]))
+    rows = ((name, *(f"{value:.4g}" for value in budget)) for name, budget in found.items())
+    print(*table("", f"case | {' | '.join(Budget._fields)}", rows), sep="\n")
+    beyond = [message for name, budget in found.items() if (message := overrun(name, budget))]
+    print(*beyond, sep="\n")
     return 1 if beyond else 0
 
 

@@ -69,8 +69,7 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
         candidate that was not timed.
     """
     torch.manual_seed(0)
-    shipped = Candidate(setting.kind, setting.dtype, ())
-    call = call_of(shipped, ROWS, setting.hidden, setting.vocab, "cuda")
+    call = call_of(setting.kind, setting.dtype, ROWS, setting.hidden, setting.vocab, "cuda")
     # Copy the results, because the next call overwrites the matrix.
     expected = [x.clone() for x in call()]
     steps: dict[str, Callable[[], Any]] = {"shipped": call}
@@ -78,14 +77,12 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
     for candidate in chosen:
         step = with_config(candidate, call)
         try:
-            is_right = agree(step(), expected)
+            if agree(step(), expected):
+                steps[candidate.line] = step
+            else:
+                failures[candidate.line] = "wrong: not timed"
         except Exception as error:  # the GPU may refuse one candidate; time the other candidates
             failures[candidate.line] = f"{type(error).__name__}: {str(error)[:120]}"
-            continue
-        if is_right:
-            steps[candidate.line] = step
-        else:
-            failures[candidate.line] = "wrong: not timed"
     rows = measure.interleaved(steps, "cuda", budget=0.15, rounds=9)
     ordered = dict(sorted(rows.items(), key=lambda item: item[1]["median_ms"]))
     return {"setting": setting._asdict(), "rows": ordered, "failures": failures}
@@ -111,11 +108,10 @@ def agree(result: list[Tensor], expected: list[Tensor]) -> bool:
 
 def table_line(arch: str, found: dict[str, Any]) -> str:
     """Return the fastest configuration as a line for configs.py, with its speedup in a comment."""
-    rows, setting = found["rows"], found["setting"]
-    best = next(iter(rows))
-    gain = rows["shipped"]["median_ms"] / rows[best]["median_ms"]
-    where = f"{setting['kind']} {setting['dtype']} H={setting['hidden']} V={setting['vocab']}"
-    speed = f"{rows[best]['median_ms']:.3f} ms, {gain:.2f}x the shipped one's speed"
+    best, row = next(iter(found["rows"].items()))
+    gain = found["rows"]["shipped"]["median_ms"] / row["median_ms"]
+    where = "{kind} {dtype} H={hidden} V={vocab}".format(**found["setting"])
+    speed = f"{row['median_ms']:.3f} ms, {gain:.2f}x the shipped one's speed"
     return f"{best},  # {where}, {ROWS} rows, {arch}: {speed}"
 
 
@@ -154,12 +150,12 @@ def time_all(arch: str, options: argparse.Namespace) -> int:
     started = time.monotonic()
     report = {**measure.header("tune", "cuda"), "arch": arch, "cases": [], "settings": []}
     path = Path(options.out) if options.out else RESULTS / f"tune-{arch}.json"
-    refused = not_starting(arch)
+    can_start = startable(arch)
     for setting in settings():
         if time.monotonic() - started > options.seconds:
             print(f"{tuple(setting)}: no time left, not timed")
             continue
-        chosen = [c for c in candidates_of(setting) if c not in refused]
+        chosen = [c for c in candidates_of(setting) if c in can_start]
         report["settings"].append(tune_setting(setting, chosen))
         torch.cuda.empty_cache()
         print(table_line(arch, report["settings"][-1]), flush=True)
@@ -167,8 +163,8 @@ def time_all(arch: str, options: argparse.Namespace) -> int:
     return 0
 
 
-def not_starting(arch: str) -> set[Candidate]:
-    """Return the candidates that do not compile, spill registers or need too much shared memory.
+def startable(arch: str) -> set[Candidate]:
+    """Return the candidates that compile without spills and with little enough shared memory.
 
     All candidates are compiled in parallel, and stay in Triton's cache. Compiling one after the
     other would take ten times as long as timing them.
@@ -178,8 +174,8 @@ def not_starting(arch: str) -> set[Candidate]:
         entries = compile_all(arch, every)
     except BrokenProcessPool as error:  # the compiler crashed; the launch will report it
         print(f"not compiled beforehand: {error}")
-        return set()
-    return {c for c, entry in zip(every, entries, strict=True) if not entry["starts"]}
+        return set(every)
+    return {c for c, entry in zip(every, entries, strict=True) if entry["starts"]}
 
 
 if __name__ == "__main__":

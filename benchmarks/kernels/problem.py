@@ -137,7 +137,7 @@ class Problem:
         """Compute the exact loss of `self.logits`, which have been rounded to their dtype."""
         logits, targets = self.logits.flatten(0, 1), spread(self.target_ids)
         lse = exact.logits_lse(logits, self.exact_dtype)
-        logps = gathered(logits, targets).to(self.exact_dtype) - lse
+        logps = logits.gather(-1, targets[:, None]).squeeze(-1).to(self.exact_dtype) - lse
         advantages, old, mask = (
             spread(x) for x in (self.token_advantages, self.old_logps, self.mask)
         )
@@ -156,10 +156,6 @@ def spread(values: Tensor) -> Tensor:
     The unused row of each completion gets 0.
     """
     return torch.nn.functional.pad(values.view(COMPLETIONS, -1), (0, 1)).flatten()
-
-
-def gathered(logits: Tensor, target_ids: Tensor) -> Tensor:
-    return logits.gather(-1, target_ids[:, None]).squeeze(-1)
 
 
 def make_problem(

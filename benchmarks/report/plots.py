@@ -38,36 +38,22 @@ def is_standard(case: dict[str, Any]) -> bool:
     return is_loss and case["active"] == 1 and case["softmax"] == "flat"
 
 
-def curves(cases: list[dict[str, Any]], value: str) -> tuple[str, dict[str, Any]]:
-    """Return the title and the curves of a panel that shows a value over the number of tokens.
+def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) -> None:
+    """Draw a value over the number of tokens, for grpo_fast, the peers and the limits.
 
     The panel shows the run that measured one LM head at the largest number of token counts.
-
-    Returns:
-        The title, and a dict from the name of a provider to its role and its points (tokens,
-        value). Both are empty if no run has at least two token counts.
     """
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):
         groups[(case["report"], *case["shape"][1:], case["dtype"])].append(case)
-    key = max(groups, key=lambda key: len(groups[key]), default=None)
-    if key is None or len(groups[key]) < 2:
-        return "", {}
-    lines: dict[str, Any] = {}
-    for case in sorted(groups[key], key=lambda case: case["shape"][0]):
+    (_, h, v, dtype), chosen = max(groups.items(), key=lambda item: len(item[1]))
+    lines: dict[str, tuple[str, list[tuple[int, float]]]] = {}
+    for case in sorted(chosen, key=lambda case: case["shape"][0]):
         for name, row in case["rows"].items():
-            if value in row and row["role"] in COLORS and name in (OURS, *others(case)):
-                lines.setdefault(name, (row["role"], []))[1].append((case["shape"][0], row[value]))
-    return f"H={key[1]} V={key[2]} {key[3]}", lines
-
-
-def others(case: dict[str, Any]) -> list[str]:
-    return [name for name, row in case["rows"].items() if row["role"] != "ours"]
-
-
-def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) -> None:
-    title, lines = curves(cases, value)
-    axes.set_title(f"{label} over tokens   {title}", loc="left", fontsize=10)
+            if value in row and (name == OURS or row["role"] != "ours"):
+                points = lines.setdefault(name, (row["role"], []))[1]
+                points.append((case["shape"][0], row[value]))
+    axes.set_title(f"{label} over tokens   H={h} V={v} {dtype}", loc="left", fontsize=10)
     axes.set_prop_cycle(color=PEERS)
     for index, (name, (role, points)) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": COLORS[role]} if role != "peer" else {}
@@ -75,18 +61,13 @@ def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) 
         style |= {"lw": 3.2, "zorder": 1} if role == "ours" else {"lw": 1.1}
         marker = MARKERS[index % len(MARKERS)]
         axes.plot(*zip(*points, strict=True), marker=marker, ms=4, label=name, **style)
-    empty_or_log(axes, bool(lines), "tokens N", label)
+    log_axes(axes, "tokens N", label)
+    axes.legend(fontsize=7, frameon=False)
 
 
-def empty_or_log(axes: Any, has_data: bool, x: str, y: str) -> None:
-    if not has_data:
-        where = {"ha": "center", "va": "center", "transform": axes.transAxes}
-        axes.text(0.5, 0.5, "not measured", color="gray", **where)
-        axes.set_axis_off()
-        return
+def log_axes(axes: Any, x: str, y: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
 
 
 def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
@@ -101,9 +82,9 @@ def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
     for place, key in enumerate(sorted(chosen)):
         rows = chosen[key]["rows"]
         best = fastest_peer(chosen[key])
-        axes.bar(place - 0.2, relative_time(rows[OURS]), 0.38, color=COLORS["ours"])
+        axes.bar(place - 0.2, rows[OURS]["ratio_to_limit"], 0.38, color=COLORS["ours"])
         if best:
-            axes.bar(place + 0.2, relative_time(rows[best]), 0.38, color=COLORS["peer"])
+            axes.bar(place + 0.2, rows[best]["ratio_to_limit"], 0.38, color=COLORS["peer"])
             style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6}
             axes.text(place + 0.2, 0.02, best, color="white", **style)
     axes.set_xticks(range(len(chosen)))
@@ -111,10 +92,6 @@ def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
     axes.set_xticklabels(labels, fontsize=6)
     axes.axhline(1, color="gray", lw=0.8)
     axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=8)
-
-
-def relative_time(row: dict[str, Any]) -> float:
-    return 1 / row["fraction_of_limit"]
 
 
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
@@ -181,9 +158,8 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     for role, label, size in (("peer", "peers", 10), ("ours", "grpo_fast", 24)):
         chosen = [(x, y / 1e9) for kind, x, y, _ in points if kind == role]
-        if chosen:
-            style = {"color": COLORS[role], "s": size, "zorder": 3}
-            axes.scatter(*zip(*chosen, strict=True), label=label, **style)
+        style = {"color": COLORS[role], "s": size, "zorder": 3}
+        axes.scatter(*zip(*chosen, strict=True), label=label, **style)
     label_operations(axes, [point for point in points if point[0] == "ours"])
     if points and peak and bandwidth:
         low, high = min(p[1] for p in points) / 2, max(p[1] for p in points) * 2
@@ -192,12 +168,8 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
         roof = [min(peak, x * bandwidth) / 1e9 for x in xs]
         label = f"limit: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s"
         axes.plot(xs, roof, color=COLORS["limit"], lw=1.4, label=label)
-    elif points:
-        where = {"transform": axes.transAxes, "fontsize": 7, "color": "gray", "va": "top"}
-        axes.text(0.03, 0.96, "no limit: it was not measured on this machine", **where)
-    empty_or_log(axes, bool(points), "flop per byte", "GFLOP/s (higher is better)")
-    if points:
-        axes.legend(fontsize=7, frameon=False, loc="lower right")
+    log_axes(axes, "flop per byte", "GFLOP/s (higher is better)")
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def draw(paths: list[str], out: Path) -> Path:

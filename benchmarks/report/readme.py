@@ -7,8 +7,7 @@
 Measure on a quiet machine. Each step writes a file to benchmarks/results/, usually cpu-STEP.json.
 The command then draws kernels.png and readme.png from these files, draws step-real.png from the
 results of the pretrained model, and updates the tables in benchmarks/README.md. The GPU tables
-come from gpu_session.json, which benchmarks/gpu_session.sh writes. No step starts after the
-deadline (option --deadline).
+come from gpu_session.json, which benchmarks/gpu_session.sh writes.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
 PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
 FAIR = "--device cpu --allocator fair"
 
-# The most important steps come first, because no step starts after the deadline. Budgets are in
-# seconds for each candidate and case.
+# Budgets are in seconds for each candidate and case.
 STEPS = [
     Step(
         "loss", f"-m benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000"
@@ -79,28 +77,14 @@ def file_of(name: str) -> Path:
     return RESULTS / f"cpu-{name}.json"
 
 
-def run_steps(steps: list[Step], deadline: float) -> int:
-    """Run the steps one after the other. After `deadline` seconds, start no further step.
-
-    Returns:
-        0 if all steps ran without an error, otherwise 1.
-    """
+def run_step(step: Step) -> int:
+    """Run a step, and return its exit code."""
     started = time.monotonic()
-    status = 0
-    for step in steps:
-        passed = time.monotonic() - started
-        if passed > deadline:
-            print(f"== {step.name}: not started after {passed:.0f} s; --only {step.name} runs it")
-            status = 1
-            continue
-        print(f"== {step.name}", flush=True)
-        out = [step.out, str(file_of(step.name))] if step.out else []
-        command = [PY, *step.command.split(), *out]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        status = max(status, min(code, 1))
-        seconds = time.monotonic() - started - passed
-        print(f"== {step.name}: {seconds:.0f} s, exit code {code}", flush=True)
-    return status
+    print(f"== {step.name}", flush=True)
+    out = [step.out, str(file_of(step.name))] if step.out else []
+    code = subprocess.run([PY, *step.command.split(), *out], cwd=ROOT, check=False).returncode
+    print(f"== {step.name}: {time.monotonic() - started:.0f} s, exit code {code}", flush=True)
+    return code
 
 
 def tables(device: str) -> str:
@@ -172,16 +156,15 @@ def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
     parser.add_argument("--tables", action="store_true", help="measure nothing")
-    parser.add_argument("--deadline", type=float, default=780, help="seconds; then no step starts")
     options = parser.parse_args(arguments)
-    steps = [step for step in STEPS if not options.only or step.name in options.only]
-    status = 0 if options.tables else run_steps(steps, options.deadline)
+    chosen = [] if options.tables else options.only or [step.name for step in STEPS]
+    codes = [run_step(step) for step in STEPS if step.name in chosen]
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
     plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")
     plots.draw_steps([file_of(name) for name in REAL_STEPS], RESULTS / "step-real.png")
     PAGE.write_text(refreshed(PAGE.read_text()))
     print(f"written: {PAGE.relative_to(ROOT)} and three pictures in benchmarks/results")
-    return status
+    return 1 if any(codes) else 0
 
 
 if __name__ == "__main__":

@@ -47,9 +47,8 @@ def main() -> None:
 
 def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean divergence over all tokens, computed from all logits in plain torch."""
-    lp, lq = ((h @ w.T).float().log_softmax(-1) for h, w in (student, teacher))
-    if student[0].dtype == torch.float64:
-        lp, lq = ((h @ w.T).log_softmax(-1) for h, w in (student, teacher))
+    dtype = torch.promote_types(student[0].dtype, torch.float32)
+    lp, lq = ((h @ w.T).to(dtype).log_softmax(-1) for h, w in (student, teacher))
     if kind == "forward_kl":
         values = lq.exp() * (lq - lp)
     elif kind == "reverse_kl":
@@ -85,8 +84,8 @@ def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]
     tensors = [x * (2 / h**0.5) if x.shape[0] == v else x for x in tensors]
-    a, b, c, d = (x.to(options.device, options.dtype) for x in tensors)
-    student, teacher = (a.requires_grad_(), b.requires_grad_()), (c, d)
+    tensors = [x.to(options.device, options.dtype) for x in tensors]
+    student, teacher = tuple(x.requires_grad_() for x in tensors[:2]), tuple(tensors[2:])
     steps: dict[str, Callable[[], Any]] = {"products": partial(products, student, teacher)}
     row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary"), case, strict=True))
     row["errors"] = {}
@@ -95,8 +94,9 @@ def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
         return torch.autograd.grad(way(*arguments), student)
 
     for kind in KINDS:
-        wide = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
-        truth = torch.autograd.grad(plain(kind, wide, (c.double(), d.double())), wide)
+        wide = [x.detach().double() for x in tensors]
+        leaves = tuple(x.requires_grad_() for x in wide[:2])
+        truth = torch.autograd.grad(plain(kind, leaves, tuple(wide[2:])), leaves)
         for name, way in (("grpo_fast", ours), ("trl", trl), ("torch", plain)):
             call = partial(step, way, kind, student, teacher)
             try:

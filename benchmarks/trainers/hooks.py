@@ -57,12 +57,11 @@ def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -
     row: dict[str, Any] = {"hook": name, "difference": difference}
     row |= measure.measured(steps, options)
     row["speedup"] = row["theirs"]["median_ms"] / row["ours"]["median_ms"]
-
-    def weighed(side: str) -> str:
-        return f"{side} {row[side]['median_ms']:9.2f} ms {row[side]['workspace_mib']:7.1f} MiB"
-
-    found = f"{row['speedup']:.2f}x, within {difference:.0e}"
-    print(f"{name:24} {weighed('theirs')}   {weighed('ours')}   {found}")
+    sides = (
+        f"{side} {row[side]['median_ms']:9.2f} ms {row[side]['workspace_mib']:7.1f} MiB"
+        for side in steps
+    )
+    print(f"{name:24} {'   '.join(sides)}   {row['speedup']:.2f}x, within {difference:.0e}")
     return row
 
 

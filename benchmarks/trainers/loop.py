@@ -101,10 +101,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
     """Verify our rollout, and time all steps and rollouts. Print and return the results."""
-    if options.pretrained:
-        subject = pretrained(options, shape)
-    else:
-        subject = Subject(build_model(options.device), vocabulary(), prompts_of(shape), EOS)
+    subject = pretrained(options, shape) if options.pretrained else tiny(options.device, shape)
     policy = Policy(copy.deepcopy(subject.model), subject.tokenizer)
     sizes = policy, subject.texts, shape.group, shape.length
     rollouts = {
@@ -146,34 +143,26 @@ def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
     return Subject(model.to(options.device), tokenizer, chosen, eos)
 
 
-def build_model(device: str) -> Any:
-    """Return the model of the recipe gsm8k-tiny with random weights."""
+def tiny(device: str, shape: Shape) -> Subject:
+    """Build the model of the recipe gsm8k-tiny with random weights, and prompts of random words.
+
+    Every word is one token. The prompts differ a little in length, so they need padding.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from grpo_fast.data.tokenizer import build_symbol_tokenizer
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**TINY, bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
-    return AutoModelForCausalLM.from_config(config).to(device)
-
-
-def vocabulary() -> Any:
-    """Return a tokenizer in which every word is one token.
-
-    The id of its EOS is not in the vocabulary of the model, so the model never samples it.
-    """
-    from grpo_fast.data.tokenizer import build_symbol_tokenizer
-
+    model = AutoModelForCausalLM.from_config(config).to(device)
     words = [f"w{i}" for i in range(2, EOS + 1)]
     tokenizer = build_symbol_tokenizer(words)
     tokenizer.eos_token = words[-1]
-    return tokenizer
-
-
-def prompts_of(shape: Shape) -> list[str]:
-    """Return prompts of random words. They differ a little in length, so they need padding."""
     generator = torch.Generator().manual_seed(1)
     lengths = [shape.tokens - i * shape.tokens // 50 for i in range(shape.prompts)]
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-    return [" ".join(f"w{token}" for token in row) for row in rows]
+    texts = [" ".join(f"w{token}" for token in row) for row in rows]
+    return Subject(model, tokenizer, texts, EOS)
 
 
 def our_step(policy: Policy, texts: list[str], shape: Shape) -> Callable[[], None]:

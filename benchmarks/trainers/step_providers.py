@@ -68,21 +68,19 @@ def make_problem(
     """
     generator = torch.Generator().manual_seed(seed)
     count = len(prompts) * group_size
-    lengths = torch.randint(
-        max(longest // 2, 1), longest + 1, (count,), generator=generator
-    ).tolist()
+
+    def integers(low: int, high: int, size: int) -> Tensor:
+        return torch.randint(low, high, (size,), generator=generator)
+
+    lengths = integers(max(longest // 2, 1), longest + 1, count).tolist()
     lengths[0] = longest
-    completions = [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in lengths]
-    noise = [
-        torch.tensor(NOISE)[torch.randint(len(NOISE), (n,), generator=generator)] for n in lengths
-    ]
-    samples = table_of(
-        prompts, [Completion(c, torch.zeros(len(c)), LENGTH, 0) for c in completions]
-    )
+    completions = [integers(2, vocab, n).tolist() for n in lengths]
+    noise = [torch.tensor(NOISE)[integers(0, len(NOISE), n)] for n in lengths]
+    drawn = [Completion(c, torch.zeros(len(c)), LENGTH, 0) for c in completions]
+    samples = table_of(prompts, drawn)
     samples.advantages = torch.randn(count, generator=generator)
-    return StepProblem(
-        samples, group_size, LossConfig(loss_type="dapo", compute_entropy=True), noise
-    )
+    config = LossConfig(loss_type="dapo", compute_entropy=True)
+    return StepProblem(samples, group_size, config, noise)
 
 
 class Ours:
@@ -120,6 +118,14 @@ class Ours:
         return self.batch.trunk_tokens
 
 
+def padded(rows: list[list[int]], side: str, ones: bool) -> Tensor:
+    """Pad lists of token ids with zeros, (B, L). If `ones` is True, replace each id by 1."""
+    tensors = [
+        torch.ones(len(row), dtype=torch.int64) if ones else torch.tensor(row) for row in rows
+    ]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
+
+
 class Padded:
     """A transformers model on padded rows (B, L), with our loss on the model's logits."""
 
@@ -131,28 +137,21 @@ class Padded:
         device = next(self.model.parameters()).device
         prompts, completions = problem.samples.prompt_ids, problem.samples.completion_ids
         self.prompt, self.length = max(map(len, prompts)), max(map(len, completions))
-        rows = [
-            [0] * (self.prompt - len(p)) + p + c + [0] * (self.length - len(c))
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-        real = [
-            [0] * (self.prompt - len(p)) + [1] * (len(p) + len(c)) + [0] * (self.length - len(c))
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-        self.ids, self.mask = torch.tensor(rows, device=device), torch.tensor(real, device=device)
-        self.rows = options.padded_rows or len(rows)
+        self.ids, self.mask = (
+            torch.cat([padded(prompts, "left", ones), padded(completions, "right", ones)], 1)
+            for ones in (False, True)
+        )
+        self.ids, self.mask = self.ids.to(device), self.mask.to(device)
+        self.rows = options.padded_rows or len(self.ids)
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
         """Prepare the model for this provider. Subclasses override this method."""
 
-    def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
-        """Return the logps (B, C) and the logits (B, C, V) of the completion tokens."""
-        logits = self.forward(rows)
-        chosen = (
-            logits.float().log_softmax(-1).gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
-        )
-        return chosen, logits
+    def logps_of(self, rows: slice) -> Tensor:
+        """Return the logps of the completion tokens, (B, C)."""
+        logps = self.forward(rows).float().log_softmax(-1)
+        return logps.gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
 
     def forward(self, rows: slice) -> Tensor:  # (B, C, V)
         mask = self.mask[rows]
@@ -167,10 +166,9 @@ class Padded:
 
     def logps(self) -> Logps:
         with torch.no_grad():
-            table = torch.cat([self.logps_of(rows)[0] for rows in self.slices()])
-        return [
-            row[: len(c)] for row, c in zip(table, self.problem.samples.completion_ids, strict=True)
-        ]
+            table = torch.cat([self.logps_of(rows) for rows in self.slices()])
+        lengths = self.problem.samples.lengths
+        return [row[:length] for row, length in zip(table, lengths, strict=True)]
 
     def gradients(self, old_logps: Logps) -> Outcome:
         old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
@@ -202,12 +200,12 @@ class Trl(Padded):
 
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
 
-    def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
+    def logps_of(self, rows: slice) -> Tensor:
         ids, mask = self.ids[rows], self.mask[rows]
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, : self.prompt] = -100
         output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-        return output.log_probs[:, -self.length :], output.entropy
+        return output.log_probs[:, -self.length :]
 
     def gradients(self, old_logps: Logps) -> Outcome:
         old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
@@ -215,8 +213,7 @@ class Trl(Padded):
         low, high = 1 - config.epsilon_low, 1 + (config.epsilon_high or config.epsilon_low)
         for rows in self.slices():
             mask = self.mask[rows, self.prompt :]
-            logps = self.logps_of(rows)[0]
-            ratio = torch.exp(logps - old[rows])
+            ratio = torch.exp(self.logps_of(rows) - old[rows])
             advantages = self.problem.samples.advantages[rows, None].to(old.device)
             per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
             loss = (per_token * mask).sum() / self.items
@@ -263,6 +260,5 @@ def _adapted(model: Any, config: ModelConfig) -> Any:
 
 
 def _adam(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=True
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)

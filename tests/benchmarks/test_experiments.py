@@ -93,7 +93,7 @@ def test_the_band_is_one_standard_error_around_the_mean():
 @pytest.mark.parametrize(("ratio", "shown"), [(1.0, False), (0.995, False), (0.9, True)])
 def test_a_ratio_that_stays_at_1_gets_no_panel(ratio, shown):
     name = "sampling/importance_sampling_ratio/mean"
-    runs = [[{"step": 1, name: 1.0, "kl": 0.0}], [{"step": 1, name: ratio}]]
+    runs = {"a setting": [[{"step": 1, name: 1.0, "kl": 0.0}], [{"step": 1, name: ratio}]]}
     assert is_telling(runs, name) == shown
     assert is_telling(runs, "kl") and not is_telling(runs, "reward")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from benchmarks.kernels.providers import limits, ours, peers
 from benchmarks.kernels.providers.base import Provider
 
@@ -14,15 +12,12 @@ def providers_of(operation: str) -> list[Provider]:
         return [*limits.gemm_limits(3), *ours.providers(ours.loss), *peers.loss_peers()]
     if operation in ("linear_logps", "linear_logps_backward"):
         gradient = operation.endswith("backward")
-        make = functools.partial(ours.logps, gradient=gradient)
-        return [
-            *limits.gemm_limits(3 if gradient else 1),
-            *ours.providers(make),
-            *peers.logps_peers(gradient),
-        ]
+        found = limits.gemm_limits(3 if gradient else 1)
+        found += ours.providers(ours.logps, gradient=gradient)
+        return found + peers.logps_peers(gradient)
     inplace = operation.endswith("inplace")
-    make = functools.partial(ours.logits_loss, inplace=inplace)
-    return [limits.COPY, *ours.providers(make), *peers.logits_peers(inplace)]
+    found = ours.providers(ours.logits_loss, inplace=inplace)
+    return [limits.COPY, *found, *peers.logits_peers(inplace)]
 
 
 __all__ = ["Provider", "providers_of"]

@@ -17,6 +17,10 @@ from benchmarks.measure import Result, Step
 GIB = 2**30
 
 
+def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
+    return None
+
+
 class Provider(NamedTuple):
     """An implementation of an operation, which a benchmark measures.
 
@@ -35,7 +39,7 @@ class Provider(NamedTuple):
     role: str
     prepare: Callable[[Problem], Step]
     needs: str | None = None
-    why_not: Callable[[str, torch.dtype], str | None] = lambda device, dtype: None
+    why_not: Callable[[str, torch.dtype], str | None] = runs_anywhere
     wide_logits: float = 0.0
 
     def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
@@ -66,8 +70,18 @@ def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
     return Step(run)
 
 
-def differentiate_logps(problem: Problem, logps_of: Callable[[], Tensor]) -> Step:
-    """Return a step that computes logps and back-propagates `problem.grad_logps` through them."""
+def logps_step(problem: Problem, logps_of: Callable[[], Tensor], gradient: bool) -> Step:
+    """Return a step that computes logps.
+
+    If `gradient` is True, the step back-propagates `problem.grad_logps` through the logps.
+    """
+
+    def without_gradient() -> Result:
+        with torch.no_grad():
+            return {"logps": logps_of()}
+
+    if not gradient:
+        return Step(without_gradient)
     upstream = problem.grad_logps
 
     def run() -> Result:
@@ -98,14 +112,6 @@ def differentiate_logits(
     if not inplace:
         return Step(run)
     return Step(run, lambda: buffer.copy_(problem.logits), buffer.nbytes)
-
-
-def without_gradient(logps_of: Callable[[], Tensor]) -> Step:
-    def run() -> Result:
-        with torch.no_grad():
-            return {"logps": logps_of()}
-
-    return Step(run)
 
 
 def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, count: int) -> Tensor:

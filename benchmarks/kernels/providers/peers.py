@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.problem import EPSILON, Problem, spread
-from benchmarks.kernels.providers.base import (
-    Provider,
-    dapo,
-    dapo_arguments,
-    differentiate,
-    differentiate_logits,
-    differentiate_logps,
-    without_gradient,
-)
+from benchmarks.kernels.providers import base
+from benchmarks.kernels.providers.base import Provider, runs_anywhere
 from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
 
@@ -40,7 +34,7 @@ def plain_logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, target_ids: Tensor, *arguments: Any) -> Tensor:
-    return dapo(plain_logps(hidden, weight, target_ids), *arguments)
+    return base.dapo(plain_logps(hidden, weight, target_ids), *arguments)
 
 
 def plain(problem: Problem) -> Callable[[], Tensor]:
@@ -54,8 +48,8 @@ def compiled(problem: Problem) -> Callable[[], Tensor]:
 
 def compiled_loss(problem: Problem) -> Step:
     """Return a step in which torch.compile compiles the logps and the loss as one graph."""
-    function, arguments = torch.compile(plain_loss, dynamic=False), dapo_arguments(problem)
-    return differentiate(
+    function, arguments = torch.compile(plain_loss, dynamic=False), base.dapo_arguments(problem)
+    return base.differentiate(
         problem, lambda: function(problem.hidden, problem.weight, problem.target_ids, *arguments)
     )
 
@@ -130,13 +124,16 @@ def liger_loss(problem: Problem) -> Step:
     head = LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, epsilon_low=EPSILON, epsilon_high=EPSILON, loss_type="dapo"
     )
-    padded = (COMPLETIONS, -1)
-    hidden = problem.hidden.unflatten(0, padded)
-    target_ids, old_logps, mask = (
-        x.view(padded) for x in (problem.target_ids, problem.old_logps, problem.mask)
-    )
+    hidden = problem.hidden.unflatten(0, (COMPLETIONS, -1))
+    target_ids, old_logps, mask = by_completion(problem)
     inputs = (hidden, problem.weight, target_ids, mask, problem.advantages)
-    return differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
+    return base.differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
+
+
+def by_completion(problem: Problem) -> list[Tensor]:
+    """Return the target ids, old logps and mask of a problem, each (B, L)."""
+    tensors = problem.target_ids, problem.old_logps, problem.mask
+    return [x.view(COMPLETIONS, -1) for x in tensors]
 
 
 # ---- from logits ----
@@ -149,46 +146,36 @@ def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | i
     logits.
     """
     logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
-    return dapo(logps, *arguments)  # type: ignore[arg-type]
+    return base.dapo(logps, *arguments)  # type: ignore[arg-type]
 
 
 def logits_arguments(problem: Problem) -> tuple:
-    old, advantages, mask, count = dapo_arguments(problem)
+    old, advantages, mask, count = base.dapo_arguments(problem)
     return spread(problem.target_ids), spread(old), spread(advantages), spread(mask), count
 
 
-def plain_logits(compile_it: bool) -> Callable[[Problem], Step]:
-    def prepare(problem: Problem) -> Step:
-        function: Callable[..., Tensor] = plain_logits_loss
-        if compile_it:
-            function = torch.compile(plain_logits_loss, dynamic=False)
-        arguments = logits_arguments(problem)
-        return differentiate_logits(problem, lambda logits: function(logits, *arguments))
-
-    return prepare
+def plain_logits(compile_it: bool, problem: Problem) -> Step:
+    function: Callable[..., Tensor] = plain_logits_loss
+    if compile_it:
+        function = torch.compile(plain_logits_loss, dynamic=False)
+    arguments = logits_arguments(problem)
+    return base.differentiate_logits(problem, lambda logits: function(logits, *arguments))
 
 
-def liger_triton(inplace: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function for Liger's Triton loss on logits (B, L + 1, V)."""
+def liger_triton(inplace: bool, problem: Problem) -> Step:
+    """Return a step of Liger's Triton loss on logits (B, L + 1, V)."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    def prepare(problem: Problem) -> Step:
-        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+    target_ids, old_logps, mask = by_completion(problem)
 
-        padded = (COMPLETIONS, -1)
-        target_ids, old_logps, mask = (
-            x.view(padded) for x in (problem.target_ids, problem.old_logps, problem.mask)
-        )
+    def loss(logits: Tensor) -> Tensor:
+        return triton_grpo_loss(
+            logits, old_logps, None, target_ids, problem.advantages, mask, temperature=1.0,
+            beta=0.0, eps_low=EPSILON, eps_high=EPSILON, inplace=inplace, loss_type="dapo",
+            reduce=True, num_items_in_batch=problem.count,
+        )[0]  # fmt: skip
 
-        def loss(logits: Tensor) -> Tensor:
-            return triton_grpo_loss(
-                logits, old_logps, None, target_ids, problem.advantages, mask, temperature=1.0,
-                beta=0.0, eps_low=EPSILON, eps_high=EPSILON, inplace=inplace, loss_type="dapo",
-                reduce=True, num_items_in_batch=problem.count,
-            )[0]  # fmt: skip
-
-        return differentiate_logits(problem, loss, inplace)
-
-    return prepare
+    return base.differentiate_logits(problem, loss, inplace)
 
 
 # ---- reasons why a peer cannot run ----
@@ -207,24 +194,13 @@ def needs_hopper(device: str, dtype: torch.dtype) -> str | None:
     return None if dtype == torch.bfloat16 else "takes bf16 only"
 
 
-def as_loss(logps: Logps) -> Callable[[Problem], Step]:
-    def prepare(problem: Problem) -> Step:
-        call, arguments = logps(problem), dapo_arguments(problem)
-        return differentiate(problem, lambda: dapo(call(), *arguments))
-
-    return prepare
+def as_loss(logps: Logps, problem: Problem) -> Step:
+    call, arguments = logps(problem), base.dapo_arguments(problem)
+    return base.differentiate(problem, lambda: base.dapo(call(), *arguments))
 
 
-def as_logps(logps: Logps, gradient: bool) -> Callable[[Problem], Step]:
-    def prepare(problem: Problem) -> Step:
-        call = logps(problem)
-        return differentiate_logps(problem, call) if gradient else without_gradient(call)
-
-    return prepare
-
-
-def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
-    return None
+def as_logps(logps: Logps, gradient: bool, problem: Problem) -> Step:
+    return base.logps_step(problem, logps(problem), gradient)
 
 
 # Libraries that compute logps. For each name: the function that prepares the logps, the required
@@ -242,7 +218,7 @@ LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | Non
 def logps_peers(gradient: bool) -> list[Provider]:
     less = 0 if gradient else 1  # without a gradient, one buffer less
     return [
-        Provider(name, "peer", as_logps(logps, gradient), needs, why_not, wide - less)
+        Provider(name, "peer", partial(as_logps, logps, gradient), needs, why_not, wide - less)
         for name, (logps, needs, why_not, wide) in LOGPS.items()
     ]
 
@@ -250,17 +226,18 @@ def logps_peers(gradient: bool) -> list[Provider]:
 def loss_peers() -> list[Provider]:
     found = []
     for name, (logps, needs, why_not, wide) in LOGPS.items():
-        prepare = compiled_loss if name == "torch.compile" else as_loss(logps)
+        prepare = compiled_loss if name == "torch.compile" else partial(as_loss, logps)
         found.append(Provider(name, "peer", prepare, needs, why_not, wide))
     return [*found, Provider("Liger", "peer", liger_loss, needs="liger_kernel")]
 
 
 def logits_peers(inplace: bool) -> list[Provider]:
-    liger = Provider("Liger Triton", "peer", liger_triton(inplace), "liger_kernel", needs_gpu)
+    triton = partial(liger_triton, inplace)
+    liger = Provider("Liger Triton", "peer", triton, "liger_kernel", needs_gpu)
     if inplace:
         return [liger]
     return [
-        Provider("plain torch", "peer", plain_logits(compile_it=False), wide_logits=2.0),
-        Provider("torch.compile", "peer", plain_logits(compile_it=True), wide_logits=1.0),
+        Provider("plain torch", "peer", partial(plain_logits, False), wide_logits=2.0),
+        Provider("torch.compile", "peer", partial(plain_logits, True), wide_logits=1.0),
         liger,
     ]

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import time
@@ -279,13 +280,10 @@ def commit() -> str:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    try:
-        found = git("rev-parse", "--short=12", "HEAD")
-        if not found:
-            return "none"
-        return found + ("+changes" if git("status", "--porcelain") else "")
-    except OSError:
+    if shutil.which("git") is None:
         return "none"
+    head = git("rev-parse", "--short=12", "HEAD")
+    return f"{head}{'+changes' if git('status', '--porcelain') else ''}" if head else "none"
 
 
 def versions() -> dict[str, str]:

@@ -30,7 +30,7 @@ from grpo_fast.train.report.curves import GRID, INK, picture, picture_path
 DEFAULT = "grpo,cispo,sapo,gmpo"
 ADVANTAGES = (1.0, -1.0)  # of the token
 REFERENCE = "unclipped"
-REFERENCE_COLOR = "#aab0bb"
+GRAY = "#aab0bb"
 POINTS = 401
 SMALLEST_RATIO = 1e-3  # not 0, because the logarithm of the ratio must be finite
 BOUNDS = ("epsilon_low", "epsilon_high", "cispo_bound")  # They determine ratio_min and ratio_max.
@@ -45,10 +45,8 @@ def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float)
     first = torch.zeros(1, dtype=torch.int64)
     tokens = Tokens(one * advantage, one, None, first + 1, first, old, None, None)
     losses = [token_loss(old + ratio.log(), None, tokens, config) for ratio in ratios]
-    return (
-        torch.stack([found.loss for found in losses]),
-        torch.stack([found.grad_logps[0] for found in losses]),
-    )
+    gradients = [found.grad_logps[0] for found in losses]
+    return torch.stack([found.loss for found in losses]), torch.stack(gradients)
 
 
 def clip_range(config: LossConfig) -> tuple[float, float] | None:
@@ -115,8 +113,14 @@ def plot_losses(
             panels[0].set_title(textwrap.fill(names, 44))
             for column, what in enumerate(("loss", "gradient")):
                 axes = panels[column]
-                lines = [each[column] for each in curves]
-                _draw(axes, ratios, lines, [each[column] for each in reference])
+                axes.axhline(0.0, color=INK, linewidth=0.6)
+                for index, each in enumerate(reference):
+                    label = REFERENCE if index == 0 else None
+                    axes.plot(ratios, each[column], color=GRAY, linewidth=0.9, label=label)
+                for index, each in enumerate(curves):
+                    label = f"A = {ADVANTAGES[index]:g}".replace("-", "−")
+                    style = {"color": f"C{index}", "linestyle": ("-", "--")[index]}
+                    axes.plot(ratios, each[column], linewidth=1.9, label=label, **style)
                 for left, right in sorted(set(filter(None, map(clip_range, configs)))):
                     # Shade the range of unclipped ratios, unless it fills the panel.
                     if left > ratio[0] or right < ratio[1]:
@@ -128,22 +132,6 @@ def plot_losses(
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
     return path
-
-
-def _draw(
-    axes: Any,
-    ratios: Tensor,  # (POINTS,)
-    curves: list[Tensor],  # (POINTS,), one for each advantage
-    reference: list[Tensor],  # (POINTS,), the curves of the loss REFERENCE
-) -> None:
-    """Draw one panel: a line for each advantage, over gray lines for the loss `REFERENCE`."""
-    axes.axhline(0.0, color=INK, linewidth=0.6)
-    for index, points in enumerate(reference):
-        label = REFERENCE if index == 0 else None
-        axes.plot(ratios, points, color=REFERENCE_COLOR, linewidth=0.9, label=label)
-    for index, points in enumerate(curves):
-        label = f"A = {ADVANTAGES[index]:g}".replace("-", "−")
-        axes.plot(ratios, points, ("-", "--")[index], color=f"C{index}", linewidth=1.9, label=label)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -12,10 +12,11 @@ advantages are 0 and the model learns nothing more.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from pathlib import Path
+
+from benchmarks.options import new_parser
 
 SHOTS = 4
 TEST, TRAIN = 200, 2000
@@ -46,7 +47,7 @@ def write_sums(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("folder", type=Path)
     write_sums(parser.parse_args().folder)
 

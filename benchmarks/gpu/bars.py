@@ -8,6 +8,7 @@ Bars for memory depend on the memory of the card.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -115,10 +116,9 @@ def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -
     """Return a bar for the time of an operation divided by the time of its limit."""
     case = Case(operation, shape)
     guess = predict.estimate(card, case)
-    return Bar(
-        f"{title}, {title_of(shape)}", wanted, guess.ours / guess.limit,
-        lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
-    )  # fmt: skip
+    title = f"{title}, {title_of(shape)}"
+    measured = functools.partial(Results.value, case=case, field="ratio_to_limit")
+    return Bar(title, wanted, guess.ours / guess.limit, measured, predict.command(case))
 
 
 def over_peer(shape: Shape, peer: str, wanted: float) -> Bar:
@@ -130,11 +130,8 @@ def over_peer(shape: Shape, peer: str, wanted: float) -> Bar:
         peers = [row["median_ms"] for name, row in rows.items() if peer in (name, row["role"])]
         return min(peers) / rows[OURS]["median_ms"] if peers else None
 
-    name = "the fastest peer" if peer == "peer" else peer
-    return Bar(
-        f"faster than {name}, {title_of(shape)}", wanted, None, measured, predict.command(case),
-        at_least=True,
-    )  # fmt: skip
+    title = f"faster than {'the fastest peer' if peer == 'peer' else peer}, {title_of(shape)}"
+    return Bar(title, wanted, None, measured, predict.command(case), at_least=True)
 
 
 def sparse(card: Card, inactive: str) -> Bar:
@@ -150,19 +147,16 @@ def sparse(card: Card, inactive: str) -> Bar:
         return pair[0] / pair[1] if pair[0] and pair[1] else None
 
     guess = predict.estimate(card, dense).ours / predict.estimate(card, case).ours
-    return Bar(
-        f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}", 2.0, guess, measured,
-        predict.command(case), at_least=True,
-    )  # fmt: skip
+    title = f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}"
+    return Bar(title, 2.0, guess, measured, predict.command(case), at_least=True)
 
 
 def copy_share(card: Card, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
     guess = predict.estimate(card, case)
-    return Bar(
-        f"{operation}, share of a copy's speed", 0.8, guess.limit / guess.ours,
-        lambda r: r.value(case, "fraction_of_limit"), predict.command(case), at_least=True,
-    )  # fmt: skip
+    title = f"{operation}, share of a copy's speed"
+    measured = functools.partial(Results.value, case=case, field="fraction_of_limit")
+    return Bar(title, 0.8, guess.limit / guess.ours, measured, predict.command(case), at_least=True)
 
 
 def peak(card: Card, shape: Shape) -> Bar:
@@ -174,10 +168,9 @@ def peak(card: Card, shape: Shape) -> Bar:
         found = results.value(case, "workspace_mib")
         return None if found is None else found / 1024
 
-    return Bar(
-        f"peak besides inputs and gradients, {title_of(shape)}", math.ceil(20 * planned) / 20,
-        planned, measured, predict.command(case), " GiB",
-    )  # fmt: skip
+    title = f"peak besides inputs and gradients, {title_of(shape)}"
+    wanted = math.ceil(20 * planned) / 20
+    return Bar(title, wanted, planned, measured, predict.command(case), " GiB")
 
 
 def step_ratio(sizes: tuple[int, int, int]) -> Bar:
@@ -195,12 +188,10 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
     prompt, completion, group = sizes
     options = f"--prompt {prompt} --completion {completion} --group {group}"
     where = "--device cuda --model-config qwen2.5-0.5b"
-    return Bar(
-        f"training step faster than TRL's, Qwen2.5-0.5B, {prompt} + {group} x {completion} tokens",
-        wanted, guess, measured,
-        f"python -m benchmarks.trainers.step {where} {options} --providers shared TRL",
-        at_least=True,
-    )  # fmt: skip
+    command = f"python -m benchmarks.trainers.step {where} {options} --providers shared TRL"
+    size = f"{prompt} + {group} x {completion} tokens"
+    title = f"training step faster than TRL's, Qwen2.5-0.5B, {size}"
+    return Bar(title, wanted, guess, measured, command, at_least=True)
 
 
 def context(card: Card, model: str) -> Bar:
@@ -219,8 +210,7 @@ def context(card: Card, model: str) -> Bar:
 
     wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000
     lora = " --lora 16" if model.endswith("7b") else ""
-    return Bar(
-        f"context of a step that fits, {model}", wanted, None, measured,
-        f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora} "
-        f"--prompt {wanted} --providers shared", " tokens", at_least=True,
-    )  # fmt: skip
+    command = f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora}"
+    command += f" --prompt {wanted} --providers shared"
+    title = f"context of a step that fits, {model}"
+    return Bar(title, wanted, None, measured, command, " tokens", at_least=True)

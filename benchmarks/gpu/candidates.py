@@ -15,11 +15,11 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
 
 ROWS = 64
@@ -75,7 +75,10 @@ def using(candidate: Candidate) -> Iterator[None]:
     def chosen(*args: Any, **options: Any) -> RowConfig | LinearConfig:
         return candidate.config
 
-    with patched(rows, row_config=chosen), patched(linear, linear_config=chosen):
+    with (
+        mock.patch.object(rows, "row_config", chosen),
+        mock.patch.object(linear, "linear_config", chosen),
+    ):
         yield
 
 
@@ -134,8 +137,9 @@ def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
         entries = pool.map(compile_one, itertools.repeat(arch), chosen)
         for candidate, entry in zip(chosen, entries, strict=True):
             found.append(entry)
-            where = f"{arch} {candidate.kind:12} {candidate.dtype:8} {candidate.line:62}"
-            print(f"{where} {verdict(entry)}", flush=True)
+            numbers = {name: entry.get(name) for name in ("registers", "spills", "shared")}
+            words = f"{'starts' if entry['starts'] else 'dropped'}: {entry.get('reason', numbers)}"
+            print(f"{arch} {candidate.kind} {candidate.dtype} {candidate.line} {words}", flush=True)
     return found
 
 
@@ -154,7 +158,7 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
         counted = ("slice_kernel", "row_loss_kernel")
         costs = [resources(kernel) for name, kernel in compiled if name in counted]
         for field in ("registers", "spills", "shared"):
-            entry[field] = max(getattr(c, field) for c in costs)
+            entry[field] = max(getattr(cost, field) for cost in costs)
         entry["matrix"] = min(c.matrix for c in costs)
         entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
         entry["starts"] &= candidate.kind == "rows" or entry["matrix"] > 0
@@ -162,11 +166,3 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
         first = str(error).splitlines()[0][:160] if str(error) else ""
         entry["reason"] = f"{type(error).__name__}: {first}"
     return entry
-
-
-def verdict(entry: dict[str, Any]) -> str:
-    """Describe whether a candidate can be launched, and which resources it needs."""
-    if "reason" in entry:
-        return f"does not compile: {entry['reason']}"
-    numbers = ", ".join(f"{name} {entry[name]}" for name in ("registers", "spills", "shared"))
-    return ("starts: " if entry["starts"] else "dropped: ") + numbers

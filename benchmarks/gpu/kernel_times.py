@@ -39,12 +39,11 @@ def profiled(shape: Shape, device: str) -> dict[str, Any]:
     for _ in range(2):
         step.run()
     measure.synchronize(device)
-    is_gpu = device == "cuda"
     with profile(activities=[getattr(ProfilerActivity, device.upper())]) as profiler:
         for _ in range(CALLS):
             step.run()
         measure.synchronize(device)
-    field = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+    field = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
     found = [
         {"kernel": event.key, "calls": event.count / CALLS, "us": getattr(event, field) / CALLS}
         for event in profiler.key_averages()
@@ -56,8 +55,6 @@ def profiled(shape: Shape, device: str) -> dict[str, Any]:
     inside = sum(row["us"] for row in found)
     alone = measure.seconds(step, CALLS, device) * 1e6
     print(f"{tuple(shape)}: {inside / 1e3:.2f} ms in kernels, {alone / 1e3:.2f} ms a call")
-    for row in kernels:
-        print(f"{row['us']:10.1f} us {row['calls']:6.1f} x  {row['kernel'][:110]}")
     entry = {"us_in_kernels": inside, "us_without_profiler": alone}
     return {"shape": list(shape), "kernels": kernels, **entry}
 

@@ -86,8 +86,8 @@ def cases() -> list[Case]:
     small, middle, large = (
         Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b")
     )
-    found = [Case(loss, shape) for shape in (large, middle, small)]
-    found += [Case(loss, small._replace(n=1024)), Case(loss, large._replace(n=131072))]
+    shapes = large, middle, small, small._replace(n=1024), large._replace(n=131072)
+    found = [Case(loss, shape) for shape in shapes]
     # Include clipped rows, which have a gradient of 0. The matrix products still multiply these
     # zeros, because skipping the rows would cost a GPU sync in every chunk.
     reasons = ("masked", "zero-advantage", "clipped")
@@ -209,7 +209,7 @@ def label(case: Case) -> str:
     return f"{case.operation} {','.join(map(str, case.shape))}{rows}"
 
 
-def largest(parts: dict[str, float], count: int = 3) -> str:
-    """Return a string with the slowest parts of a call and their times in ms."""
-    order = sorted(parts, key=lambda name: -parts[name])[:count]
-    return ", ".join(f"{name} {parts[name] * 1e3:.1f}" for name in order)
+def largest(parts: dict[str, float]) -> str:
+    """Return a string with the three slowest parts of a call and their times in ms."""
+    slowest = heapq.nlargest(3, parts.items(), key=lambda item: item[1])
+    return ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in slowest)

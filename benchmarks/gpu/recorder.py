@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.patch import patched, patched_launches
+from benchmarks.gpu.patch import patched_launches
 from benchmarks.gpu.predict import CARDS
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
@@ -118,7 +119,7 @@ class Plain(TorchFunctionMode):
             return args[0].bitwise_not()
         if function is Tensor.nonzero:
             self.recorder.syncs.append("nonzero")
-            self.recorder.add("nonzero", 2 * size(args[0]))
+            self.recorder.add("nonzero", 2 * args[0].nbytes)
             return args[0].new_empty((args[0].numel(), 1), dtype=torch.int64)
         return function(*args, **(kwargs or {}))
 
@@ -137,13 +138,9 @@ class Plain(TorchFunctionMode):
         return x
 
 
-def size(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def sizes_of(*values: Any) -> int:
     """Return the total size in bytes of the tensors among the values."""
-    return sum(size(x) for x in values if isinstance(x, Tensor))
+    return sum(x.nbytes for x in values if isinstance(x, Tensor))
 
 
 def target_rows(given: dict[str, Any]) -> int:
@@ -171,7 +168,7 @@ def indexed_rows(given: dict[str, Any]) -> int:
 UNCOUNTED = ("slice_kernel", "gather_columns_kernel", "column_product_kernel", "scale_kernel")
 KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     **dict.fromkeys(UNCOUNTED, lambda given: 0),
-    "target_kernel": lambda given: 2 * size(given["hidden_ptr"]),
+    "target_kernel": lambda given: 2 * given["hidden_ptr"].nbytes,
     "write_hidden_kernel": lambda given: (
         given["target_ptr"].shape[0] * given["H"] * (4 + 2 + given["out_ptr"].element_size())
     ),
@@ -193,7 +190,7 @@ def recording() -> Iterator[Recorder]:
 
     def copied(numbers: Tensor) -> tuple[Tensor, None]:
         """Record a copy to the host. The function that this replaces needs pinned memory."""
-        recorder.add("copy of numbers to the host", size(numbers))
+        recorder.add("copy of numbers to the host", numbers.nbytes)
         return numbers, None
 
     def keep(self: activity.Activity, chunk: slice) -> None:
@@ -201,7 +198,7 @@ def recording() -> Iterator[Recorder]:
             self._counts()
 
     def later(x: Tensor) -> Callable[[], list[int]]:
-        recorder.add("copy of counts to the host", size(x))
+        recorder.add("copy of counts to the host", x.nbytes)
         queued = recorder.flops
         waits = [recorder.reads, recorder.syncs]
 
@@ -252,7 +249,7 @@ def recording() -> Iterator[Recorder]:
             (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
             (workspace, {"gpu_bytes": lambda device: CARDS["H200"].memory}),
         ):
-            stack.enter_context(patched(place, **changes))
+            stack.enter_context(mock.patch.multiple(place, **changes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder)
         stack.enter_context(Plain(recorder))

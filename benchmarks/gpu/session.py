@@ -68,7 +68,7 @@ class Session:
         with tempfile.TemporaryDirectory() as folder:
             for number, command in enumerate(part.commands):
                 if part.measures:
-                    command = [*command, option_for(command), f"{folder}/{number}.json"]
+                    command = [*command, "--out", f"{folder}/{number}.json"]
                 left = limit - (time.monotonic() - started)
                 codes.append(run(command, left, part.environment, self.say))
                 written = sorted(Path(folder).glob(f"{number}*.json"))
@@ -82,11 +82,6 @@ class Session:
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def option_for(command: list[str]) -> str:
-    """Return the command line option for the path of the report: --json or --out."""
-    return "--json" if any(word.startswith("benchmarks.trainers.") for word in command) else "--out"
 
 
 def run(
@@ -143,7 +138,7 @@ def gpu_or_reason() -> tuple[str | None, str]:
     return None, f"{torch.cuda.get_device_name()}, {versions}"
 
 
-def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], None]) -> int:
+def dry_run(chosen: dict[str, Part], reason: str | None) -> int:
     """Check that every part would run, by starting its dry commands.
 
     The commands cannot import packages that the GPU machine does not have. A part that needs such a
@@ -154,17 +149,17 @@ def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], No
         lacking.write(Path(folder))
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         for name, part in chosen.items():
-            say(f"== {name}: at most {part.seconds} s")
+            print(f"== {name}: at most {part.seconds} s", flush=True)
             for command in part.commands:
-                say(f"   would run: {' '.join(command)}")
+                print(f"   would run: {' '.join(command)}")
                 if shutil.which(command[0]) is None:
-                    say(f"   {command[0]} is not on the PATH here")
+                    print(f"   {command[0]} is not on the PATH here")
             surroundings = {**part.environment, "PYTHONPATH": path}
-            codes = [run(line, 300, surroundings, lambda x: say(f"   {x}")) for line in part.dry]
-            say(f"   {'does NOT start' if any(codes) else 'starts'}")
+            codes = [run(line, 300, surroundings, lambda x: print("  ", x)) for line in part.dry]
+            print(f"   {'does NOT start' if any(codes) else 'starts'}", flush=True)
             failed |= any(codes)
     if reason:
-        say(f"== nothing was run: {reason}")
+        print(f"== nothing was run: {reason}")
     return 1 if failed else 0
 
 
@@ -197,13 +192,6 @@ def chosen_parts(
     options.deadline = options.deadline or VISIT_SECONDS[visit]
     print(f"# visit {visit} of {len(VISIT_SECONDS)}, {options.deadline:.0f} s", flush=True)
     return of_visit(every, visit)
-
-
-def plan(chosen: dict[str, Part]) -> str:
-    """Return a line with the time limit of each part and the sum of the limits."""
-    limits = [f"{name} {part.seconds} s" for name, part in chosen.items()]
-    total = sum(part.seconds for part in chosen.values())
-    return f"# plan: {', '.join(limits)}; in all at most {total} s"
 
 
 def run_all(
@@ -241,9 +229,11 @@ def main(arguments: list[str]) -> int:
     reason, gpu = gpu_or_reason()
     session = Session(Path(os.environ.get("OUT") or RESULTS))
     chosen = chosen_parts(every, options, session)
-    print(plan(chosen), flush=True)
+    limits = ", ".join(f"{name} {part.seconds} s" for name, part in chosen.items())
+    total = sum(part.seconds for part in chosen.values())
+    print(f"# plan: {limits}; in all at most {total} s", flush=True)
     if options.dry or reason:
-        status = dry_run(chosen, reason, print)
+        status = dry_run(chosen, reason)
         return status if options.dry else 2
     if commit() == "none":
         print("gpu_session: expected --commit HASH, since the tree has no .git", file=sys.stderr)

@@ -167,7 +167,9 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({name: budget._asdict() for name, budget in found.items()}))
         return 0
     rows = ((name, *(f"{value:.4g}" for value in budget)) for name, budget in found.items())
-    print(*table("", f"case | {' | '.join(Budget._fields)}", rows), sep="\n")
+    print(
+        *table("Work of one call on a GPU", f"case | {' | '.join(Budget._fields)}", rows), sep="\n"
+    )
     beyond = [message for name, budget in found.items() if (message := overrun(name, budget))]
     print(*beyond, sep="\n")
     return 1 if beyond else 0

@@ -11,11 +11,12 @@ reproducible. Copy the printed lines into the table by hand, and commit them sep
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,15 +47,12 @@ class Setting(NamedTuple):
     vocab: int
 
 
-def settings() -> Iterator[Setting]:
-    """Yield all settings. The settings for bars.py come first, in case time runs out."""
-    for kind in KINDS[:2]:
-        for hidden, vocab in LINEAR_HEADS:
-            yield Setting(kind, "bfloat16", hidden, vocab)
-    for dtype in ("bfloat16", "float32"):
-        for vocab in ROW_VOCABS:
-            yield Setting("rows", dtype, 64, vocab)
-    yield Setting(KINDS[2], "bfloat16", *LINEAR_HEADS[0])
+# The settings for bars.py come first, in case time runs out.
+SETTINGS = [Setting(kind, "bfloat16", h, v) for kind in KINDS[:2] for h, v in LINEAR_HEADS]
+SETTINGS += [
+    Setting("rows", dtype, 64, vocab) for dtype in ("bfloat16", "float32") for vocab in ROW_VOCABS
+]
+SETTINGS += [Setting(KINDS[2], "bfloat16", *LINEAR_HEADS[0])]
 
 
 def candidates_of(setting: Setting) -> list[Candidate]:
@@ -75,7 +73,7 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
     steps: dict[str, Callable[[], Any]] = {"shipped": call}
     failures = {}
     for candidate in chosen:
-        step = with_config(candidate, call)
+        step = functools.partial(call_with, candidate, call)
         try:
             if agree(step(), expected):
                 steps[candidate.line] = step
@@ -88,12 +86,9 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
     return {"setting": setting._asdict(), "rows": ordered, "failures": failures}
 
 
-def with_config(candidate: Candidate, call: Callable[[], list[Tensor]]) -> Callable[[], Any]:
-    def step() -> list[Tensor]:
-        with using(candidate):
-            return call()
-
-    return step
+def call_with(candidate: Candidate, call: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with using(candidate):
+        return call()
 
 
 def agree(result: list[Tensor], expected: list[Tensor]) -> bool:
@@ -125,7 +120,7 @@ def main(arguments: list[str]) -> int:
     if options.compile:
         return compile_report(options.compile, options.out)
     if options.dry:
-        for setting in settings():
+        for setting in SETTINGS:
             lines = [candidate.line for candidate in candidates_of(setting)]
             print(f"{tuple(setting)}: {len(lines)} candidates: {', '.join(lines)}")
         return 0
@@ -151,7 +146,7 @@ def time_all(arch: str, options: argparse.Namespace) -> int:
     report = {**measure.header("tune", "cuda"), "arch": arch, "cases": [], "settings": []}
     path = Path(options.out) if options.out else RESULTS / f"tune-{arch}.json"
     can_start = startable(arch)
-    for setting in settings():
+    for setting in SETTINGS:
         if time.monotonic() - started > options.seconds:
             print(f"{tuple(setting)}: no time left, not timed")
             continue

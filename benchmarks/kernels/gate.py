@@ -16,6 +16,7 @@ best ratio counts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from typing import Any, NamedTuple
@@ -57,8 +58,8 @@ class Setting(NamedTuple):
     @property
     def key(self) -> str:
         shape = ",".join(map(str, self.shape))
-        threads = f"{self.threads} threads"
-        return f"{self.operation} {shape} {self.dtype} {self.instructions} {threads}"
+        words = self.operation, shape, self.dtype, self.instructions, self.threads, "threads"
+        return " ".join(map(str, words))
 
 
 def settings() -> list[Setting]:
@@ -103,22 +104,22 @@ def ratio(setting: Setting) -> float:
     return float(row["ratio_to_limit"])
 
 
-def compare(setting: Setting, stored: float | None) -> tuple[float, bool]:
-    """Return the best ratio of up to `ATTEMPTS` runs, and True if it passes the gate."""
-    best = float("inf")
+def best_ratio(setting: Setting, stored: float | None) -> tuple[float, bool]:
+    """Measure a ratio, up to `ATTEMPTS` times if it looks worse than the stored ratio. Print it.
+
+    Returns:
+        The best ratio, and True if it is too much worse than the stored ratio.
+    """
+    found, is_worse = math.inf, stored is not None
     for _ in range(ATTEMPTS):
-        best = min(best, ratio(setting))
-        if stored is None or best <= stored * (1 + TOLERANCE):
-            return best, True
-    return best, False
-
-
-def line(setting: Setting, found: float, stored: float | None, passed: bool) -> str:
-    """Return the printed line: the setting, its ratio, and the change from the stored ratio."""
-    against = "nothing stored"
-    if stored is not None:
-        against = f"stored {stored:.2f}, {found / stored - 1:+.0%}"
-    return f"{setting.key:64} {found:6.2f} x limit   {against}{'' if passed else '   REGRESSED'}"
+        found = min(found, ratio(setting))
+        is_worse = stored is not None and found > stored * (1 + TOLERANCE)
+        if not is_worse:
+            break
+    against = f"stored {stored:.2f}, {found / stored - 1:+.0%}" if stored else "nothing stored"
+    words = f"{against}{'   REGRESSED' if is_worse else ''}"
+    print(f"{setting.key:64} {found:6.2f} x limit   {words}", flush=True)
+    return found, is_worse
 
 
 def main(arguments: list[str]) -> int:
@@ -134,13 +135,12 @@ def main(arguments: list[str]) -> int:
     regressed = 0
     for setting in settings():
         try:
-            found, passed = compare(setting, known.get(setting.key))
+            found, is_worse = best_ratio(setting, known.get(setting.key))
         except ValueError as error:
             print(f"gate: {error}", file=sys.stderr)
             return 1
         ratios[setting.key] = found
-        regressed += not (passed or options.update)
-        print(line(setting, found, known.get(setting.key), passed), flush=True)
+        regressed += is_worse and not options.update
     if options.update:
         stored = {"commit": measure.commit(), "hardware": measure.hardware("cpu")}
         write(file, {**stored, "ratios": known | ratios})

@@ -74,6 +74,11 @@ class Problem:
         return None if self.count == len(self.mask) else self.mask.bool()
 
     @property
+    def labels(self) -> Tensor:
+        """Return the target ids, with -100 for masked tokens: (N,) int64."""
+        return self.target_ids.masked_fill(self.mask == 0, -100)
+
+    @property
     def token_advantages(self) -> Tensor:
         """Return the advantage of each token, which is that of its completion: (N,) fp32."""
         return self.advantages.repeat_interleave(self.hidden.shape[0] // COMPLETIONS)
@@ -89,22 +94,13 @@ class Problem:
 
         The last row of each completion is unused, because it predicts no token.
         """
-        n, _, v = self.shape
-        rows = n // COMPLETIONS
-        logits = self.hidden.new_zeros(COMPLETIONS, rows + 1, v).detach()
-        for i, block in enumerate(self.hidden.detach().split(rows)):
-            torch.mm(block, self.weight.detach().T, out=logits[i, :-1])
-        return logits
-
-    @functools.cached_property
-    def exact_dtype(self) -> torch.dtype:
-        """Return the dtype of exact results: fp64, or fp32 if fp64 needs too much memory."""
-        return exact.dtype_for(self.weight)
+        logits = self.hidden.detach() @ self.weight.detach().T
+        return torch.nn.functional.pad(logits.unflatten(0, (COMPLETIONS, -1)), (0, 0, 0, 1))
 
     @functools.cached_property
     def logps(self) -> Tensor:
         """Return the exact log-probabilities, (N,)."""
-        return exact.logps(self.hidden, self.weight, self.target_ids, self.exact_dtype)
+        return exact.logps(self.hidden, self.weight, self.target_ids)
 
     @functools.cached_property
     def _loss_and_slope(self) -> tuple[Tensor, Tensor, float]:
@@ -129,15 +125,15 @@ class Problem:
 
     @functools.cached_property
     def _logps_backward_truth(self) -> exact.Truth:
-        gradients = self._gradients(self.grad_logps.to(self.exact_dtype))
+        gradients = self._gradients(self.grad_logps.double())
         return exact.Truth({"logps": self.logps, **gradients}, mask=self.mask)
 
     @functools.cached_property
     def _logits_loss_truth(self) -> exact.Truth:
         """Compute the exact loss of `self.logits`, which have been rounded to their dtype."""
         logits, targets = self.logits.flatten(0, 1), spread(self.target_ids)
-        lse = exact.logits_lse(logits, self.exact_dtype)
-        logps = logits.gather(-1, targets[:, None]).squeeze(-1).to(self.exact_dtype) - lse
+        lse = exact.logits_lse(logits)
+        logps = logits.gather(-1, targets[:, None]).squeeze(-1).double() - lse
         advantages, old, mask = (
             spread(x) for x in (self.token_advantages, self.old_logps, self.mask)
         )
@@ -182,7 +178,7 @@ def make_problem(
         hidden += lift * likeliest / likeliest.square().sum(-1, keepdim=True)
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     target_ids = exact.draw(hidden, weight, generator)
-    logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
+    logps = exact.logps(hidden, weight, target_ids)
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
     # A positive log-probability is impossible. Replace it by the current logp: the ratio is then 1.

@@ -21,7 +21,8 @@ from benchmarks import measure
 from benchmarks.kernels.exact import LOGP_TOLERANCE, TOLERANCE, acceptable
 from benchmarks.kernels.operations import OPERATIONS
 from benchmarks.kernels.problem import Problem, Variant, make_problem
-from benchmarks.kernels.providers import Provider, providers_of
+from benchmarks.kernels.providers import providers_of
+from benchmarks.kernels.providers.base import Provider
 from benchmarks.kernels.providers.ours import BACKENDS
 from benchmarks.kernels.shapes import Shape, name_of
 from benchmarks.measure import Step
@@ -77,16 +78,13 @@ class Plan:
     def candidates(self, operation: str) -> list[Provider]:
         """Return the providers of an operation that this plan runs, including the limits."""
 
+        ours = [f"grpo_fast ({name})" for name in self.backends or self.distinct_backends()]
+        parts = [part.lower() for part in self.providers] or [""]
+
         def is_wanted(provider: Provider) -> bool:
-            if provider.role == "limit":
-                return True
-            if provider.role == "ours":
-                backend = provider.name.removeprefix("grpo_fast (").rstrip(")")
-                if backend not in (self.backends or self.distinct_backends()):
-                    return False
-            return not self.providers or any(
-                part.lower() in provider.name.lower() for part in self.providers
-            )
+            has_part = any(part in provider.name.lower() for part in parts)
+            is_chosen = provider.role != "ours" or provider.name in ours
+            return provider.role == "limit" or has_part and is_chosen
 
         return [provider for provider in providers_of(operation) if is_wanted(provider)]
 
@@ -182,7 +180,6 @@ def run_case(
         "allocator": "cuda", "operation": operation, "shape": list(problem.shape),
         "model": name_of(problem.shape), "dtype": dtype_name, "itemsize": dtype.itemsize,
         **variant._asdict(), "threads": plan.threads,
-        "truth": str(problem.exact_dtype).removeprefix("torch."),
         "route": route_of(operation, problem), "rows": rows,
     }  # fmt: skip
     print(case_table(case), flush=True)

@@ -16,31 +16,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.options import new_parser
 from benchmarks.report import plots
 from benchmarks.report.files import cases_of, machine
 
-PY = sys.executable
 PAGE = ROOT / "benchmarks" / "README.md"
 DEVICES = ("cpu", "gpu")
 BEGIN, END = "<!-- {} tables: begin -->", "<!-- {} tables: end -->"
-
-
-class Step(NamedTuple):
-    """A command that measures some of the numbers.
-
-    Attributes:
-        name: name of the step. The results are in benchmarks/results/cpu-NAME.json.
-        command: arguments for the Python interpreter.
-        out: option for the path of the results. If empty, the command itself chooses the path.
-    """
-
-    name: str
-    command: str
-    out: str = "--out"
 
 
 CPU = "--device cpu --allocator default"
@@ -51,22 +36,21 @@ LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
 PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
 FAIR = "--device cpu --allocator fair"
 
-# Budgets are in seconds for each candidate and case.
-STEPS = [
-    Step(
-        "loss", f"-m benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000"
-    ),
-    Step("loss-large", f"-m benchmarks {CPU} --budget 8 --shapes 512,896,151936 {FAST}"),
-    Step("gate", "-m benchmarks.kernels.gate --update", ""),
-    Step("parts", f"-m benchmarks {PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL"),
-    Step("tokens", f"-m benchmarks {CPU} --budget 1.5 {LENGTHS} {FAST} TRL Liger"),
-    Step("fair", f"-m benchmarks {FAIR} --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST}"),
-    Step("peaked", f"-m benchmarks {CPU} --budget 1 {PEAKED} {FAST}"),
-    Step("bf16", f"-m benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16"),
-    Step("ceiling", "-m benchmarks.kernels.ceiling", ""),
-    Step("rollout", "-m benchmarks.trainers.rollout --device cpu --budget 6", "--json"),
-    Step("divergence", "-m benchmarks.trainers.divergence --device cpu", "--json"),
-]
+# Commands of the steps. If a command ends with --out or --json, the path of the results is
+# appended: benchmarks/results/cpu-STEP.json. Budgets are in seconds for each candidate and case.
+STEPS = {
+    "loss": f"benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000 --out",
+    "loss-large": f"benchmarks {CPU} --budget 8 --shapes 512,896,151936 {FAST} --out",
+    "gate": "benchmarks.kernels.gate --update",
+    "parts": f"benchmarks {PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL --out",
+    "tokens": f"benchmarks {CPU} --budget 1.5 {LENGTHS} {FAST} TRL Liger --out",
+    "fair": f"benchmarks {FAIR} --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST} --out",
+    "peaked": f"benchmarks {CPU} --budget 1 {PEAKED} {FAST} --out",
+    "bf16": f"benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16 --out",
+    "ceiling": "benchmarks.kernels.ceiling",
+    "rollout": "benchmarks.trainers.rollout --device cpu --budget 6 --json",
+    "divergence": "benchmarks.trainers.divergence --device cpu --json",
+}
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
 # Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md lists the
 # commands.
@@ -77,19 +61,21 @@ def file_of(name: str) -> Path:
     return RESULTS / f"cpu-{name}.json"
 
 
-def run_step(step: Step) -> int:
+def run_step(name: str) -> int:
     """Run a step, and return its exit code."""
     started = time.monotonic()
-    print(f"== {step.name}", flush=True)
-    out = [step.out, str(file_of(step.name))] if step.out else []
-    code = subprocess.run([PY, *step.command.split(), *out], cwd=ROOT, check=False).returncode
-    print(f"== {step.name}: {time.monotonic() - started:.0f} s, exit code {code}", flush=True)
+    print(f"== {name}", flush=True)
+    command = [sys.executable, "-m", *STEPS[name].split()]
+    if command[-1] in ("--out", "--json"):
+        command.append(str(file_of(name)))
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    print(f"== {name}: {time.monotonic() - started:.0f} s, exit code {code}", flush=True)
     return code
 
 
 def tables(device: str) -> str:
     """Return the tables for "cpu" or "gpu" in Markdown, with one table for each operation."""
-    files = [file_of(step.name) for step in STEPS if step.out == "--out"]
+    files = [file_of(name) for name, command in STEPS.items() if command.endswith("--out")]
     if device == "gpu":
         files = [RESULTS / "gpu_session.json"]
     cases = cases_of(file for file in files if file.is_file())
@@ -102,7 +88,8 @@ def tables(device: str) -> str:
     for operation in dict.fromkeys(case["operation"] for case in cases):
         chosen = [case for case in cases if case["operation"] == operation]
         rows = [row for case in chosen for row in case["rows"].items()]
-        names = list(dict.fromkeys(name for name, row in rows if is_shown(row)))
+        shown = (n for n, x in rows if x["role"] in ("ours", "peer") and x["status"] != "missing")
+        names = list(dict.fromkeys(shown))
         lines += [f"`{operation}`", "", f"| N, H, V | limit | {' | '.join(names)} |"]
         lines.append("|" + "---|" * (len(names) + 2))
         for case in chosen:
@@ -110,10 +97,6 @@ def tables(device: str) -> str:
             lines.append(f"| {label(case)} | {limit(case)} | {cells} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def is_shown(row: dict[str, Any]) -> bool:
-    return row["role"] in ("ours", "peer") and row["status"] != "missing"
 
 
 def label(case: dict[str, Any]) -> str:
@@ -154,11 +137,11 @@ def refreshed(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
+    parser.add_argument("--only", nargs="+", choices=tuple(STEPS))
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
-    chosen = [] if options.tables else options.only or [step.name for step in STEPS]
-    codes = [run_step(step) for step in STEPS if step.name in chosen]
+    chosen = [] if options.tables else options.only or STEPS
+    codes = [run_step(name) for name in chosen]
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
     plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")
     plots.draw_steps([file_of(name) for name in REAL_STEPS], RESULTS / "step-real.png")

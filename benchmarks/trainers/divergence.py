@@ -27,6 +27,7 @@ from benchmarks.kernels import exact
 from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save
 from grpo_fast import TeacherHead, linear_divergence
 
+Head = tuple[Tensor, ...]  # hidden states (N, H) and weight (V, H)
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's argument beta
 CASES: dict[str, list[tuple[int, ...]]] = {
     "quick": [(64, 64, 3000)],
@@ -45,7 +46,7 @@ def main() -> None:
     save(options, title, {"dtype": str(options.dtype)}, cases=rows)
 
 
-def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+def plain(kind: str, student: Head, teacher: Head) -> Tensor:
     """Return the mean divergence over all tokens, computed from all logits in plain torch."""
     dtype = torch.promote_types(student[0].dtype, torch.float32)
     lp, lq = ((h @ w.T).to(dtype).log_softmax(-1) for h, w in (student, teacher))
@@ -59,7 +60,7 @@ def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tens
     return values.sum(-1).mean()
 
 
-def trl(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+def trl(kind: str, student: Head, teacher: Head) -> Tensor:
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     scales = 1.0, 1.0, None, 1.0, None
@@ -68,11 +69,11 @@ def trl(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor
     )[0].mean()  # fmt: skip
 
 
-def ours(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+def ours(kind: str, student: Head, teacher: Head) -> Tensor:
     return linear_divergence(*student, TeacherHead(*teacher), kind).loss
 
 
-def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> None:
+def products(student: Head, teacher: Head) -> None:
     (h, w), (t, u) = (tuple(x.detach() for x in side) for side in (student, teacher))
     _, y = h @ w.T, t @ u.T
     _ = y @ w, y.T @ h

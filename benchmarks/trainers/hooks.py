@@ -27,8 +27,7 @@ Step = Callable[[], Any]  # returns (loss, gradients)
 AGREEMENT = 1e-3
 # Number of tokens, hidden size and vocabulary size of the LM head. The head on a GPU is that of
 # Qwen2.5-0.5B. On a CPU, the hidden size is a quarter and the vocabulary a sixteenth, to save time.
-HEADS = {"cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
-QUICK_HEAD = (128, 64, 2048)
+HEADS = {"quick": (128, 64, 2048), "cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
 BATCH = (64, 1024)  # number of completions, and their padded length
 
 
@@ -38,13 +37,11 @@ DEFAULTS = Defaults(threads=2, budget=(10.0, 1.0), rounds=(20, 5))
 def main() -> None:
     options = parsed(new_parser(__doc__), DEFAULTS)
     device = options.device
-    shape = QUICK_HEAD if options.quick else HEADS[device]
+    shape = HEADS["quick" if options.quick else device]
     hooks = [head(device, *shape), *policy_losses(device)]
     rows = [measured(name, theirs, ours, options) for name, theirs, ours in hooks]
-    save(
-        options, "hooks of other trainers, forward and backward",
-        {"head": shape, "batch": BATCH}, cases=rows,
-    )  # fmt: skip
+    title = "hooks of other trainers, forward and backward"
+    save(options, title, {"head": shape, "batch": BATCH}, cases=rows)
 
 
 def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import measure
+from benchmarks.report.tables import text_table
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from benchmarks.trainers.rollout import error_of, library_rollout, our_rollout
 from benchmarks.trainers.step import GSM8K, TINY, k_shot_texts
@@ -83,20 +84,16 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    options = parse_arguments()
-    logging.disable(logging.WARNING)
-    shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
-    cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
-    save(options, "whole GRPO step, rollout included", {"load": os.getloadavg()}, cases=cases)
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
     parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
     parser.add_argument("--rows", type=int, help="completions that TRL takes at a time; all")
-    return parsed(parser, DEFAULTS)
+    options = parsed(parser, DEFAULTS)
+    logging.disable(logging.WARNING)
+    shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
+    cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
+    save(options, "whole GRPO step, rollout included", {"load": os.getloadavg()}, cases=cases)
 
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
@@ -256,19 +253,18 @@ def trl_step(trainer: Any, passes: int) -> Callable[[], None]:
 
 
 def table(case: dict[str, Any]) -> str:
-    lines = [
-        f"\n{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
+    title = (
+        f"{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
         f"{case['group']} completions of {case['length']} tokens each; sampler logps within "
-        f"{case['error_logps']:.0e}",
-        f"{'':34}{'ms':>10}{'±':>8}{'speedup':>9}{'peak MiB':>10}",
-    ]
-    for what in ("step", "rollout"):
-        for who, row in case[what].items():
-            lines.append(
-                f"{what:9}{who:25}{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
-                f"{row['speedup']:>8.2f}x{row.get('workspace_mib', float('nan')):>10.0f}"
-            )
-    return "\n".join(lines)
+        f"{case['error_logps']:.0e}"
+    )
+    rows = [
+        [f"{what} {who}", f"{row['median_ms']:.0f}", f"{row['spread_ms']:.0f}",
+         f"{row['speedup']:.2f}x", f"{row.get('workspace_mib', float('nan')):.0f}"]
+        for what in ("step", "rollout")
+        for who, row in case[what].items()
+    ]  # fmt: skip
+    return text_table(title, ("", "ms", "±", "speedup", "peak MiB"), rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import measure
 from benchmarks import options as base
+from benchmarks.kernels.exact import TOLERANCE
 from benchmarks.report.files import write
 
 Case = tuple[int, ...]
@@ -41,7 +42,7 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=positive(int), help="at most this many rounds")
     words = "wall, or the CPU time of the process, on which other processes have little effect"
     parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall", help=words)
-    parser.add_argument("--json", help="file for the report")
+    parser.add_argument("--json", "--out", help="file for the report")
     return parser
 
 
@@ -86,6 +87,34 @@ def parsed_cases(
     options.cases = options.cases or usual["quick" if options.quick else options.device]
     options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     return options
+
+
+def compared(steps: dict[str, Any], error: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure two steps with the same results, and return their times and ratios.
+
+    Args:
+        steps: the two steps, keyed by name. The ratios are those of the first to the second step.
+        error: relative L2 difference of their results. If it is too large, nothing is measured and
+            the key `wrong` is returned.
+        options: options of the run.
+    """
+    if not error <= TOLERANCE[options.dtype]:
+        return {"wrong": True}
+    times = measure.measured(steps, options)
+    first, second = times.values()
+    memory_ratio = first["workspace_mib"] / max(second["workspace_mib"], 2**-10)
+    ratio = first["median_ms"] / second["median_ms"]
+    return {"times": times, "ratio": ratio, "memory_ratio": memory_ratio}
+
+
+def described(row: dict[str, Any]) -> str:
+    """Return the text of a row with the fields of `compared`, `tokens_ratio` and `difference`."""
+    difference = f"difference {row['difference']:.1g}"
+    if "wrong" in row:
+        return f"WRONG, not timed: {difference}"
+    times = "  ".join(f"{name} {x['median_ms']:9.2f} ms" for name, x in row["times"].items())
+    ratios = f"ratio {row['ratio']:5.2f} (tokens {row['tokens_ratio']:.2f})"
+    return f"{times}  {ratios}  memory {row['memory_ratio']:.2f}  {difference}"
 
 
 def save(

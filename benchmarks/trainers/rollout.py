@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure
+from benchmarks.report.tables import text_table
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
 VOCABULARY = 151936
@@ -164,8 +165,6 @@ def main() -> None:
     options.new_tokens = options.new_tokens or (8 if options.quick else 32)
     policy = build(VOCABULARY, options.device)
     case = {
-        "operation": "rollout",
-        "allocator": "cuda" if options.device == "cuda" else "default",
         "dtype": str(policy.head.weight.dtype).removeprefix("torch."),
         "vocab": VOCABULARY,
         **{name: getattr(options, name) for name in ("batch", "new_tokens", "threads")},
@@ -176,21 +175,18 @@ def main() -> None:
 
 
 def table(case: dict[str, Any]) -> str:
-    lines = [
-        f"\nrollout: {case['batch']} completions of {case['new_tokens']} tokens, "
-        f"V={case['vocab']}, {case['dtype']}",
-        f"{'':28}{'ms':>10}{'±':>8}{'tokens/s':>10}{'× greedy':>10}{'error':>9}",
-    ]
+    sizes = f"{case['batch']} completions of {case['new_tokens']} tokens, V={case['vocab']}"
+    rows = []
     for name, row in case["rows"].items():
         error = f"{row['errors']['logps']:.0e}" if row["errors"] else ""
-        if "median_ms" not in row:
-            lines.append(f"{name:28}  {row['status']}: {row['reason']}")
-            continue
-        lines.append(
-            f"{name:28}{row['median_ms']:>10.1f}{row['spread_ms']:>8.1f}{row['tokens_per_s']:>10.0f}"
-            f"{row['ratio_to_limit']:>10.2f}{error:>9}"
-        )
-    return "\n".join(lines)
+        if "median_ms" in row:
+            times = [f"{row[key]:.1f}" for key in ("median_ms", "spread_ms")]
+            speed = [f"{row['tokens_per_s']:.0f}", f"{row['ratio_to_limit']:.2f}"]
+            rows.append([name, *times, *speed, error])
+        else:
+            rows.append([name, "", "", "", "", f"{row['status']}: {row['reason']}"])
+    columns = "", "ms", "±", "tokens/s", "× greedy", "error"
+    return text_table(f"rollout: {sizes}, {case['dtype']}", columns, rows)
 
 
 if __name__ == "__main__":

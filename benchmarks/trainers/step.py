@@ -6,9 +6,9 @@
     python -m benchmarks.trainers.step --model runs/capitals-data/model --clock process \
         --threads 1 --group 4 --completion 32 --providers shared packed TRL --padded-rows 1
 
-Without options, the benchmark runs a tiny model on a CPU. Its prompts are GSM8K questions that
-follow worked examples. A step computes the old logps, runs the forward and backward passes, and
-updates the weights with AdamW.
+Without options, the benchmark runs a tiny model with random weights and random prompts on a CPU.
+For a pretrained model, the prompts are GSM8K questions that follow worked examples. A step computes
+the old logps, runs the forward and backward passes, and updates the weights with AdamW.
 
 The loss, gradients and metrics of every provider are first compared with those of the padded
 provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It increases for longer prompts,
@@ -30,20 +30,15 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch.linalg import vector_norm
 
 from benchmarks import ROOT, measure
+from benchmarks.report.tables import text_table
+from benchmarks.trainers import step_providers
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
-from benchmarks.trainers.step_providers import (
-    PROVIDERS,
-    StepProblem,
-    make_problem,
-    prepare,
-    step_of,
-)
 from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
 from grpo_fast.train.planning.plan import KNOWN_MODELS
 
@@ -67,11 +62,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
     parser.add_argument("--layers", type=int, help="instead of the model's own number of layers")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
-    parser.add_argument("--prompt", type=int, help="tokens (2048, --quick: 512; CPU: at least)")
+    words = "tokens (2048; --quick: 512; with --model at least)"
+    parser.add_argument("--prompt", type=int, help=words)
     parser.add_argument("--completion", type=int, help="tokens, at most (64; with --model 32)")
     parser.add_argument("--group", type=int, help="completions (8; with --model 4)")
     parser.add_argument(
-        "--providers", nargs="+", default=["shared", "packed", "padded"], choices=tuple(PROVIDERS)
+        "--providers",
+        nargs="+",
+        default=["shared", "packed", "padded"],
+        choices=tuple(step_providers.PROVIDERS),
     )
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, help="default: on a GPU only"
@@ -81,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-per-microbatch", type=int, default=1 << 40)
     words = "completions that padded and TRL process at once (all; with --model 1)"
     parser.add_argument("--padded-rows", type=int, help=words)
-    parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K (else random prompts)")
+    parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
     options = parsed(parser, DEFAULTS)
     gpu = options.device == "cuda"
     options.prompt = options.prompt or (512 if options.quick else 2048)
@@ -103,17 +102,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = build_model(options)
     vocab = model.config.vocab_size
     prompts = build_prompts(options, vocab)
-    problem = make_problem(prompts, options.group, options.completion, vocab)
-    providers = {name: prepare(name, model, problem, options) for name in options.providers}
+    problem = step_providers.make_problem(prompts, options.group, options.completion, vocab)
+    providers = {
+        name: step_providers.prepare(name, model, problem, options) for name in options.providers
+    }
     del model
     tolerance = TOLERANCE[options.dtype] * max(1.0, options.prompt / 4096)
-    rows: dict[str, Any] = verify(providers, problem, tolerance)
-    steps = {name: step_of(provider) for name, provider in providers.items()}
+    errors = verify(providers, problem, tolerance)
+    steps = {name: step_providers.step_of(provider) for name, provider in providers.items()}
     times = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    rows = {}
     for name, step in steps.items():
         # Measure the memory last, because the first step also allocates Adam's moments.
         peak = peak_bytes(step, options.device) / measure.MIB
-        rows[name] |= times[name] | {"tokens": providers[name].tokens, "peak_mib": peak}
+        row = {"tokens": providers[name].tokens, "peak_mib": peak}
+        rows[name] = {**row, **times[name], **errors[name]}
     settings = {k: v for k, v in vars(options).items() if k not in ("model", "data", "json")}
     return save(
         options, "GRPO step without rollout", settings,
@@ -131,10 +134,8 @@ def build_model(options: argparse.Namespace) -> Any:
         model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=dtype)
         return model.to(options.device)
     fields = dict(TINY if options.model_config == "tiny" else KNOWN_MODELS[options.model_config])
-    if options.layers:
-        fields["num_hidden_layers"] = options.layers
-    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    config = AutoConfig.for_model(**fields, **special)
+    fields["num_hidden_layers"] = options.layers or fields["num_hidden_layers"]
+    config = AutoConfig.for_model(**fields, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     torch.manual_seed(0)
     with torch.device(options.device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -143,32 +144,20 @@ def build_model(options: argparse.Namespace) -> Any:
 def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
     """Return the token ids of the prompts.
 
-    On a CPU and for a pretrained model, they are GSM8K questions that follow worked examples, and
-    have at least `--prompt` tokens. On a GPU, or if the data is missing, they are random.
+    For a pretrained model, they are GSM8K questions that follow worked examples, and have at least
+    `--prompt` tokens. For random weights, they are random and have exactly this many tokens.
     """
-    if (options.device == "cpu" or options.pretrained) and Path(options.data).is_dir():
-        encode = encoder(options, vocab)
-        texts = k_shot_texts(options.data, options.prompt, lambda text: len(encode(text)))
-        return list(itertools.islice(map(encode, texts), options.prompts))
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(2, vocab, (options.prompts, options.prompt), generator=generator).tolist()
-
-
-def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int]]:
-    """Return a function that tokenizes text with the tokenizer of the model, or with a new one."""
+    if not options.pretrained:
+        generator = torch.Generator().manual_seed(1)
+        shape = options.prompts, options.prompt
+        return torch.randint(2, vocab, shape, generator=generator).tolist()
     from transformers import AutoTokenizer
 
-    from grpo_fast.data.splits import Splits
-    from grpo_fast.data.tokenizer import build_bpe_tokenizer
-
-    if options.pretrained:
-        tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
-    else:
-        data = DataConfig(task="gsm8k", path=options.data, prompt_template="plain")
-        plain = Splits(data, 0).train[:1000]
-        tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
+    tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
     # Cache the token ids, because `k_shot_texts` already tokenizes each prompt to count its tokens.
-    return functools.cache(lambda text: tokenizer(text)["input_ids"])
+    encode = functools.cache(lambda text: tokenizer(text)["input_ids"])
+    texts = k_shot_texts(options.data, options.prompt, lambda text: len(encode(text)))
+    return list(itertools.islice(map(encode, texts), options.prompts))
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
@@ -186,7 +175,7 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
 
 
 def verify(
-    providers: dict[str, Any], problem: StepProblem, tolerance: float
+    providers: dict[str, Any], problem: step_providers.StepProblem, tolerance: float
 ) -> dict[str, dict[str, float]]:
     """Compare the loss, gradients and metrics of every provider with those of a reference provider.
 
@@ -205,28 +194,25 @@ def verify(
         a + b.to(a.device) for a, b in zip(providers[reference].logps(), problem.noise, strict=True)
     ]
     outcomes, gradients = {}, {}
-    for name in sorted(providers, key=lambda name: name != reference):
-        outcomes[name] = providers[name].gradients(old)
+    for name, provider in providers.items():
+        outcomes[name] = provider.gradients(old)
         found = {
-            n.removeprefix("base_model.model."): p.grad
-            for n, p in providers[name].model.named_parameters()
+            n.removeprefix("base_model.model."): p.grad.float().flatten().cpu()
+            for n, p in provider.model.named_parameters()
+            if p.grad is not None
         }
-        gradients[name] = {n: g.float().cpu() for n, g in found.items() if g is not None}
-        providers[name].optimizer.zero_grad(set_to_none=True)
+        gradients[name] = torch.cat([found[n] for n in sorted(found)])
+        provider.optimizer.zero_grad(set_to_none=True)
     scale = float(problem.samples.advantages.abs().mean())
     errors = {}
-    exact, metrics = gradients[reference], outcomes[reference].metrics
+    expected, metrics = outcomes[reference], outcomes[reference].metrics
+    exact, norm = gradients[reference], functools.partial(vector_norm, dtype=torch.float64)
     for name, outcome in outcomes.items():
-        assert gradients[name].keys() == exact.keys(), name
-        difference = sum(
-            float((gradients[name][n] - exact[n]).double().square().sum()) for n in exact
-        )
-        norm = sum(float(exact[n].double().square().sum()) for n in exact)
         common = {k: v for k, v in outcome.metrics.items() if k in metrics and k != "skipped_rows"}
         off = [abs(value - metrics[k]) / max(1.0, abs(value)) for k, value in common.items()]
         errors[name] = {
-            "error_loss": abs(outcome.loss - outcomes[reference].loss) / scale,
-            "error_gradient": (difference / norm) ** 0.5,
+            "error_loss": abs(outcome.loss - expected.loss) / scale,
+            "error_gradient": float(norm(gradients[name] - exact) / norm(exact)),
             "error_metrics": max(off, default=0.0),
         }
         if not max(errors[name].values()) <= tolerance:
@@ -256,21 +242,18 @@ def table(report: dict[str, Any]) -> str:
     """Return the results as text, with time and memory relative to the first provider."""
     rows, settings = report["providers"], report["settings"]
     first = next(iter(rows))
-    longest = max(report["completion_tokens"])
-    lines = [
-        f"GRPO step without rollout · prompts {report['prompt_tokens']} tokens · completions up to "
-        f"{longest} · G = {settings['group']} · {settings['dtype']}",
-        f"{'':8}{'tokens':>10}{'ms':>10}{'±':>8}{'peak MiB':>10}   "
-        f"time and memory in units of {first}; errors: loss, gradient, metrics",
-    ]
+    lines = []
     for name, row in rows.items():
-        time, memory = (row[key] / rows[first][key] for key in ("median_ms", "peak_mib"))
+        numbers = [f"{row[key]:.0f}" for key in ("tokens", "median_ms", "spread_ms", "peak_mib")]
+        ratios = [f"{row[key] / rows[first][key]:.2f}×" for key in ("median_ms", "peak_mib")]
         errors = [f"{row[f'error_{what}']:.1e}" for what in ("loss", "gradient", "metrics")]
-        lines.append(
-            f"{name:8}{row['tokens']:>10}{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
-            f"{row['peak_mib']:>10.0f}   {time:.2f}×  {memory:.2f}×   {' '.join(errors)}"
-        )
-    return "\n".join(lines)
+        lines.append([name, *numbers, *ratios, " ".join(errors)])
+    title = (
+        f"GRPO step without rollout · prompts {report['prompt_tokens']} tokens · completions up to "
+        f"{max(report['completion_tokens'])} · G = {settings['group']} · {settings['dtype']}"
+    )
+    columns = "", "tokens", "ms", "±", "peak MiB", f"time ÷ {first}", f"memory ÷ {first}"
+    return text_table(title, [*columns, "errors: loss, gradient, metrics"], lines)
 
 
 if __name__ == "__main__":

@@ -175,16 +175,21 @@ class Padded:
         losses = LossMetrics()
         for rows in self.slices():
             mask = self.mask[rows, self.prompt :].bool()
-            output = logits_grpo_loss(
-                self.forward(rows), self.ids[rows, self.prompt :],
-                self.problem.samples.advantages[rows].to(old.device), self.problem.loss,
-                completion_mask=mask, old_logps=old[rows], num_items_in_batch=self.items,
-                num_completions_in_batch=len(self.ids),
-            )  # fmt: skip
-            output.loss.backward()
-            losses.add({"loss": output.loss, **output.metrics}, int(mask.sum()))
-        metrics = losses.result()
-        return Outcome(metrics["loss"], metrics)
+            metrics = self.metrics(rows, old[rows], mask)
+            metrics["loss"].backward()
+            losses.add(metrics, int(mask.sum()))
+        found = losses.result()
+        return Outcome(found["loss"], found)
+
+    def metrics(self, rows: slice, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return the loss and the metrics of some rows. `old` and `mask` are (B, C)."""
+        output = logits_grpo_loss(
+            self.forward(rows), self.ids[rows, self.prompt :],
+            self.problem.samples.advantages[rows].to(old.device), self.problem.loss,
+            completion_mask=mask, old_logps=old, num_items_in_batch=self.items,
+            num_completions_in_batch=len(self.ids),
+        )  # fmt: skip
+        return {"loss": output.loss, **output.metrics}
 
     @property
     def tokens(self) -> int:
@@ -207,19 +212,13 @@ class Trl(Padded):
         output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
         return output.log_probs[:, -self.length :]
 
-    def gradients(self, old_logps: Logps) -> Outcome:
-        old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
-        config, total = self.problem.loss, 0.0
+    def metrics(self, rows: slice, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        config = self.problem.loss
         low, high = 1 - config.epsilon_low, 1 + (config.epsilon_high or config.epsilon_low)
-        for rows in self.slices():
-            mask = self.mask[rows, self.prompt :]
-            ratio = torch.exp(self.logps_of(rows) - old[rows])
-            advantages = self.problem.samples.advantages[rows, None].to(old.device)
-            per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
-            loss = (per_token * mask).sum() / self.items
-            loss.backward()
-            total += float(loss.detach())
-        return Outcome(total, {})
+        ratio = torch.exp(self.logps_of(rows) - old)
+        advantages = self.problem.samples.advantages[rows, None].to(old.device)
+        per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+        return {"loss": (per_token * mask).sum() / self.items}
 
 
 def step_of(provider: Any) -> Callable[[], None]:

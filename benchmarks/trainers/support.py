@@ -70,11 +70,12 @@ def problem_of(case: Case, options: argparse.Namespace) -> Problem:
     half = min(k // 2, FREQUENT)
     order = torch.randperm(v, generator=generator)
     frequent, others = order[:FREQUENT], order[FREQUENT:]
-    rows = [
-        torch.cat([part[torch.randperm(len(part), generator=generator)[:n]] for part, n in parts])
-        for parts in [((frequent, half), (others, k - half))] * t
-    ]
-    ids = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rows])
+
+    def drawn(part: Tensor, count: int) -> Tensor:  # (count,) different ids
+        return part[torch.randperm(len(part), generator=generator)[:count]]
+
+    pairs = [torch.cat([drawn(frequent, half), drawn(others, k - half)]) for _ in range(t)]
+    ids = torch.stack([drawn(row, k) for row in pairs])
     hidden = torch.randn(t, h, generator=generator)
     weight = torch.randn(v, h, generator=generator) * (2 / h**0.5)
     advantages = torch.tensor([1.0, -1.0]).repeat(COMPLETIONS // 2)

@@ -110,9 +110,9 @@ def test_logits_loss_is_exact(rows, vocab):
     g = torch.Generator(DEVICE).manual_seed(1)
     logits = torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE)
     tokens = random_tokens(rows, vocab, g)
-    for block in exact.blocks(rows, logits.device, 1024):
+    for block in exact.blocks(logits):
         logits[block] = 2 * torch.randn(logits[block].shape, generator=g, device=DEVICE)
-    lse = exact.logits_lse(logits, torch.float64)
+    lse = exact.logits_lse(logits)
     logps = logits.gather(-1, tokens["target_ids"][:, None])[:, 0].double() - lse
     old_logps = (logps - tokens["log_ratio"]).float()
     mask, advantages = torch.ones_like(old_logps), tokens["advantages"].expand(rows)
@@ -130,7 +130,7 @@ def test_logits_loss_is_exact(rows, vocab):
 
 def test_linear_loss_of_a_long_completion_is_exact():
     hidden, weight, tokens = linear_inputs(LONG, 64, 4104)
-    logps = exact.logps(hidden, weight, tokens["target_ids"], torch.float64)
+    logps = exact.logps(hidden, weight, tokens["target_ids"])
     old_logps = (logps - tokens["log_ratio"]).float()
     mask, advantages = torch.ones_like(old_logps), tokens["advantages"].expand(LONG)
     loss, slope, scale = exact.dapo(logps, old_logps, advantages, mask, EPSILON)

@@ -18,6 +18,3 @@ def providers_of(operation: str) -> list[Provider]:
     inplace = operation.endswith("inplace")
     found = ours.providers(ours.logits_loss, inplace=inplace)
     return [limits.COPY, *found, *peers.logits_peers(inplace)]
-
-
-__all__ = ["Provider", "providers_of"]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.exact import free_bytes
 from benchmarks.kernels.problem import EPSILON, Problem
 from benchmarks.kernels.shapes import Shape
 from benchmarks.measure import Result, Step
 
 GIB = 2**30
+
+
+def free_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
 
 
 def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
@@ -53,7 +61,7 @@ class Provider(NamedTuple):
         if reason or shape is None:
             return reason
         needed = self.wide_logits * 4 * shape.n * shape.v
-        free = free_bytes(torch.device(device))
+        free = free_bytes(device)
         if needed <= 0.9 * free:
             return None
         return f"needs about {needed / GIB:.0f} GiB for its logits, {free / GIB:.0f} GiB are free"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -12,33 +11,26 @@ from benchmarks.kernels.problem import EPSILON, Problem, spread
 from benchmarks.kernels.providers import base
 from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
+from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
+from grpo_fast.kernels import route
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
+CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
 
 def why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
-    from grpo_fast.kernels import route as backends
-
     if backend == "triton" and device == "cpu":
         return "its kernels need a GPU"
-    return backends.unavailable(backend, device) if backend not in ("auto", "torch") else None
-
-
-def config() -> Any:
-    from grpo_fast import LossConfig
-
-    return LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
+    return route.unavailable(backend, device) if backend not in ("auto", "torch") else None
 
 
 def loss(problem: Problem, backend: str) -> Step:
     """Return a step that runs `linear_grpo_loss` and its backward pass."""
-    from grpo_fast import linear_grpo_loss
-
-    chosen, mask = config(), problem.mask_or_none
+    mask = problem.mask_or_none
     return base.differentiate(
         problem,
         lambda: linear_grpo_loss(
-            problem.hidden, problem.weight, problem.target_ids, problem.advantages, chosen,
+            problem.hidden, problem.weight, problem.target_ids, problem.advantages, CONFIG,
             completion_mask=mask, cu_seqlens=problem.cu_seqlens, old_logps=problem.old_logps,
             num_items_in_batch=problem.count, backend=backend,
         ).loss,
@@ -47,11 +39,7 @@ def loss(problem: Problem, backend: str) -> Step:
 
 def logps(problem: Problem, backend: str, gradient: bool) -> Step:
     """Return a step that runs `linear_logps`. Masked rows get the target id -100."""
-    from grpo_fast import linear_logps
-
-    targets = problem.target_ids
-    if problem.mask_or_none is not None:
-        targets = targets.masked_fill(~problem.mask_or_none, -100)
+    targets = problem.labels
     return base.logps_step(
         problem,
         lambda: linear_logps(problem.hidden, problem.weight, targets, backend=backend),
@@ -64,16 +52,14 @@ def logits_loss(problem: Problem, backend: str, inplace: bool) -> Step:
 
     The unused last row of each completion is masked.
     """
-    from grpo_fast import logits_grpo_loss
-
-    chosen, shape = config(), (COMPLETIONS, -1)
+    shape = (COMPLETIONS, -1)
     targets, old_logps, mask = (
         spread(x).view(shape) for x in (problem.target_ids, problem.old_logps, problem.mask.bool())
     )
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
         return logits_grpo_loss(
-            logits, targets, problem.advantages, chosen, completion_mask=mask,
+            logits, targets, problem.advantages, CONFIG, completion_mask=mask,
             old_logps=old_logps, num_items_in_batch=problem.count, backend=backend,
             inplace=inplace,
         ).loss  # fmt: skip

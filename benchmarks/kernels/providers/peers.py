@@ -22,7 +22,6 @@ from benchmarks.kernels.providers.base import Provider, runs_anywhere
 from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
 
-IGNORED = -100
 # Type of a function that prepares a problem. It returns a function without arguments that computes
 # the logps, (N,). The logps of masked rows are not compared.
 Logps = Callable[[Problem], Callable[[], Tensor]]
@@ -82,7 +81,7 @@ def cce(problem: Problem) -> Callable[[], Tensor]:
     from cut_cross_entropy import linear_cross_entropy
 
     implementation = "cce" if problem.hidden.is_cuda else "torch_compile"
-    targets = ignored(problem)
+    targets = problem.labels
 
     def call() -> Tensor:
         inputs = (problem.hidden, problem.weight, targets)
@@ -97,7 +96,7 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
         LigerFusedLinearScaledCrossEntropyFunction,
     )
 
-    targets = ignored(problem)
+    targets = problem.labels
     return lambda: (
         -LigerFusedLinearScaledCrossEntropyFunction.apply(problem.hidden, problem.weight, targets)
     )
@@ -110,11 +109,6 @@ def verl(problem: Problem) -> Callable[[], Tensor]:
     return lambda: linear_cross_entropy(
         problem.hidden, problem.weight, problem.target_ids, 1.0, "none"
     )[0]
-
-
-def ignored(problem: Problem) -> Tensor:
-    mask = problem.mask_or_none
-    return problem.target_ids if mask is None else problem.target_ids.masked_fill(~mask, IGNORED)
 
 
 def liger_loss(problem: Problem) -> Step:
@@ -149,16 +143,12 @@ def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | i
     return base.dapo(logps, *arguments)  # type: ignore[arg-type]
 
 
-def logits_arguments(problem: Problem) -> tuple:
-    old, advantages, mask, count = base.dapo_arguments(problem)
-    return spread(problem.target_ids), spread(old), spread(advantages), spread(mask), count
-
-
 def plain_logits(compile_it: bool, problem: Problem) -> Step:
     function: Callable[..., Tensor] = plain_logits_loss
     if compile_it:
         function = torch.compile(plain_logits_loss, dynamic=False)
-    arguments = logits_arguments(problem)
+    *tensors, count = problem.target_ids, *base.dapo_arguments(problem)
+    arguments = (*map(spread, tensors), count)
     return base.differentiate_logits(problem, lambda logits: function(logits, *arguments))
 
 

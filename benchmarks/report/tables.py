@@ -83,7 +83,7 @@ def text_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]]
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None)
+    table = Table(box=None)
     table.add_column(columns[0], no_wrap=True)
     for name in columns[1:-1]:
         table.add_column(name, no_wrap=True, justify="right")
@@ -93,4 +93,5 @@ def text_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]]
     text = io.StringIO()
     console = Console(file=text, width=WIDTH, force_terminal=sys.stdout.isatty(), highlight=False)
     console.print(table)
-    return "\n" + "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    lines = (line.rstrip() for line in text.getvalue().splitlines())
+    return "\n".join(["", title, *lines])

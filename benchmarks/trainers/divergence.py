@@ -27,7 +27,7 @@ from benchmarks.kernels import exact
 from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save
 from grpo_fast import TeacherHead, linear_divergence
 
-Head = tuple[Tensor, ...]  # hidden states (N, H) and weight (V, H)
+Head = tuple[Tensor, Tensor]  # hidden states (N, H) and weight (V, H)
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's argument beta
 CASES: dict[str, list[tuple[int, ...]]] = {
     "quick": [(64, 64, 3000)],
@@ -85,8 +85,8 @@ def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]
     tensors = [x * (2 / h**0.5) if x.shape[0] == v else x for x in tensors]
-    tensors = [x.to(options.device, options.dtype) for x in tensors]
-    student, teacher = tuple(x.requires_grad_() for x in tensors[:2]), tuple(tensors[2:])
+    a, b, c, d = (x.to(options.device, options.dtype) for x in tensors)
+    student, teacher = (a.requires_grad_(), b.requires_grad_()), (c, d)
     steps: dict[str, Callable[[], Any]] = {"products": partial(products, student, teacher)}
     row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary"), case, strict=True))
     row["errors"] = {}
@@ -95,9 +95,8 @@ def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
         return torch.autograd.grad(way(*arguments), student)
 
     for kind in KINDS:
-        wide = [x.detach().double() for x in tensors]
-        leaves = tuple(x.requires_grad_() for x in wide[:2])
-        truth = torch.autograd.grad(plain(kind, leaves, tuple(wide[2:])), leaves)
+        wide = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+        truth = torch.autograd.grad(plain(kind, wide, (c.double(), d.double())), wide)
         for name, way in (("grpo_fast", ours), ("trl", trl), ("torch", plain)):
             call = partial(step, way, kind, student, teacher)
             try:

@@ -260,7 +260,7 @@ def table(case: dict[str, Any]) -> str:
     )
     rows = [
         [f"{what} {who}", f"{row['median_ms']:.0f}", f"{row['spread_ms']:.0f}",
-         f"{row['speedup']:.2f}x", f"{row.get('workspace_mib', float('nan')):.0f}"]
+         f"{row['speedup']:.2f}x", f"{row['workspace_mib']:.0f}" if "workspace_mib" in row else ""]
         for what in ("step", "rollout")
         for who, row in case[what].items()
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Time and memory of a GRPO step without rollout: shared prompts, packed, padded, and TRL.
+r"""Time and memory of a GRPO step without rollout: shared prompts, packed, padded, and TRL.
 
     python -m benchmarks.trainers.step
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \

@@ -1,7 +1,7 @@
 """Resources of a compiled kernel: registers, spills, shared memory and tensor-core instructions.
 
-For NVIDIA, the disassembler in the Triton wheel reads them from the binary. For AMD, they are in
-the metadata of the assembly.
+On NVIDIA, the tools in the Triton wheel extract them from the binary. On AMD, the metadata of the
+assembly contains them.
 """
 
 from __future__ import annotations

@@ -16,27 +16,19 @@ keeps freed pages ("fair").
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import itertools
-import json
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT
+from benchmarks import RESULTS
 from benchmarks.kernels import shapes as shape_table
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
-from benchmarks.options import new_parser
-
-# Options that only the benchmarks of kernels have. The command rejects them if it runs no such
-# benchmark.
-KERNELS_ONLY = (
-    "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend",
-    "providers", "allocator", "verify_only",
-)  # fmt: skip
+from benchmarks.options import new_parser, positive
 
 
 def main(arguments: list[str]) -> int:
@@ -46,39 +38,35 @@ def main(arguments: list[str]) -> int:
         0 on success, 1 if a case did not run or a result of grpo_fast is wrong, and 2 if the
         arguments are wrong.
     """
+    scripts = list(itertools.takewhile(SCRIPTS.__contains__, arguments))
+    if scripts:
+        return max(run_script(name, arguments[len(scripts) :]) for name in scripts)
     options = parse_arguments(arguments)
-    measured = [name for name in options.operations if name in OPERATIONS]
-    status = 0
-    if measured:
-        from benchmarks.kernels.runner import Plan
+    from benchmarks.kernels.runner import Plan
 
-        try:
-            plan = Plan(**plan_fields(options, measured))
-        except ValueError as error:
-            print(f"bench: {error}", file=sys.stderr)
-            return 2
-        if options.dry:
-            print(described(plan))
-        else:
-            status = measure_all(plan, options)
-    for name in options.operations:
-        if name in SCRIPTS:
-            status = max(status, run_script(name, options))
-    return status
+    try:
+        plan = Plan(**plan_fields(options))
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    if options.dry:
+        print(described(plan))
+        return 0
+    return measure_all(plan, options)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = new_parser(__doc__, "grpo-fast bench")
-    names = [*OPERATIONS, *SCRIPTS]
-    words = f"{', '.join(names)} (default: linear_grpo_loss)"
+    names = f"some of {', '.join(OPERATIONS)}, or only some of {', '.join(SCRIPTS)}"
+    words = f"{names} (these have their options: grpo-fast bench step --help)"
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=words)
 
     add = parser.add_argument_group("problems").add_argument
     add("--quick", action="store_true", help="two small shapes; under three minutes in all")
     add("--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary")
-    words = f"heads: {', '.join(shape_table.MODELS)}; for step, the folder of a model"
-    add("--model", nargs="+", metavar="NAME", help=words)
-    add("--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)")
+    add("--model", nargs="+", metavar="NAME", help=f"heads: {', '.join(shape_table.MODELS)}")
+    words = "rows for --model (multiples of 8)"
+    add("--tokens", nargs="+", type=positive(int), metavar="N", help=words)
     words = "default: fp32 (CPU), bf16 (GPU)"
     add("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help=words)
     words = "fraction of rows that have a gradient"
@@ -97,48 +85,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("measurement").add_argument
     add("--device", choices=("cpu", "cuda"))
     add("--allocator", nargs="+", choices=("default", "fair"), help="on a CPU; default: both")
-    add("--threads", type=count, help="CPU threads (default: all cores)")
-    add("--budget", type=duration, help="seconds of timing for each provider and case")
-    add("--rounds", type=count, help="at most this many rounds; at least 2 are run")
+    add("--threads", type=positive(int), help="CPU threads (default: all cores)")
+    add("--budget", type=positive(float), help="seconds of timing for each provider and case")
+    add("--rounds", type=positive(int), help="at most this many rounds; at least 2 are run")
     add("--verify-only", action="store_true", help="check the results without timing them")
     add("--dry", action="store_true", help="list what would run, and which providers cannot")
     add("--out", help="file for the JSON")
     options = parser.parse_args(arguments)
     options.operations = list(dict.fromkeys(options.operations)) or ["linear_grpo_loss"]
-    unknown = [name for name in options.operations if name not in names]
+    unknown = [name for name in options.operations if name not in OPERATIONS]
     if unknown:
-        parser.error(f"OPERATION: expected some of {', '.join(names)}, got {unknown[0]!r}")
+        parser.error(f"OPERATION: expected {names}, got {unknown[0]!r}")
     if options.out and Path(options.out).is_dir():
         parser.error(f"--out: expected a file, got the folder {options.out!r}")
-    if not set(options.operations) & set(OPERATIONS):
-        for name in KERNELS_ONLY:
-            if name == "model" and options.operations == ["step"]:
-                continue
-            if getattr(options, name) != parser.get_default(name):
-                operation, option = options.operations[0], name.replace("_", "-")
-                expected = f"expected with {', '.join(OPERATIONS)}, got {operation!r}"
-                help_of = f"python -m benchmarks.trainers.{operation} --help"
-                parser.error(f"--{option}: {expected} (its options: {help_of})")
     return options
 
 
-def count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
-    return int(text)
-
-
-def duration(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds > 0, got {text!r}")
-    return seconds
-
-
-def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str, Any]:
+def plan_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `Plan` for the given command line options.
 
     Raises:
@@ -161,21 +124,20 @@ def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str,
     if options.allocator and device == "cuda":
         got = options.allocator[0]
         raise ValueError(f"allocator: expected no --allocator for a GPU, got {got}")
-    known = {p.name for name in operations for p in providers_of(name) if p.role != "limit"}
+    known = {p.name for name in options.operations for p in providers_of(name) if p.role != "limit"}
     for part in options.providers:
         if not any(part.lower() in name.lower() for name in known):
             expected = f"parts of {', '.join(sorted(known))}"
             raise ValueError(f"providers: expected {expected}, got {part!r}")
-    product = itertools.product(options.active, options.softmax, options.mask)
-    inactive = options.inactive or "masked"
-    variants = [Variant(active, inactive, softmax, mask) for active, softmax, mask in product]
+    reasons = [options.inactive or "masked"]
+    product = itertools.product(options.active, reasons, options.softmax, options.mask)
     quick = options.quick
     budget = 3.0 if device == "cuda" else 20.0
     return {
-        "operations": operations,
+        "operations": options.operations,
         "shapes": chosen_shapes(options, device),
         "dtypes": options.dtype or ["bf16" if device == "cuda" else "fp32"],
-        "variants": variants,
+        "variants": [Variant(*fields) for fields in product],
         "device": device,
         "allocators": options.allocator or (["default"] if quick else ["default", "fair"]),
         "backends": options.backend,
@@ -203,7 +165,7 @@ def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.
 
 
 def described(plan: Any) -> str:
-    """Return the text of --dry: all cases of the plan, and why some providers cannot run."""
+    """Return the output of --dry: all cases, and whether each provider would run."""
     from benchmarks.kernels.runner import DTYPES
 
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
@@ -228,13 +190,10 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
     report: dict[str, Any] = {
         **measure.header("grpo-fast bench", plan.device),
-        "settings": json.loads(plan.to_json()),
-        "method": {"memory": " ".join((measure.peak_memory.__doc__ or "").split())},
+        "settings": dataclasses.asdict(plan),
     }
     what = plan.operations[0] if len(plan.operations) == 1 else "operations"
-    path = default_path(what, plan.device, report["commit"], options.quick)
-    if options.out:
-        path = Path(options.out)
+    path = Path(options.out or default_path(what, plan.device, report["commit"], options.quick))
     cases = run(plan, lambda found: write(path, report | {"cases": found}))
     if not plan.verify_only:
         print(verdict(cases))
@@ -253,7 +212,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
 
 def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
-    """Return the path of a report for a run without --out. Its name has the date and the commit."""
+    """Return the path of the report of a run without --out. It contains the date and the commit."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
@@ -261,31 +220,25 @@ def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
     return RESULTS / f"{'quick-' if quick else ''}{what}-{device}-{day}-{commit}.json"
 
 
-def run_script(name: str, options: argparse.Namespace) -> int:
-    """Run a benchmark of benchmarks/trainers/ in a new process, with those options that it has."""
+def run_script(name: str, arguments: list[str]) -> int:
+    """Run a benchmark of benchmarks/trainers/ in a new process. Return its exit status, 0 or 1.
+
+    The process gets all arguments except --out and --dry.
+    """
     from benchmarks import measure
 
-    gpu = options.device == "cuda"
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dry", action="store_true")
+    options, rest = parser.parse_known_args(arguments)
+    is_gpu = "cuda" in rest
+    device = "cuda" if is_gpu and not options.dry else "cpu"
+    path = default_path(name, device, measure.commit(), "--quick" in rest)
     if options.out:
-        out = Path(options.out)
-        path = out.with_name(f"{out.stem}-{name}{out.suffix}")
-    else:
-        device = "cuda" if gpu and not options.dry else "cpu"
-        path = default_path(name, device, measure.commit(), options.quick)
+        path = options.out.with_stem(f"{options.out.stem}-{name}")
     command = [sys.executable, "-m", f"benchmarks.trainers.{name}", "--json", str(path)]
-    if gpu:
-        command += SCRIPTS[name].split()
-    for key in ("device", "threads", "budget", "rounds"):
-        if getattr(options, key):
-            command += [f"--{key}", str(getattr(options, key))]
-    if options.model and options.operations == ["step"]:  # else --model names heads
-        command += ["--model", options.model[0], "--group", "4", "--completion", "32"]
-        command += ["--padded-rows", "1"]
-    if options.quick:
-        command.append("--quick")
+    command += [*(SCRIPTS[name].split() if is_gpu else ()), *rest]
     if options.dry:
         print(f"{name}: would run {' '.join(command[1:])}")
         return 0
-    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return 1 if subprocess.run(command, env=environment, check=False).returncode else 0
+    return 1 if subprocess.run(command, env=measure.child_environment()).returncode else 0

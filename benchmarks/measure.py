@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import time
@@ -58,17 +59,16 @@ class Step:
             result, such as the logits with their gradient.
         reset: function that is called before each run, but not timed. It restores the input that
             `run` overwrites.
-        owned_bytes: bytes of the gradients with which `run` overwrites an input. They need no
-            further memory, so `peak_memory` does not subtract them.
+        owned_bytes: size of the gradients that `run` writes over an input. They need no additional
+            memory, so `peak_memory` does not subtract them from the peak.
     """
 
     run: Callable[[], Any]
-    reset: Callable[[], None] | None = None
+    reset: Callable[[], Any] = lambda: None
     owned_bytes: int = 0
 
     def __call__(self) -> Any:
-        if self.reset is not None:
-            self.reset()
+        self.reset()
         return self.run()
 
 
@@ -81,11 +81,6 @@ def seconds(step: Step | Callable[[], Any], calls: int, device: str) -> float:
     if device == "cuda":
         return _seconds_on_gpu(step, calls)
     now = CLOCKS[clock]
-    if step.reset is None:
-        start = now()
-        for _ in range(calls):
-            step.run()
-        return (now() - start) / calls
     total = 0.0
     for _ in range(calls):
         step.reset()
@@ -108,15 +103,15 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
     """Return the mean time of a call in seconds, measured with CUDA events.
 
     Each call has its own pair of events, so the time of `reset` does not count. The host does not
-    wait between calls, so the GPU has queued work if a call takes it longer than the host. One
-    additional call comes first and is not timed. While the GPU runs it, the host prepares the next
-    call. In training, the host does the same during the forward pass of the model.
+    wait between calls, so the GPU always has queued work if a call takes longer on the GPU than on
+    the host. One additional call comes first and is not timed. While the GPU runs it, the host
+    prepares the next call. In training, the host does the same during the forward pass of the
+    model.
     """
     step()
     pairs = []
     for _ in range(calls):
-        if step.reset is not None:
-            step.reset()
+        step.reset()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         step.run()
@@ -127,27 +122,23 @@ def _seconds_on_gpu(step: Step, calls: int) -> float:
 
 
 def interleaved(
-    steps: Mapping[str, Step | Callable[[], Any]],
-    device: str,
-    budget: float,
-    rounds: int,
-    minimum: int = 2,
-) -> dict[str, list[float]]:
+    steps: Mapping[str, Step | Callable[[], Any]], device: str, budget: float, rounds: int
+) -> dict[str, dict[str, Any]]:
     """Time all steps in interleaved rounds, so that a slow phase of the machine affects all steps.
 
-    A fast step is repeated within a round until this takes about 20 ms. The steps are not warmed
-    up, because the caller has already run them to verify them. One call of each step estimates its
-    time. If this call takes longer than `SLOW`, it counts as a sample.
+    A fast step is repeated within a round, so that its calls take about 20 ms in total. The steps
+    are not warmed up, because the caller has already run them to verify them. One call of each step
+    estimates its time. If this call takes longer than `SLOW`, it counts as a sample.
 
     Args:
         steps: the steps, keyed by name.
         device: "cpu" or "cuda".
         budget: time for each step, in seconds, without the untimed calls on a GPU.
-        rounds: maximum number of samples of a step.
-        minimum: minimum number of samples of a step, even if they exceed the budget.
+        rounds: maximum number of samples of a step. At least 2 samples are taken, even if they
+            exceed the budget.
 
     Returns:
-        The samples of each step. A sample is the time of one call in seconds.
+        The times of each step, as returned by `spread`.
     """
     warm = {name: seconds(step, 1, device) for name, step in steps.items()}
     samples = {name: [time_] if time_ > SLOW else [] for name, time_ in warm.items()}
@@ -156,7 +147,7 @@ def interleaved(
             warm[name] = seconds(steps[name], 1, device)
     calls = {name: max(1, round(0.02 / time_)) for name, time_ in warm.items()}
     wanted = {
-        name: max(minimum, min(rounds, int(budget / (time_ * calls[name])))) - len(samples[name])
+        name: max(2, min(rounds, int(budget / (time_ * calls[name])))) - len(samples[name])
         for name, time_ in warm.items()
     }
     total = max(wanted.values(), default=0)
@@ -165,83 +156,90 @@ def interleaved(
         for name in names[index % len(names) :] + names[: index % len(names)]:
             if (index + 1) * wanted[name] // total > index * wanted[name] // total:
                 samples[name].append(seconds(steps[name], calls[name], device))
-    return samples
+    return {name: spread(times) for name, times in samples.items()}
 
 
-def spread(samples: list[float]) -> dict[str, float]:
-    """Return the median, the spread and the minimum of samples, in ms.
+def measured(steps: Mapping[str, Step | Callable[[], Any]], options: Any) -> dict[str, Any]:
+    """Measure the peak memory of all steps, then time them in interleaved rounds.
+
+    Args:
+        steps: the steps, keyed by name.
+        options: object with the attributes `device`, `budget` and `rounds`, see `interleaved`.
+
+    Returns:
+        The times of each step, as returned by `spread`, and its peak memory (`workspace_mib`).
+    """
+    memory = {name: peak_memory(step, options.device) for name, step in steps.items()}
+    times = interleaved(steps, options.device, options.budget, options.rounds)
+    return {name: {**times[name], "workspace_mib": memory[name]} for name in steps}
+
+
+def spread(samples: list[float]) -> dict[str, Any]:
+    """Return the median, the spread and the minimum of the samples, and all samples, in ms.
 
     The spread is half the interquartile range. With fewer than four samples, it is half the
     difference between the largest and the smallest sample.
     """
-    ordered = sorted(samples)
-    if len(ordered) < 4:
-        half = (ordered[-1] - ordered[0]) / 2
-    else:
-        first, _, third = statistics.quantiles(ordered, n=4)
-        half = (third - first) / 2
-    median = statistics.median(ordered)
-    return {"median_ms": median * 1e3, "spread_ms": half * 1e3, "min_ms": ordered[0] * 1e3}
+    ms = sorted(sample * 1e3 for sample in samples)
+    first, _, third = statistics.quantiles(ms, n=4) if len(ms) > 3 else (ms[0], 0, ms[-1])
+    return {
+        "median_ms": statistics.median(ms),
+        "spread_ms": (third - first) / 2,
+        "min_ms": ms[0],
+        "samples_ms": [round(sample * 1e3, 4) for sample in samples],
+    }
 
 
-def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
-    """Return how much the memory grows at the peak of one warm call, in MiB (`workspace_mib`).
+def peak_memory(step: Step | Callable[[], Any], device: str) -> float:
+    """Return how much the memory grows at the peak of one call, in MiB.
 
-    The returned gradients are not counted. The workspace that grpo_fast keeps between calls is
-    released before the call, so it is counted. On a GPU, the peak comes from the statistics of
-    torch's allocator. On a CPU, malloc_trim first returns free pages to the operating system, and
-    writing 5 to /proc/self/clear_refs resets the peak of the resident set. The result is then the
-    peak after the call (VmHWM) minus the resident set before the call.
+    The returned gradients are not counted. On a GPU, the peak comes from the statistics of torch's
+    allocator. On a CPU, it is the peak of the resident set after the call (VmHWM) minus the
+    resident set before the call. For this, grpo_fast first releases the workspace that it keeps
+    between calls, so that the call allocates it again. malloc_trim returns free pages to the
+    operating system, and writing 5 to /proc/self/clear_refs resets the peak.
     """
     step = as_step(step)
     gc.collect()
-    if step.reset is not None:
-        step.reset()
+    step.reset()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gradients = gradient_bytes(step.run()) - step.owned_bytes
-        return {"workspace_mib": (torch.cuda.max_memory_allocated() - before - gradients) / MIB}
+        return (torch.cuda.max_memory_allocated() - before - gradients) / MIB
     drop_workspace()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     gradients = gradient_bytes(step.run()) - step.owned_bytes
-    workspace = (resident("VmHWM") - before - gradients) / MIB
-    return {"workspace_mib": workspace}
+    return (resident("VmHWM") - before - gradients) / MIB
 
 
 def gradient_bytes(result: Any) -> int:
-    """Return the bytes of all gradients in a `Result`, or in a tuple (loss, gradient, …)."""
+    """Return the total size in bytes of the gradients in a `Result` or (loss, gradient, …)."""
     if isinstance(result, dict):
         return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
     return 0 if result is None else sum(value.nbytes for value in result[1:])
 
 
 def resident(field: str) -> int:
-    """Return a field of /proc/self/status with a size of memory, such as VmRSS, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"field: expected one of /proc/self/status, got {field!r}")
+    """Return a memory field of /proc/self/status, such as VmRSS, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1]) * 1024
 
 
 def hardware(device: str) -> dict[str, Any]:
     """Return the description of CPU, memory and GPU that every report contains."""
-    information: dict[str, Any] = {"machine": platform.machine(), "cpu": "unknown"}
-    information["cores"] = os.cpu_count()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if ":" in line]
-        pairs = [line.split(":", 1) for line in lines]
-        fields = {key.strip(): value.strip() for key, value in pairs}
-        name = fields.get("model name", "unknown")
-        family = f"family {fields.get('cpu family')}, model {fields.get('model')}"
-        information["cpu"] = f"{name} ({family})"
-        flags = set(fields.get("flags", "").split())
-        known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-        information["instructions"] = [name for name in known if name in flags]
+    information: dict[str, Any] = {"machine": platform.machine(), "cores": os.cpu_count()}
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = [line.split(":", 1) for line in lines if ":" in line]
+    fields = {key.strip(): value.strip() for key, value in pairs}
+    family = f"family {fields.get('cpu family')}, model {fields.get('model')}"
+    information["cpu"] = f"{fields.get('model name', 'unknown')} ({family})"
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    flags = fields.get("flags", "").split()
+    information["instructions"] = [name for name in known if name in flags]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     information["memory_gib"] = round(memory / 2**30, 1)
     if device == "cuda":
@@ -253,13 +251,19 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def cpu_class(hardware: dict[str, Any]) -> str:
-    """Return a name for the kind of CPU, which is used in file names.
+    """Return a name for the kind of CPU, for use in file names.
 
-    Times of CPUs with the same name can be compared.
+    Timings from CPUs with the same name are comparable.
     """
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a child process, in which Python finds this checkout."""
+    search = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(search), **changes}
 
 
 def commit() -> str:
@@ -276,13 +280,10 @@ def commit() -> str:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    try:
-        found = git("rev-parse", "--short=12", "HEAD")
-        if not found:
-            return "none"
-        return found + ("+changes" if git("status", "--porcelain") else "")
-    except OSError:
+    if shutil.which("git") is None:
         return "none"
+    head = git("rev-parse", "--short=12", "HEAD")
+    return f"{head}{'+changes' if git('status', '--porcelain') else ''}" if head else "none"
 
 
 def versions() -> dict[str, str]:

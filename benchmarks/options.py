@@ -3,6 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return a function that parses a positive, finite number for an option of a parser."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(0)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+        return value
+
+    return parse
 
 
 def new_parser(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:

@@ -7,10 +7,10 @@
 run that has finished is not repeated. A run that was interrupted starts again from step 1.
 
 The command writes two files to the folder. `table.md` has one row for each setting. A cell is the
-mean of the last tenth of the steps, ± the standard error over the seeds. A cell of an evaluation
-also has the value before training. `compare.png` shows the curves of all settings, and one more row
-of panels for each key of the grid. The shaded bands show one standard error on each side of a
-curve.
+mean of the last tenth of the steps, ± the standard error over the seeds. A cell of an
+evaluation metric also has the value before training. `compare.png` shows the curves of all
+settings, and one more row of panels for each key of the grid. The shaded bands show one standard
+error on each side of a curve.
 """
 
 from __future__ import annotations
@@ -33,35 +33,22 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import split_word
 from grpo_fast.train.evaluation.evaluate import mean_and_error
-from grpo_fast.train.report.curves import (
-    COLORS,
-    Rows,
-    Series,
-    picture,
-    read_metrics,
-    series,
-    smooth,
-)
+from grpo_fast.train.report import curves
+from grpo_fast.train.report.curves import Rows, Series, series
 
-# The logged metrics by the title of their column in the table (COLUMNS), and by the title of their
-# panel in the picture (PANELS).
-COLUMNS = {
-    "reward": "reward",
-    "held-out reward": "eval_reward",
-    "strict accuracy": "eval_accuracy_strict",
-    "loss": "loss",
-    "gradient variance": "grad_variance",
-    "KL": "kl",
-    "trainer / sampler": "sampling/importance_sampling_ratio/mean",
-}
-PANELS = {
-    "Reward": "reward",
-    "Loss": "loss",
-    "Accuracy on held-out prompts": "eval_accuracy_strict",
-    "Variance of the gradient": "grad_variance",
-    "KL to the reference": "kl",
-    "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
-}
+# For each logged metric: the title of its column in the table, and the title of its panel in the
+# picture, or "" if the picture does not show it.
+METRICS = {
+    "reward": ("reward", "Reward"),
+    "eval_reward": ("held-out reward", ""),
+    "loss": ("loss", "Loss"),
+    "eval_accuracy_strict": ("strict accuracy", "Accuracy on held-out prompts"),
+    "grad_variance": ("gradient variance", "Variance of the gradient"),
+    "kl": ("KL", "KL to the reference"),
+    "sampling/importance_sampling_ratio/mean": (
+        "trainer / sampler", "Trainer's probability over sampler's",
+    ),
+}  # fmt: skip
 # Neutral values of metrics. A metric is only shown if one of its values differs from its neutral
 # value by more than TELLING. A metric without a neutral value is always shown.
 NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
@@ -88,7 +75,7 @@ class Arm(NamedTuple):
 
 # ------------------------------------------------------------------------------------------- runs
 def grid_values(word: str) -> tuple[str, list[str]]:
-    """Split `key=a,b` into the key and its values. Commas in brackets or quotes do not separate."""
+    """Split `key=a,b` into the key and its values. Commas in brackets or quotes are kept."""
     key, text = split_word(word)
     listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
     slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in listed.value]
@@ -97,7 +84,7 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 
 
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Return every setting of the grid with its validated configurations, without training."""
+    """Return all settings of the grid, each with the validated configurations of its runs."""
     parsed = [grid_values(word) for word in words]
     require(seeds >= 1, "seeds", "at least 1", seeds)
     require(len({key for key, _ in parsed}) == len(parsed), "settings", "each key once", words)
@@ -124,7 +111,11 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Return whether a run has finished. Raise ValueError if its folder has a different run."""
+    """Return whether a run has finished.
+
+    Raises:
+        ValueError: the folder contains a run with different settings.
+    """
     folder = Path(config.output_dir)
     if not folder.is_dir():
         return False
@@ -136,25 +127,39 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Run all runs that have not finished, one after the other. Write the table and the picture."""
+    """Train all runs that have not finished, one by one. Write the table and the picture."""
     arms = plan_arms(recipe, words, seeds, folder)
     missing = [config for arm in arms for config in arm.runs if not is_finished(config)]
     for number, config in enumerate(missing, start=1):
         print(f"run {number} of {len(missing)}: {config.output_dir}", flush=True)
         shutil.rmtree(config.output_dir, ignore_errors=True)
         loop.train(config)
-    rows = {arm.name: [read_metrics(run.output_dir) for run in arm.runs] for arm in arms}
-    (folder / "table.md").write_text(table(rows), encoding="utf-8")
-    plot(rows, {arm.name: arm.values for arm in arms}, folder / "compare.png")
+    rows = {arm.name: [curves.read_metrics(run.output_dir) for run in arm.runs] for arm in arms}
+    report(rows, {arm.name: arm.values for arm in arms}, folder)
     return arms
+
+
+def report(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], folder: Path) -> None:
+    """Write `table.md` and `compare.png` to a folder, and print the table.
+
+    Args:
+        rows: the metrics of all runs of each setting.
+        settings: the values of each setting, by key of the grid.
+        folder: where the files go. It is created if it does not exist.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(table(rows), encoding="utf-8")
+    plot(rows, settings, folder / "compare.png")
+    print(table(rows))
+    print(folder / "compare.png")
 
 
 # ------------------------------------------------------------------------------ table and picture
 def cell(runs: list[Rows], metric: str) -> str:
     """Return the text for a metric in the table: the mean over the runs ± the standard error.
 
-    The value of a run is the mean of the last tenth of its logged values. For a metric of the
-    evaluation, the text also has the value before training: "before → after".
+    The value of a run is the mean of the last tenth of its logged values. The text of an evaluation
+    metric also shows the value before training: "before → after".
     """
     lines = [points for points in (series(rows, metric) for rows in runs) if points]
     if not lines:
@@ -176,35 +181,35 @@ def with_error(values: list[float]) -> str:
 def table(rows: dict[str, list[Rows]]) -> str:
     """Return the table in Markdown.
 
-    A metric without values, or with nothing but its neutral value, is left out.
+    A metric is left out if it has no values, or if all its values are close to its neutral value.
     """
-    every = [run for runs in rows.values() for run in runs]
-    shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
-    lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
+    shown = {metric: METRICS[metric][0] for metric in METRICS if is_telling(rows, metric)}
+    lines = [" | ".join(["| setting", *shown.values(), "runs |"]), "|" + "---|" * (len(shown) + 2)]
     for name, runs in rows.items():
-        cells = [cell(runs, metric) for metric in shown.values()]
+        cells = [cell(runs, metric) for metric in shown]
         lines.append(" | ".join([f"| {name}", *cells, f"{len(runs)} |"]))
     return "\n".join(lines) + "\n"
 
 
-def is_telling(runs: list[Rows], metric: str) -> bool:
+def is_telling(rows: dict[str, list[Rows]], metric: str) -> bool:
     """Return True if a metric has a value that differs from its neutral value (see NEUTRAL)."""
     neutral = NEUTRAL.get(metric, math.inf)
-    return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
+    points = (point for runs in rows.values() for run in runs for point in series(run, metric))
+    return any(abs(value - neutral) > TELLING for _, value in points)
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> None:
     """Save the picture at `path`. It has one panel for each metric and each group of curves."""
     groups = grouped(rows, settings)
-    every = [run for runs in rows.values() for run in runs]
-    titles = [title for title, name in PANELS.items() if is_telling(every, name)]
-    width = max(1, len(titles))
+    shown = [name for name, (_, title) in METRICS.items() if title and is_telling(rows, name)]
+    width = max(1, len(shown))
     size = 4.2 * width, 3.1 * len(groups)
     keys = list(next(iter(settings.values())))
-    with picture(path, size, (len(groups), width)) as (_, panels):
+    with curves.picture(path, size, (len(groups), width)) as (_, panels):
         for row, (key, lines) in zip(panels, groups.items(), strict=True):
-            for axes, title in zip(row, titles, strict=False):
-                draw(axes, lines, PANELS[title])
+            for axes, metric in zip(row, shown, strict=False):
+                draw(axes, lines, metric)
+                title = METRICS[metric][1]
                 axes.set(title=f"{title} by {key}" if key else title, xlabel="step")
             others = [name for name in keys if key and name != key]
             row[0].set_ylabel(f"mean ± SE over {', '.join(['seeds', *others])}")
@@ -215,12 +220,12 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
 def grouped(
     rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]]
 ) -> dict[str, dict[str, list[Rows]]]:
-    """Return the curves of each row of panels.
+    """Group the runs into the curves of each row of panels.
 
     Returns:
-        A dict from a key of the grid to the curves of its row. There is one curve for each value of
-        the key, which is the mean of all runs with this value. The row "" has one curve for each
-        setting.
+        A dict with one entry for each row of panels. The entry "" has one curve for each setting.
+        The entry of a key of the grid has one curve for each value of the key. A curve will show
+        the mean of its runs.
     """
     keys = list(next(iter(settings.values())))
     groups = {}
@@ -241,7 +246,7 @@ def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
         if not middle:
             continue
         steps, values = zip(*middle, strict=True)
-        dash = "-" if index < COLORS else "--"
+        dash = "-" if index < curves.COLORS else "--"
         axes.plot(steps, values, dash, color=f"C{index}", label=label)
         axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.18, linewidth=0)
     if metric == "grad_variance":
@@ -251,10 +256,10 @@ def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
 
 
 def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[float]]:
-    """Return the mean over the runs at each step, and the lower and upper end of the error band."""
+    """Return the mean over the runs at each step, and the ends of a band of one standard error."""
     at = defaultdict(list)
     for points in runs:
-        for step, value in points if metric.startswith("eval_") else smooth(points):
+        for step, value in points if metric.startswith("eval_") else curves.smooth(points):
             at[step].append(value)
     middle, low, high = [], [], []
     for step in sorted(at):
@@ -276,8 +281,6 @@ def main() -> None:
     stems = "-".join(Path(name).stem for name in options.recipe.split(","))
     folder = options.out or Path("runs") / f"compare-{stems}"
     compare(options.recipe, options.settings, options.seeds, folder)
-    print((folder / "table.md").read_text(encoding="utf-8"))
-    print(folder / "compare.png")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from benchmarks.experiments.compare import plot, table
+from benchmarks.experiments.compare import report
 from benchmarks.options import new_parser
 from grpo_fast.examples import lecture
 
@@ -34,10 +34,7 @@ def main() -> None:
             lecture.train(loss, advantages, steps=STEPS, seed=seed) for seed in range(options.seeds)
         ]
         print(name, flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "table.md").write_text(table(rows), encoding="utf-8")
-    plot(rows, settings, options.out / "compare.png")
-    print((options.out / "table.md").read_text(encoding="utf-8"))
+    report(rows, settings, options.out)
 
 
 if __name__ == "__main__":

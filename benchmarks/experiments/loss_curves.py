@@ -1,4 +1,4 @@
-"""Picture that shows the value and the gradient of several losses over the importance ratio.
+"""Picture of several losses and their gradients as functions of the importance ratio.
 
     python -m benchmarks.experiments.loss_curves grpo,cispo [epsilon_low=0.2 …] [-o losses.png]
 
@@ -28,9 +28,9 @@ from grpo_fast.objective.tokens import Tokens
 from grpo_fast.train.report.curves import GRID, INK, picture, picture_path
 
 DEFAULT = "grpo,cispo,sapo,gmpo"
-DASHES = ("-", "--", "-.", ":")
+ADVANTAGES = (1.0, -1.0)  # of the token
 REFERENCE = "unclipped"
-REFERENCE_COLOR = "#aab0bb"
+GRAY = "#aab0bb"
 POINTS = 401
 SMALLEST_RATIO = 1e-3  # not 0, because the logarithm of the ratio must be finite
 BOUNDS = ("epsilon_low", "epsilon_high", "cispo_bound")  # They determine ratio_min and ratio_max.
@@ -45,10 +45,8 @@ def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float)
     first = torch.zeros(1, dtype=torch.int64)
     tokens = Tokens(one * advantage, one, None, first + 1, first, old, None, None)
     losses = [token_loss(old + ratio.log(), None, tokens, config) for ratio in ratios]
-    return (
-        torch.stack([found.loss for found in losses]),
-        torch.stack([found.grad_logps[0] for found in losses]),
-    )
+    gradients = [found.grad_logps[0] for found in losses]
+    return torch.stack([found.loss for found in losses]), torch.stack(gradients)
 
 
 def clip_range(config: LossConfig) -> tuple[float, float] | None:
@@ -77,21 +75,18 @@ def plot_losses(
     losses: Sequence[str],
     out: str | Path,
     options: dict[str, float],
-    *,
-    advantages: Sequence[float] = (1.0, -1.0),
     ratio: Sequence[float] = (0.0, 2.0),
     old_prob: float = 0.4,
 ) -> Path:
     """Draw a row of two panels for each loss.
 
     The left panel shows the loss, and the right panel shows its gradient. Each panel has one line
-    per advantage.
+    per advantage in `ADVANTAGES`.
 
     Args:
         losses: Loss types.
         out: The file of the picture.
         options: Options of LossConfig. Each is passed to the losses that use it.
-        advantages: The token's advantages.
         ratio: The first and the last importance ratio of the x axis.
         old_prob: The token's probability under the old policy. Some losses depend on it.
 
@@ -102,7 +97,7 @@ def plot_losses(
     ratios = torch.linspace(max(ratio[0], SMALLEST_RATIO), ratio[1], POINTS)
 
     def curves_of(config: LossConfig) -> list[Curve]:
-        return [curve(config, ratios, advantage, old_prob) for advantage in advantages]
+        return [curve(config, ratios, advantage, old_prob) for advantage in ADVANTAGES]
 
     same: dict[bytes, tuple[list[LossConfig], list[Curve]]] = {}
     for loss in dict.fromkeys(losses):
@@ -118,8 +113,14 @@ def plot_losses(
             panels[0].set_title(textwrap.fill(names, 44))
             for column, what in enumerate(("loss", "gradient")):
                 axes = panels[column]
-                lines = [each[column] for each in curves]
-                _draw(axes, ratios, lines, [each[column] for each in reference], advantages)
+                axes.axhline(0.0, color=INK, linewidth=0.6)
+                for index, each in enumerate(reference):
+                    label = REFERENCE if index == 0 else None
+                    axes.plot(ratios, each[column], color=GRAY, linewidth=0.9, label=label)
+                for index, each in enumerate(curves):
+                    label = f"A = {ADVANTAGES[index]:g}".replace("-", "−")
+                    style = {"color": f"C{index}", "linestyle": ("-", "--")[index]}
+                    axes.plot(ratios, each[column], linewidth=1.9, label=label, **style)
                 for left, right in sorted(set(filter(None, map(clip_range, configs)))):
                     # Shade the range of unclipped ratios, unless it fills the panel.
                     if left > ratio[0] or right < ratio[1]:
@@ -133,29 +134,10 @@ def plot_losses(
     return path
 
 
-def _draw(
-    axes: Any,
-    ratios: Tensor,  # (POINTS,)
-    curves: list[Tensor],  # (POINTS,), one for each advantage
-    reference: list[Tensor],  # (POINTS,), the curves of the loss REFERENCE
-    advantages: Sequence[float],
-) -> None:
-    """Draw one panel: a line for each advantage, over gray lines for the loss `REFERENCE`."""
-    axes.axhline(0.0, color=INK, linewidth=0.6)
-    for index, points in enumerate(reference):
-        label = REFERENCE if index == 0 else None
-        axes.plot(ratios, points, color=REFERENCE_COLOR, linewidth=0.9, label=label)
-    for index, points in enumerate(curves):
-        label = f"A = {advantages[index]:g}".replace("-", "−")
-        dash = DASHES[index % len(DASHES)]
-        axes.plot(ratios, points, dash, color=f"C{index}", linewidth=1.9, label=label)
-
-
 def main(words: Sequence[str] | None = None) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("losses", nargs="?", default=DEFAULT, help="names with commas")
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--advantages", type=float, nargs="+", default=[1.0, -1.0])
     parser.add_argument("--ratio", type=float, nargs=2, default=[0.0, 2.0])
     parser.add_argument("--old-prob", type=float, default=0.4)
     parser.add_argument("-o", "--out", default="losses.png")
@@ -169,11 +151,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for loss in asked.losses.split(","):
         if loss not in OBJECTIVES:
             parser.error(f"{loss}: expected one of {', '.join(OBJECTIVES)}")
-    found = plot_losses(
-        asked.losses.split(","), asked.out, options, advantages=asked.advantages,
-        ratio=asked.ratio, old_prob=asked.old_prob,
-    )  # fmt: skip
-    print(found)
+    print(plot_losses(asked.losses.split(","), asked.out, options, asked.ratio, asked.old_prob))
 
 
 if __name__ == "__main__":

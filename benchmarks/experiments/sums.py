@@ -12,10 +12,11 @@ advantages are 0 and the model learns nothing more.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from pathlib import Path
+
+from benchmarks.options import new_parser
 
 SHOTS = 4
 TEST, TRAIN = 200, 2000
@@ -30,7 +31,7 @@ def chat(a: int, b: int) -> list[dict[str, str]]:
 
 
 def write_sums(folder: Path) -> None:
-    """Write `train.jsonl` and `test.jsonl`. They share no sum, and none is a worked example."""
+    """Write `train.jsonl` and `test.jsonl`. They share no sum with each other or the examples."""
     numbers = range(10, 100)
     pairs = [(a, b) for a in numbers for b in numbers]
     random.Random(0).shuffle(pairs)
@@ -46,7 +47,7 @@ def write_sums(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser(__doc__)
     parser.add_argument("folder", type=Path)
     write_sums(parser.parse_args().folder)
 

@@ -8,6 +8,7 @@ Bars for memory depend on the memory of the card.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,8 @@ from benchmarks.kernels.shapes import MODELS, Shape
 OURS = "grpo_fast (auto)"
 GIB = 2**30
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
-# For each (prompt, completion, group): the required speedup over the step of TRL, and the speedup
-# that LOG.md predicts for Qwen2.5-0.5B.
+# For each (prompt, completion, group) in STEPS: the required speedup over TRL's step, and the
+# speedup that LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
 # Number of prompt tokens that must fit on an H200, for each model. For a card with less memory, the
 # required number is lower in proportion.
@@ -33,27 +34,29 @@ class Results:
     """Measurements of one card.
 
     Attributes:
-        cases: the cases of the kernel benchmarks, with the oldest first.
+        cases: the cases of the kernel benchmarks, oldest first.
         reports: the reports of all benchmarks.
     """
 
     cases: list[dict[str, Any]]
     reports: list[dict[str, Any]]
 
-    def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
-        """Return the timed rows of a case in its newest run, in which all providers `names` were
-        timed.
+    def rows(self, case: Case, other: str = OURS) -> dict[str, dict[str, Any]]:
+        """Return the timed rows of a case from the newest run that timed grpo_fast and `other`.
+
+        `other` is the name or the role of a provider. Without such a run, the dict is empty.
         """
         for found in reversed(self.cases):
             timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
-            if key_of(found) == key(case) and timed.keys() >= set(names):
+            known = {*timed, *(row["role"] for row in timed.values())}
+            fields = found["operation"], Shape(*found["shape"]), found["active"], found["inactive"]
+            if Case(*fields) == case and {OURS, other} <= known:
                 return timed
-        return None
+        return {}
 
     def value(self, case: Case, field: str) -> float | None:
-        """Return a field of grpo_fast's row in the newest run of a case, or None without a run."""
-        rows = self.rows(case, OURS)
-        return rows[OURS].get(field) if rows else None
+        """Return a field of grpo_fast's row in the newest run of a case, or None if none exists."""
+        return self.rows(case).get(OURS, {}).get(field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +84,9 @@ class Bar:
     def holds(self, value: float) -> bool:
         return value >= self.wanted if self.at_least else value <= self.wanted
 
-    def text(self, value: float) -> str:
-        return f"{value:,.0f}{self.unit}" if self.wanted >= 1000 else f"{value:.2f}{self.unit}"
-
-
-def key(case: Case) -> tuple:
-    return case.operation, tuple(case.shape), case.active, case.inactive
-
-
-def key_of(found: dict[str, Any]) -> tuple:
-    return found["operation"], tuple(found["shape"]), found["active"], found["inactive"]
+    def text(self, value: float, digits: int = 2) -> str:
+        digits = 0 if self.wanted >= 1000 else digits
+        return f"{value:,.{digits}f}{self.unit}"
 
 
 def bars(card: Card) -> list[Bar]:
@@ -101,7 +97,7 @@ def bars(card: Card) -> list[Bar]:
     limits = zip((*heads, small), (*RATIOS.values(), 1.6), strict=True)
     found = [ratio(card, "linear_grpo_loss", title, shape, wanted) for shape, wanted in limits]
     found += [over_peer(shape, "TRL", 2.5) for shape in heads]
-    found += [over_peer(shape, None, 1.0) for shape in (*heads, small)]
+    found += [over_peer(shape, "peer", 1.0) for shape in (*heads, small)]
     title = "linear_logps without gradient / one GEMM"
     found += [ratio(card, "linear_logps", title, shape, 1.15) for shape in heads]
     found += [sparse(card, inactive) for inactive in ("masked", "zero-advantage")]
@@ -120,39 +116,28 @@ def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -
     """Return a bar for the time of an operation divided by the time of its limit."""
     case = Case(operation, shape)
     guess = predict.estimate(card, case)
-    return Bar(
-        f"{title}, {title_of(shape)}", wanted, guess.ours / guess.limit,
-        lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
-    )  # fmt: skip
+    title = f"{title}, {title_of(shape)}"
+    measured = functools.partial(Results.value, case=case, field="ratio_to_limit")
+    return Bar(title, wanted, guess.ours / guess.limit, measured, predict.command(case))
 
 
-def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
-    """Return a bar for the speedup over a peer, or over the fastest peer if `peer` is None."""
+def over_peer(shape: Shape, peer: str, wanted: float) -> Bar:
+    """Return a bar for the speedup over a peer, or over the fastest peer if `peer` is "peer"."""
     case = Case("linear_grpo_loss", shape)
 
     def measured(results: Results) -> float | None:
-        for found in reversed(results.cases):
-            rows = {n: row for n, row in found["rows"].items() if "median_ms" in row}
-            peers = [
-                row["median_ms"]
-                for name, row in rows.items()
-                if row["role"] == "peer" and peer in (None, name)
-            ]
-            if key_of(found) == key(case) and peers and OURS in rows:
-                return min(peers) / rows[OURS]["median_ms"]
-        return None
+        rows = results.rows(case, peer)
+        peers = [row["median_ms"] for name, row in rows.items() if peer in (name, row["role"])]
+        return min(peers) / rows[OURS]["median_ms"] if peers else None
 
-    name = peer or "the fastest peer"
-    return Bar(
-        f"faster than {name}, {title_of(shape)}", wanted, None, measured, predict.command(case),
-        at_least=True,
-    )  # fmt: skip
+    title = f"faster than {'the fastest peer' if peer == 'peer' else peer}, {title_of(shape)}"
+    return Bar(title, wanted, None, measured, predict.command(case), at_least=True)
 
 
 def sparse(card: Card, inactive: str) -> Bar:
     """Return a bar for the speedup of a call with 20% active rows over a call with 100%.
 
-    Each time is divided by the time of the limit in the same run.
+    The two runs may differ in speed, so each time is first divided by the limit of its run.
     """
     dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
     case = dense._replace(active=0.2, inactive=inactive)
@@ -162,23 +147,20 @@ def sparse(card: Card, inactive: str) -> Bar:
         return pair[0] / pair[1] if pair[0] and pair[1] else None
 
     guess = predict.estimate(card, dense).ours / predict.estimate(card, case).ours
-    return Bar(
-        f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}", 2.0, guess, measured,
-        predict.command(case), at_least=True,
-    )  # fmt: skip
+    title = f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}"
+    return Bar(title, 2.0, guess, measured, predict.command(case), at_least=True)
 
 
 def copy_share(card: Card, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
     guess = predict.estimate(card, case)
-    return Bar(
-        f"{operation}, share of a copy's speed", 0.8, guess.limit / guess.ours,
-        lambda r: r.value(case, "fraction_of_limit"), predict.command(case), at_least=True,
-    )  # fmt: skip
+    title = f"{operation}, share of a copy's speed"
+    measured = functools.partial(Results.value, case=case, field="fraction_of_limit")
+    return Bar(title, 0.8, guess.limit / guess.ours, measured, predict.command(case), at_least=True)
 
 
 def peak(card: Card, shape: Shape) -> Bar:
-    """Return a bar for the peak memory: the prediction, rounded up to a multiple of 0.05 GiB."""
+    """Return a bar for the peak memory. Its bound is the prediction, rounded up to 0.05 GiB."""
     case = Case("linear_grpo_loss", shape)
     planned = predict.estimate(card, case).workspace / GIB
 
@@ -186,10 +168,9 @@ def peak(card: Card, shape: Shape) -> Bar:
         found = results.value(case, "workspace_mib")
         return None if found is None else found / 1024
 
-    return Bar(
-        f"peak besides inputs and gradients, {title_of(shape)}", math.ceil(20 * planned) / 20,
-        planned, measured, predict.command(case), " GiB",
-    )  # fmt: skip
+    title = f"peak besides inputs and gradients, {title_of(shape)}"
+    wanted = math.ceil(20 * planned) / 20
+    return Bar(title, wanted, planned, measured, predict.command(case), " GiB")
 
 
 def step_ratio(sizes: tuple[int, int, int]) -> Bar:
@@ -204,18 +185,17 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
                 return rows["TRL"]["median_ms"] / rows["shared"]["median_ms"]
         return None
 
-    options = " ".join(f"--{name} {size}" for name, size in zip(names, sizes, strict=True))
+    prompt, completion, group = sizes
+    options = f"--prompt {prompt} --completion {completion} --group {group}"
     where = "--device cuda --model-config qwen2.5-0.5b"
-    return Bar(
-        f"step over TRL's, Qwen2.5-0.5B, {sizes[0]} + {sizes[2]} x {sizes[1]} tokens", wanted,
-        guess, measured,
-        f"python -m benchmarks.trainers.step {where} {options} --providers shared TRL",
-        at_least=True,
-    )  # fmt: skip
+    command = f"python -m benchmarks.trainers.step {where} {options} --providers shared TRL"
+    size = f"{prompt} + {group} x {completion} tokens"
+    title = f"training step faster than TRL's, Qwen2.5-0.5B, {size}"
+    return Bar(title, wanted, guess, measured, command, at_least=True)
 
 
 def context(card: Card, model: str) -> Bar:
-    """Return a bar for the longest prompt with which a training step fits into the memory."""
+    """Return a bar for the longest prompt with which a training step fits into GPU memory."""
 
     def measured(results: Results) -> float | None:
         prompts = [
@@ -225,13 +205,12 @@ def context(card: Card, model: str) -> Bar:
             and "shared" in report.get("providers", {})
         ]
         longest = max(prompts, default=0.0)
-        # Ignore shorter prompts. They come from steps that measured time, not the memory limit.
+        # Ignore shorter prompts. Their runs measured the time of a step, not the memory limit.
         return longest if longest >= 100_000 else None
 
     wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000
     lora = " --lora 16" if model.endswith("7b") else ""
-    return Bar(
-        f"context of a step that fits, {model}", wanted, None, measured,
-        f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora} "
-        f"--prompt {wanted} --providers shared", " tokens", at_least=True,
-    )  # fmt: skip
+    command = f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora}"
+    command += f" --prompt {wanted} --providers shared"
+    title = f"context of a step that fits, {model}"
+    return Bar(title, wanted, None, measured, command, " tokens", at_least=True)

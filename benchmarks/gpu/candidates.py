@@ -15,11 +15,11 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
 
 ROWS = 64
@@ -37,40 +37,33 @@ class Candidate(NamedTuple):
         kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (also stores fp32
             logits) or "exponentials" (stores 16-bit exponentials).
         dtype: name of the torch dtype of the inputs.
-        config: the fields of RowConfig or LinearConfig.
+        config: the configuration.
     """
 
     kind: str
     dtype: str
-    config: tuple
+    config: RowConfig | LinearConfig
 
     @property
     def line(self) -> str:
         """Return the configuration as source code for grpo_fast/kernels/gpu/configs.py."""
-        name = "RowConfig" if self.kind == "rows" else "LinearConfig"
-        return f"{name}{tuple(self.config)}"
-
-    def make(self) -> RowConfig | LinearConfig:
-        return RowConfig(*self.config) if self.kind == "rows" else LinearConfig(*self.config)
+        return f"{type(self.config).__name__}{tuple(self.config)}"
 
 
 def candidates() -> list[Candidate]:
     """Return the candidates for sm_90 that fit into its registers and its shared memory."""
     found = [
-        Candidate("rows", dtype, (block_v, warps))
+        Candidate("rows", dtype, RowConfig(block_v, warps))
         for dtype in ("float32", "bfloat16")
         for block_v, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16, 32))
         if 4 <= block_v // (32 * warps) <= 32
     ]
-    for kind in KINDS:
-        for (block_t, block_v, block_h), stages, flatten in itertools.product(
-            TILES, (3, 4), (False, True)
-        ):
-            fits = (block_t + block_v) * block_h * 2 * stages <= 228 * 1024
-            if fits:
-                # Use pieces of 32 columns in the epilogue. Larger pieces make registers spill.
-                config = LinearConfig(block_t, block_v, block_h, 8, stages, 32, True, flatten)
-                found.append(Candidate(kind, "bfloat16", tuple(config)))
+    options = itertools.product(KINDS, TILES, (3, 4), (False, True))
+    for kind, (block_t, block_v, block_h), stages, flatten in options:
+        if (block_t + block_v) * block_h * 2 * stages <= 228 * 1024:
+            # The epilogue processes 32 columns at a time. Larger pieces make registers spill.
+            config = LinearConfig(block_t, block_v, block_h, 8, stages, 32, True, flatten)
+            found.append(Candidate(kind, "bfloat16", config))
     return found
 
 
@@ -79,22 +72,24 @@ def using(candidate: Candidate) -> Iterator[None]:
     """Make the kernels use the configuration of a candidate in a `with` block."""
     from grpo_fast.kernels.gpu import linear, rows
 
-    config = candidate.make()
-
     def chosen(*args: Any, **options: Any) -> RowConfig | LinearConfig:
-        return config
+        return candidate.config
 
-    with patched(rows, row_config=chosen), patched(linear, linear_config=chosen):
+    with (
+        mock.patch.object(rows, "row_config", chosen),
+        mock.patch.object(linear, "linear_config", chosen),
+    ):
         yield
 
 
 def call_of(
-    candidate: Candidate, rows: int, hidden: int, vocab: int, device: str
+    kind: str, dtype_name: str, rows: int, hidden: int, vocab: int, device: str
 ) -> Callable[[], list[Tensor]]:
-    """Return a function that calls the kernel of a candidate as the loss does.
+    """Return a function that calls the kernel of a candidate in the same way as the loss.
 
     Args:
-        candidate: selects the kernel and the dtype. Its configuration is not applied.
+        kind: kind of the candidate.
+        dtype_name: name of the torch dtype of the inputs.
         rows: number of tokens.
         hidden: hidden size.
         vocab: vocabulary size.
@@ -109,9 +104,9 @@ def call_of(
     from grpo_fast.objective.coefficients import RowTerms
     from grpo_fast.objective.config import LossConfig
 
-    dtype, rule = getattr(torch, candidate.dtype), LogitTransform(1.0, None, 1.0)
+    dtype, rule = getattr(torch, dtype_name), LogitTransform(1.0, None, 1.0)
     targets = torch.randint(vocab, (rows,), device=device)
-    if candidate.kind == "rows":
+    if kind == "rows":
         logits = torch.randn(rows, vocab, device=device).to(dtype)
         d_logits, v = torch.empty_like(logits), torch.ones(rows, device=device)
         terms, config = RowTerms(v, v, old_logps=v), LossConfig(loss_type="dapo")
@@ -122,11 +117,10 @@ def call_of(
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
     weight *= 2 / hidden**0.5
     head = (states, weight, None, targets, rule)
-    if candidate.kind == "exponentials":
+    if kind == "exponentials":
         matrix = states.new_empty(rows, vocab)
         return lambda: [exponentials.head_exponentials(*head, matrix).stats[1], matrix]
-    is_stored = candidate.kind == "linear store"
-    out = torch.empty(rows, vocab, device=device) if is_stored else None
+    out = torch.empty(rows, vocab, device=device) if kind == "linear store" else None
     return lambda: [linear.head_logps(*head, return_entropy=False, logits_out=out)[1]]
 
 
@@ -143,8 +137,9 @@ def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
         entries = pool.map(compile_one, itertools.repeat(arch), chosen)
         for candidate, entry in zip(chosen, entries, strict=True):
             found.append(entry)
-            where = f"{arch} {candidate.kind:12} {candidate.dtype:8} {candidate.line:62}"
-            print(f"{where} {verdict(entry)}", flush=True)
+            numbers = {name: entry.get(name) for name in ("registers", "spills", "shared")}
+            words = f"{'starts' if entry['starts'] else 'dropped'}: {entry.get('reason', numbers)}"
+            print(f"{arch} {candidate.kind} {candidate.dtype} {candidate.line} {words}", flush=True)
     return found
 
 
@@ -159,11 +154,11 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
     entry: dict[str, Any] = {**candidate._asdict(), "starts": False}
     try:
         with using(candidate), compile_launches(arch) as compiled:
-            call_of(candidate, ROWS, 896, 32000, "cpu")()
+            call_of(*candidate[:2], ROWS, 896, 32000, "cpu")()
         counted = ("slice_kernel", "row_loss_kernel")
         costs = [resources(kernel) for name, kernel in compiled if name in counted]
         for field in ("registers", "spills", "shared"):
-            entry[field] = max(getattr(c, field) for c in costs)
+            entry[field] = max(getattr(cost, field) for cost in costs)
         entry["matrix"] = min(c.matrix for c in costs)
         entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
         entry["starts"] &= candidate.kind == "rows" or entry["matrix"] > 0
@@ -171,11 +166,3 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
         first = str(error).splitlines()[0][:160] if str(error) else ""
         entry["reason"] = f"{type(error).__name__}: {first}"
     return entry
-
-
-def verdict(entry: dict[str, Any]) -> str:
-    """Return a text that says whether a candidate can be launched, and which resources it needs."""
-    if "reason" in entry:
-        return f"does not compile: {entry['reason']}"
-    numbers = ", ".join(f"{name} {entry[name]}" for name in ("registers", "spills", "shared"))
-    return ("starts: " if entry["starts"] else "dropped: ") + numbers

@@ -1,9 +1,9 @@
 """Triton driver that only names a GPU architecture, so that kernels compile without a GPU.
 
-`kernel.warmup(...)` asks the active driver for the architecture. It then compiles the kernel for
-its arguments, which may be CPU tensors, as a launch would. In a `with` block of `compile_launches`,
-every launch of the package is replaced by a warmup. The fake driver stays active afterwards, so use
-this module in a separate process.
+`kernel.warmup(...)` compiles a kernel for the architecture of the active driver and for the given
+arguments, which may be CPU tensors. In a `with` block of `compile_launches`, every launch of the
+package is replaced by a warmup. The fake driver stays active afterwards, so use this module in a
+separate process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS = {
 
 
 class TargetOnlyDriver:
-    """Driver that answers the questions of the compiler, but cannot launch a kernel."""
+    """Driver that tells the compiler its target, but cannot launch a kernel."""
 
     launcher_cls = None
     utils = None

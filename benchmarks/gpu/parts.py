@@ -17,6 +17,21 @@ VISIT_SECONDS = {1: 300, 2: 330}  # a session has 900 s, of which machine starts
 BY_NAME = 0  # the visit number of a part that runs only if the command line names it
 PROCESSES = 16  # processes that run tests, one for each core of the machine
 OURS = "--providers grpo_fast --backend auto"
+# Benchmark commands for all shapes for which bars.py has a threshold.
+LARGE = f"--model qwen3-8b --tokens 8192 {OURS} --budget 0.7"
+BARS = (
+    f"linear_grpo_loss linear_logps {LARGE} --active 1.0 0.2",
+    "linear_grpo_loss linear_logps --model qwen3-1.7b qwen2.5-0.5b --tokens 8192 1024 "
+    f"{OURS} --budget 0.7",
+    f"logits_grpo_loss_inplace logits_grpo_loss --shapes 8192,64,151936 {OURS} --budget 0.5",
+    f"linear_grpo_loss {LARGE} --active 0.2 --inactive zero-advantage",
+)
+PEERS = (
+    "linear_grpo_loss --model qwen3-8b qwen3-1.7b qwen2.5-0.5b --tokens 8192 --budget 1",
+    "linear_grpo_loss --model qwen2.5-0.5b --tokens 1024 --budget 0.5",
+    "linear_logps --model qwen3-8b --tokens 8192 --budget 0.5",
+    "logits_grpo_loss --shapes 8192,64,151936 --budget 0.5",
+)
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 
 
@@ -26,8 +41,7 @@ class Part(NamedTuple):
     Attributes:
         visit: 1, 2, or `BY_NAME`.
         seconds: time limit for all commands together.
-        commands: command lines. If `measures` is True, `--out FILE` is added to each of them
-            (`--json FILE` for a benchmark of trainers/).
+        commands: command lines. If `measures` is True, `--out FILE` is added to each of them.
         dry: command lines for a machine without a GPU, which check that the part would start.
         measures: True if the commands write reports.
         environment: environment variables of the commands.
@@ -48,11 +62,11 @@ def parts() -> dict[str, Part]:
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
         "smoke": own(1, 35, "smoke")._replace(stops=True),
-        "bars": bench(1, 60, *bars()),
+        "bars": bench(1, 60, *BARS),
         "tests": sharded(1, 110, gpu_tests()),
         "step": steps(1, 95, STEPS[:1]),
         "mended": sharded(2, 25, ["--failed"]),
-        "peers": bench(2, 150, *peers()),
+        "peers": bench(2, 150, *PEERS),
         "profile": own(2, 20, "kernel_times"),
         "support": support(2, 20),
         "steps": steps(2, 75, STEPS[1:]),
@@ -74,27 +88,6 @@ def of_visit(every: dict[str, Part], visit: int) -> dict[str, Part]:
     return {name: part for name, part in every.items() if part.stops or part.visit == visit}
 
 
-def bars() -> list[str]:
-    """Return the benchmark commands for all shapes for which bars.py has a threshold."""
-    both = "linear_grpo_loss linear_logps"
-    large = f"--model qwen3-8b --tokens 8192 {OURS} --budget 0.7"
-    return [
-        f"{both} {large} --active 1.0 0.2",
-        f"{both} --model qwen3-1.7b qwen2.5-0.5b --tokens 8192 1024 {OURS} --budget 0.7",
-        f"logits_grpo_loss_inplace logits_grpo_loss --shapes 8192,64,151936 {OURS} --budget 0.5",
-        f"linear_grpo_loss {large} --active 0.2 --inactive zero-advantage",
-    ]
-
-
-def peers() -> list[str]:
-    return [
-        "linear_grpo_loss --model qwen3-8b qwen3-1.7b qwen2.5-0.5b --tokens 8192 --budget 1",
-        "linear_grpo_loss --model qwen2.5-0.5b --tokens 1024 --budget 0.5",
-        "linear_logps --model qwen3-8b --tokens 8192 --budget 0.5",
-        "logits_grpo_loss --shapes 8192,64,151936 --budget 0.5",
-    ]
-
-
 def bench(visit: int, seconds: int, *arguments: str) -> Part:
     """Return a part that runs several benchmarks in one process, which imports torch only once."""
     lines = [f"{line} --device cuda" for line in arguments]
@@ -114,7 +107,7 @@ def tune(visit: int, seconds: int) -> Part:
 
 
 def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:
-    """Return a part that compares our training step with shared prompts with the step of TRL."""
+    """Return a part that compares our training step, which shares prompts, to TRL's step."""
     command = [PY, "-m", "benchmarks.trainers.step", "--providers", "shared", "TRL"]
     where = "--device cuda --model-config qwen2.5-0.5b --rounds 4 --budget 2"
     commands = [
@@ -125,14 +118,14 @@ def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> 
 
 
 def support(visit: int, seconds: int) -> Part:
-    """Return a part that compares the loss with a sampler's support with the dense loss."""
+    """Return a part that times the loss with `support=` against the loss over all token ids."""
     command = [PY, "-m", "benchmarks.trainers.support"]
     timed = [*command, "--device", "cuda", "--cases", "8192,4096,151936,50"]
     return Part(visit, seconds, [timed], [[*command, "--help"]])
 
 
 def sharded(visit: int, seconds: int, files: list[str]) -> Part:
-    """Return a part that runs tests. They end 5 s early, so that unfinished tests are reported."""
+    """Return a part that runs tests, with 5 s left at the end to report unfinished tests."""
     command = [PY, "-m", "benchmarks.gpu.shards", "--processes", str(PROCESSES), *files]
     timed = [*command, "--seconds", str(seconds - 5)]
     return Part(visit, seconds, [timed], [[*command, "--dry"]], measures=False)

@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes of modules and classes."""
+"""Temporary replacement of the function that launches Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
-
-
-@contextlib.contextmanager
-def patched(owner: ModuleType | type, **changes: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in changes}
-    for name, value in changes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+from unittest import mock
 
 
 @contextlib.contextmanager
@@ -29,8 +17,8 @@ def patched_launches(launch: Callable[..., None]) -> Iterator[None]:
     from grpo_fast.kernels import gpu
     from grpo_fast.kernels.gpu import launch as original
 
-    # Import all kernel modules first, because a module that is imported later would use the
-    # original function.
+    # Import all kernel modules before patching, because a module that is imported later would use
+    # the unpatched function.
     for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
         importlib.import_module(found.name)
     users = [
@@ -40,5 +28,5 @@ def patched_launches(launch: Callable[..., None]) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for module in users:
-            stack.enter_context(patched(module, launch=launch))
+            stack.enter_context(mock.patch.object(module, "launch", launch))
         yield

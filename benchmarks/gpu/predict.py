@@ -1,4 +1,4 @@
-"""Predictions of the times and the memory for which bars.py sets thresholds, for one GPU.
+"""Predicted times and memory of the calls for which bars.py sets thresholds, on one GPU.
 
 `python -m benchmarks.gpu.report` shows these predictions next to the measured values.
 
@@ -26,7 +26,7 @@ class Card(NamedTuple):
     """Measured limits of a GPU.
 
     Attributes:
-        gemm_flops: rate of a bf16 product of random data, in flop/s.
+        gemm_flops: rate of a bf16 matrix product of random data, in flop/s.
         copy_bytes: rate of a copy on the device, reads plus writes, in bytes/s.
         memory: size of the memory in bytes.
     """
@@ -37,7 +37,7 @@ class Card(NamedTuple):
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the default workspace size of the package on this card, in bytes (whole MiB)."""
+        """Return the package's default workspace size for this card, in bytes (whole MiB)."""
         return self.memory // GPU_SHARE >> 20 << 20
 
 
@@ -45,10 +45,10 @@ CARDS = {"H100": Card(798e12, 3.0e12, 78 << 30), "H200": Card(785e12, 4.3e12, 13
 TRITON_GEMM = 0.9  # assumed rate of slice_kernel's inner loop / rate of the vendor library
 START = 3e-6  # assumed seconds between the start of a program and its first matrix product
 PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
-# Seconds of the epilogue of a tile, without and with stored exponentials, if nothing overlaps: 8
-# warps on 4 schedulers at 1.755 GHz. A thread executes 1030 instructions for a tile without target
-# columns, and 2060 for a tile with target columns (19% of the tiles). With stored exponentials, it
-# executes 1320 and 2660. The counts were read from the SASS.
+# Seconds that the epilogue of a tile takes, without and with stored exponentials. Nothing overlaps,
+# and 8 warps run on 4 schedulers at 1.755 GHz. A thread executes 1030 instructions for a tile
+# without target columns, and 2060 for a tile with target columns (19% of the tiles). With stored
+# exponentials, it executes 1320 and 2660. The counts were read from the SASS.
 EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
 # Bytes of a stored exponential. The epilogue of the forward GEMM writes 16 bits per logit.
 STORED = 2
@@ -68,10 +68,10 @@ class Estimate(NamedTuple):
     """Prediction for one case.
 
     Attributes:
-        limit: seconds of the limit, such as the three bare GEMMs.
-        ours: seconds of grpo_fast.
+        limit: time of the limit in seconds. It is one bare GEMM, three GEMMs or a copy.
+        ours: time of grpo_fast in seconds.
         workspace: peak memory in bytes, without inputs and gradients.
-        parts: seconds of each part of the call of grpo_fast.
+        parts: time of each part of grpo_fast's call in seconds.
     """
 
     limit: float
@@ -81,13 +81,13 @@ class Estimate(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Return the cases for which bars.py has a bar, followed by cases of other models."""
+    """Return the cases for which bars.py has a threshold, followed by cases of other models."""
     loss = "linear_grpo_loss"
     small, middle, large = (
         Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b")
     )
-    found = [Case(loss, shape) for shape in (large, middle, small)]
-    found += [Case(loss, small._replace(n=1024)), Case(loss, large._replace(n=131072))]
+    shapes = large, middle, small, small._replace(n=1024), large._replace(n=131072)
+    found = [Case(loss, shape) for shape in shapes]
     # Include clipped rows, which have a gradient of 0. The matrix products still multiply these
     # zeros, because skipping the rows would cost a GPU sync in every chunk.
     reasons = ("masked", "zero-advantage", "clipped")
@@ -108,7 +108,7 @@ def estimate(card: Card, case: Case) -> Estimate:
         seconds = slices(card, n, h, v)
         partial = 3 * 4 * n * -(-v // SLICE_COLUMNS)
         return Estimate(gemm(card, n, h, v), seconds, partial, {"slice_kernel": seconds})
-    # Masked rows never reach the head. Rows with advantage 0 leave it after their logps are
+    # Masked rows never reach the head. Rows with advantage 0 are dropped once their logps are
     # computed. All tokens of a completion have the same advantage, so at least one of the eight
     # completions stays active.
     share = 1.0 if case.inactive == "clipped" else case.active
@@ -125,7 +125,7 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
     """Predict a pass over the LM head with `rows` rows, of which `kept` rows have a gradient.
 
     Returns:
-        The seconds of each part, and the bytes of the workspace.
+        The time of each part in seconds, and the size of the workspace in bytes.
     """
     n, h, v = shape
     chunks, chunk_rows = chunk_plan(card, rows, h, v)
@@ -140,9 +140,8 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
         "dW accumulated in fp32": 0 if narrow else (4 + 8 * (chunks - 1)) * v * h / card.copy_bytes,
         "dW to 16 bits": (2 if narrow else 6) * v * h / card.copy_bytes,
     }
-    # Add the memory of the sums over slices, of the scaled hidden rows and of gathered rows. A
-    # 16-bit dW also needs the columns of the targets and their products (target_rows.py). An fp32
-    # dW counts as workspace.
+    # Add the memory of the sums over slices, of the scaled hidden rows and of gathered rows. Then
+    # add dW in fp32, or for a 16-bit dW the target columns and their products (target_rows.py).
     multiplied = min(kept, chunk_rows) if gathers else chunk_rows
     extra = 12 * -(-v // SLICE_COLUMNS) * chunk_rows + 6 * h * multiplied
     extra += STORED * v * multiplied if gathers else 0
@@ -151,7 +150,7 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
 
 
 def chunk_plan(card: Card, rows: int, h: int, v: int) -> tuple[int, int]:
-    """Return the number of chunks and the rows of a chunk, as the chunk loop plans them with dW."""
+    """Return the number of chunks and the rows per chunk of a chunk loop that computes dW."""
     if rows <= TARGET_SHARE * v and rows * STORED * v <= card.workspace_bytes + 4 * v * h:
         return 1, padded(rows)
     most = max(card.workspace_bytes // (STORED * v), 1)
@@ -164,7 +163,7 @@ def gemm(card: Card, n: int, h: int, v: int) -> float:
 
 
 def slices(card: Card, n: int, h: int, v: int, epilogue: float = EPILOGUE) -> float:
-    """Return the seconds of `slice_kernel` on all multiprocessors.
+    """Return the time of `slice_kernel` on all multiprocessors, in seconds.
 
     A program computes one block of rows for one slice of columns. When it ends, its multiprocessor
     starts the next program.
@@ -180,14 +179,14 @@ def slices(card: Card, n: int, h: int, v: int, epilogue: float = EPILOGUE) -> fl
 
 
 def forward(card: Card, rows: int, chunk_rows: int, h: int, v: int) -> float:
-    """Return the seconds of `slice_kernel` for all chunks, when it stores exponentials."""
+    """Return the time of `slice_kernel` for all chunks, with stored exponentials, in seconds."""
     full, rest = divmod(rows, chunk_rows)
     seconds = full * slices(card, chunk_rows, h, v, EPILOGUE_STORE)
     return seconds + (slices(card, rest, h, v, EPILOGUE_STORE) if rest else 0.0)
 
 
 def logits_loss(card: Card, n: int, v: int) -> Estimate:
-    """Predict the row kernel, which reads the logits twice and writes them once.
+    """Predict the time of the row kernel, which reads the logits twice and writes them once.
 
     The second read does not hit the L2 cache, because 8 rows are in flight on every multiprocessor.
     """
@@ -210,7 +209,7 @@ def label(case: Case) -> str:
     return f"{case.operation} {','.join(map(str, case.shape))}{rows}"
 
 
-def largest(parts: dict[str, float], count: int = 3) -> str:
-    """Return the slowest parts of a call as a text with their milliseconds."""
-    order = sorted(parts, key=lambda name: -parts[name])[:count]
-    return ", ".join(f"{name} {parts[name] * 1e3:.1f}" for name in order)
+def largest(parts: dict[str, float]) -> str:
+    """Return a string with the three slowest parts of a call and their times in ms."""
+    slowest = heapq.nlargest(3, parts.items(), key=lambda item: item[1])
+    return ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in slowest)

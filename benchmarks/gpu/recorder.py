@@ -3,7 +3,7 @@
 All tensors are FakeTensors on "cuda", which have shapes and dtypes but no memory. An ATen operation
 counts as one launch, unless it is a view or an allocation. A Triton kernel is recorded instead of
 launched, and counts as one launch. The bytes of an operation are those that it must read and write.
-Matrix products count as 0 bytes, and so do kernels whose programs may return at once.
+Matrix products count as 0 bytes, and so do kernels whose programs may exit early.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.patch import patched, patched_launches
+from benchmarks.gpu.patch import patched_launches
 from benchmarks.gpu.predict import CARDS
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
@@ -49,10 +50,9 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         launches: the recorded operations.
-        syncs: waits of the host during which the GPU becomes idle, because no later work is queued.
-            An entry is the reason for the wait.
-        reads: waits of the host during which the GPU stays busy, because a matrix product was
-            queued after the copy for which the host waits. An entry is the reason for the wait.
+        syncs: a reason for each time that the host waits and the GPU runs out of work.
+        reads: a reason for each time that the host waits for a copy and the GPU stays busy, because
+            a matrix product was queued after the copy.
         phase: phase of the next operation, such as "chunk 1".
         chunks: number of chunks that have started.
     """
@@ -72,15 +72,11 @@ class Recorder(TorchDispatchMode):
     def flops(self) -> int:
         return sum(x.flops for x in self.launches)
 
-    def next_chunk(self) -> None:
-        self.chunks += 1
-        self.phase = f"chunk {self.chunks}"
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
-        # Do not run a product whose `out` has a different dtype. It needs a CUDA build even with
-        # fake tensors.
+        # Do not run a product whose `out` has a different dtype, because even on fake tensors it
+        # needs a CUDA build.
         out = kwargs["out"] if "dtype_out" in str(function) else function(*args, **kwargs)
         if function.is_view or "empty" in name or name in FREE:
             return out
@@ -88,28 +84,24 @@ class Recorder(TorchDispatchMode):
             a, b = [x for x in args if isinstance(x, Tensor)][-2:]
             self.add(name, flops=2 * a.shape[0] * a.shape[1] * b.shape[1])
         else:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            outputs = [x for x in (out if isinstance(out, tuple) else (out,))]
-            tensors += [x for x in outputs if isinstance(x, Tensor)]
-            self.add(name, sum(size(x) for x in tensors))
+            outputs = out if isinstance(out, tuple) else (out,)
+            self.add(name, sizes_of(*args, *kwargs.values(), *outputs))
         return out
 
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Record the launch of a Triton kernel, in place of `gpu.launch.launch`, which would launch
-        it.
-        """
+        """Record the launch of a Triton kernel. This method replaces `gpu.launch.launch`."""
         name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
         if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
         else:
-            self.add(name, KERNEL_BYTES.get(name, all_of)(given))
+            moved = KERNEL_BYTES[name](given) if name in KERNEL_BYTES else sizes_of(*given.values())
+            self.add(name, moved)
 
 
 class Plain(TorchFunctionMode):
     """Function mode that replaces x[...], ~x and nonzero() by operations that work without CUDA.
 
-    Python's operators on a fake CUDA tensor ask for the CUDA device, which a CPU build does not
-    have.
+    On a fake CUDA tensor, Python's operators use the CUDA device, which a CPU build does not have.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -119,16 +111,15 @@ class Plain(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         if function is Tensor.__getitem__:
             return self.picked(*args)
+        if function is Tensor.__setitem__ and isinstance(args[1], Tensor):
+            return args[0].index_put_((args[1],), args[2])
         if function is Tensor.__setitem__:
-            x, index, value = args
-            if isinstance(index, Tensor):
-                return x.index_put_((index,), value)
-            return self.picked(x, index).copy_(value)
+            return self.picked(*args[:2]).copy_(args[2])
         if function is Tensor.__invert__:
             return args[0].bitwise_not()
         if function is Tensor.nonzero:
             self.recorder.syncs.append("nonzero")
-            self.recorder.add("nonzero", 2 * size(args[0]))
+            self.recorder.add("nonzero", 2 * args[0].nbytes)
             return args[0].new_empty((args[0].numel(), 1), dtype=torch.int64)
         return function(*args, **(kwargs or {}))
 
@@ -147,16 +138,13 @@ class Plain(TorchFunctionMode):
         return x
 
 
-def size(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def all_of(given: dict[str, Any]) -> int:
-    return sum(size(x) for x in given.values() if isinstance(x, Tensor))
+def sizes_of(*values: Any) -> int:
+    """Return the total size in bytes of the tensors among the values."""
+    return sum(x.nbytes for x in values if isinstance(x, Tensor))
 
 
 def target_rows(given: dict[str, Any]) -> int:
-    """Return the bytes of `add_targets_kernel`.
+    """Return the number of bytes that `add_targets_kernel` moves.
 
     The kernel reads a row of `hidden` for each target, and reads and writes a row of dW. If
     `product_ptr` is given, it processes only a few rows, which count as 0 bytes.
@@ -167,25 +155,24 @@ def target_rows(given: dict[str, Any]) -> int:
 
 
 def indexed_rows(given: dict[str, Any]) -> int:
-    """Return the bytes of a kernel that reads one matrix row for each id and writes its output."""
-    head = "id_ptr" in given
-    names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
-    row_bytes = given["H"] * given[matrix].element_size()
-    written = given.get("slope_ptr" if head else "out_ptr")
-    moved = given[names].shape[0] * (given[names].element_size() + 4 + row_bytes)
-    return moved + (size(written) if isinstance(written, Tensor) else 0)
+    """Return the bytes moved by a kernel that reads a matrix row for each id and writes once."""
+    if "id_ptr" in given:
+        names = "id_ptr", "weight_ptr", "slope_ptr"
+    else:
+        names = "index_ptr", "matrix_ptr", "out_ptr"
+    ids, matrix, written = (given.get(name) for name in names)
+    row_bytes = given["H"] * matrix.element_size()
+    return len(ids) * (ids.element_size() + 4 + row_bytes) + sizes_of(written)
 
 
+UNCOUNTED = ("slice_kernel", "gather_columns_kernel", "column_product_kernel", "scale_kernel")
 KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
-    "slice_kernel": lambda given: 0,
-    "target_kernel": lambda given: 2 * size(given["hidden_ptr"]),
+    **dict.fromkeys(UNCOUNTED, lambda given: 0),
+    "target_kernel": lambda given: 2 * given["hidden_ptr"].nbytes,
     "write_hidden_kernel": lambda given: (
         given["target_ptr"].shape[0] * given["H"] * (4 + 2 + given["out_ptr"].element_size())
     ),
     "add_targets_kernel": target_rows,
-    "gather_columns_kernel": lambda given: 0,
-    "column_product_kernel": lambda given: 0,
-    "scale_kernel": lambda given: 0,
     "support_head_kernel": indexed_rows,
     "sums_kernel": indexed_rows,
 }
@@ -193,7 +180,7 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record the work that a GPU would get in a `with` block. All tensors in the block are fake."""
+    """Record the operations of a `with` block, in which all tensors are fake GPU tensors."""
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
@@ -202,8 +189,8 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
 
     def copied(numbers: Tensor) -> tuple[Tensor, None]:
-        """Record an asynchronous copy to the host. The real function needs pinned memory."""
-        recorder.add("copy of numbers to the host", size(numbers))
+        """Record a copy to the host. The function that this replaces needs pinned memory."""
+        recorder.add("copy of numbers to the host", numbers.nbytes)
         return numbers, None
 
     def keep(self: activity.Activity, chunk: slice) -> None:
@@ -211,7 +198,7 @@ def recording() -> Iterator[Recorder]:
             self._counts()
 
     def later(x: Tensor) -> Callable[[], list[int]]:
-        recorder.add("copy of counts to the host", size(x))
+        recorder.add("copy of counts to the host", x.nbytes)
         queued = recorder.flops
         waits = [recorder.reads, recorder.syncs]
 
@@ -224,17 +211,17 @@ def recording() -> Iterator[Recorder]:
         return read
 
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-        """Record that the host waits for two sizes, and return assumed sizes.
+        """Record a wait of the host, and assume that the support of every row has SET_SIZE ids.
 
         This replaces `values._sizes`, which reads the number of rows with a support and the number
-        of ids in all supports. Fake tensors have no values, so assume that every row has SET_SIZE
-        ids.
+        of ids in all supports. Fake tensors have no values to read.
         """
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE
 
     def rows_of(self: loop.LinearHead, chunk: slice) -> Any:
-        recorder.next_chunk()
+        recorder.chunks += 1
+        recorder.phase = f"chunk {recorder.chunks}"
         return original(self, chunk)
 
     def finished(self: loop.LinearHead, sums: Any) -> tuple:
@@ -262,7 +249,7 @@ def recording() -> Iterator[Recorder]:
             (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
             (workspace, {"gpu_bytes": lambda device: CARDS["H200"].memory}),
         ):
-            stack.enter_context(patched(place, **changes))
+            stack.enter_context(mock.patch.multiple(place, **changes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder)
         stack.enter_context(Plain(recorder))

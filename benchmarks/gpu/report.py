@@ -1,16 +1,17 @@
-"""Report of the GPU sessions in Markdown: every bar with its predicted and its measured value.
+"""Report of the GPU sessions in Markdown, which compares measurements with predictions.
 
     python -m benchmarks.gpu.report [RESULTS.json] [-o REPORT.md]
 
 The command reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md, with
-tables for each card. A missing measurement is shown as "not measured", with the command for it.
+tables for each card. A "bar" is a target value (bars.py). A missing measurement is shown as "not
+measured", with the command for it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ from benchmarks.report.files import cases_of, load, machine
 SESSION = RESULTS / "gpu_session.json"
 REPORT = ROOT / "benchmarks" / "gpu" / "REPORT.md"
 NOTHING = "not measured"
+BAR_COLUMNS = "bar | wanted | predicted | measured | command"
+TIME_COLUMNS = (
+    "configuration | limit ms | ours ms | besides inputs and gradients, MiB "
+    "| predicted parts of ours, ms"
+)
+PART_COLUMNS = "visit | part | limit s | status | took s | finished"
 
 
 def rendered(path: Path) -> str:
-    """Return the text of the report. If the file does not exist, nothing is shown as measured.
+    """Return the text of the report. Without the file, every result is "not measured".
 
     Raises:
         ValueError: the file was not written by a session, or its results have no commit.
@@ -48,13 +55,11 @@ def rendered(path: Path) -> str:
         own = [x for x in reports if name in str(x.get("hardware", {}).get("gpu", ""))]
         cases = [c for c in every_case if name in str(c["hardware"].get("gpu", ""))]
         found = Results([c for c in cases if c.get("allocator") == "cuda"], own)
-        for section in (
-            bar_table(name, card, found),
-            times(name, card, found),
-            profiles(name, own),
-        ):
-            lines += [*section, ""]
-    lines += session_table(done)
+        lines += table(f"## Bars on an {name}", BAR_COLUMNS, bar_rows(card, found))
+        title = f"## Times on an {name}, predicted / measured"
+        lines += table(title, TIME_COLUMNS, time_rows(card, found))
+        lines += profiles(name, own)
+    lines += table("## Parts of the session", PART_COLUMNS, session_rows(done))
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -72,35 +77,37 @@ def origin(reports: list[dict[str, Any]]) -> Iterator[str]:
     yield f"- {', '.join(named[:8])}"
 
 
-def bar_table(name: str, card: Card, found: Results) -> Iterator[str]:
-    yield f"## Bars on an {name}"
+def table(title: str, columns: str, rows: Iterable[Iterable[Any]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown. `columns` has the titles, separated by "|"."""
+    yield from (title, "", f"| {columns} |")
+    yield "|" + "---|" * (columns.count("|") + 1)
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
     yield ""
-    yield "| bar | wanted | predicted | measured | command |"
-    yield "|---|---|---|---|---|"
+
+
+def bar_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
     for bar in bars(card):
         value = bar.measured(found)
         wanted = f"{'≥' if bar.at_least else '≤'} {bar.text(bar.wanted)}"
         guess = "none" if bar.predicted is None else judged(bar, bar.predicted)
         measured = NOTHING if value is None else judged(bar, value)
-        yield f"| {bar.title} | {wanted} | {guess} | {measured} | `{bar.command}` |"
+        yield bar.title, wanted, guess, measured, f"`{bar.command}`"
 
 
 def judged(bar: Bar, value: float) -> str:
-    return bar.text(value) + ("" if bar.holds(value) else " **missed**")
+    """Return the text of a value. If rounding would hide that it misses the bar, add a digit."""
+    if bar.holds(value):
+        return bar.text(value)
+    digits = 3 if bar.text(value) == bar.text(bar.wanted) else 2
+    return f"{bar.text(value, digits)} **missed**"
 
 
-def times(name: str, card: Card, found: Results) -> Iterator[str]:
-    """Yield the table of times and workspace sizes. Each cell has "predicted / measured"."""
-    yield f"## Times on an {name}, predicted / measured"
-    yield ""
-    yield (
-        "| configuration | limit ms | ours ms | besides inputs and gradients, MiB "
-        "| predicted parts of ours, ms |"
-    )
-    yield "|---|---|---|---|---|"
+def time_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of times and workspace sizes: "predicted / measured"."""
     for case in predict.cases():
         guess = predict.estimate(card, case)
-        rows = found.rows(case, OURS) or {}
+        rows = found.rows(case)
         ours = rows.get(OURS, {})
         limits = [row["median_ms"] for row in rows.values() if row["role"] == "limit"]
         pairs = [
@@ -108,12 +115,11 @@ def times(name: str, card: Card, found: Results) -> Iterator[str]:
             (guess.ours * 1e3, ours.get("median_ms")),
             (guess.workspace / predict.MIB, ours.get("workspace_mib")),
         ]
-        cells = [*(against(a, b) for a, b in pairs), predict.largest(guess.parts)]
-        yield f"| {predict.label(case)} | {' | '.join(cells)} |"
-
-
-def against(guess: float, measured: float | None) -> str:
-    return f"{guess:.1f} / {NOTHING if measured is None else f'{measured:.1f}'}"
+        cells = (
+            f"{guess:.1f} / {NOTHING if value is None else f'{value:.1f}'}"
+            for guess, value in pairs
+        )
+        yield predict.label(case), *cells, predict.largest(guess.parts)
 
 
 def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
@@ -122,29 +128,21 @@ def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
     entries = [entry for report in reports for entry in report.get("profiles", ())]
     if not entries:
         yield f"{NOTHING.capitalize()}: `python -m benchmarks.gpu.kernel_times`."
+        yield ""
     for entry in entries:
         shape = ", ".join(map(str, entry["shape"]))
-        inside, whole = entry["us_in_kernels"] / 1e3, entry["us_without_profiler"] / 1e3
-        where = f"{inside:.2f} ms in {entry['launches']:.0f} launches"
-        yield f"({shape}): {where}, {whole:.2f} ms a call."
-        yield ""
-        yield "| us | calls | kernel |"
-        yield "|---|---|---|"
-        for row in entry["kernels"]:
-            yield f"| {row['us']:.1f} | {row['calls']:.0f} | `{row['kernel'][:100]}` |"
-        yield ""
+        busy, whole = entry["us_in_kernels"] / 1e3, entry["us_without_profiler"] / 1e3
+        title = f"({shape}): the GPU works for {busy:.2f} ms of a call of {whole:.2f} ms."
+        rows = ((f"{k['us']:.1f}", f"{k['calls']:.0f}", f"`{k['kernel'][:100]}`")
+                for k in entry["kernels"])  # fmt: skip
+        yield from table(title, "us per call | launches per call | kernel, copy or fill", rows)
 
 
-def session_table(done: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield "## Parts of the session"
-    yield ""
-    yield "| visit | part | limit s | status | took s | finished |"
-    yield "|---|---|---|---|---|---|"
+def session_rows(done: dict[str, dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for name, part in parts().items():
         was = done.get(name, {"status": "not run", "seconds": "", "finished": ""})
         visit = "by name" if part.visit == BY_NAME else part.visit
-        cells = (visit, name, part.seconds, was["status"], was["seconds"], was["finished"])
-        yield f"| {' | '.join(map(str, cells))} |"
+        yield visit, name, part.seconds, was["status"], was["seconds"], was["finished"]
 
 
 def main(arguments: list[str]) -> int:

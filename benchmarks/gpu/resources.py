@@ -1,7 +1,7 @@
 """Resources of a compiled kernel: registers, spills, shared memory and tensor-core instructions.
 
-For NVIDIA, the disassembler in the Triton wheel reads them from the binary. For AMD, they are in
-the metadata of the assembly.
+On NVIDIA, the tools in the Triton wheel extract them from the binary. On AMD, the metadata of the
+assembly contains them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ class Resources(NamedTuple):
     counts: dict[str, int]
 
 
-def _tool(name: str, *arguments: str) -> str:
+def _tool(cubin: bytes, name: str, *arguments: str) -> str:
+    """Return the output of a tool in the Triton wheel for a binary."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    done = subprocess.run([str(path), *arguments], capture_output=True, text=True)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([path, *arguments, file.name], capture_output=True, text=True)
     return done.stdout + done.stderr
 
 
@@ -72,14 +76,11 @@ def resources(kernel: Any, *, counts_all: bool = True) -> Resources:
 @functools.cache
 def of_cubin(cubin: bytes, shared: int, counts_all: bool = True) -> Resources:
     """Return the resources of an NVIDIA kernel, given its binary and its shared memory in bytes."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = _tool("cuobjdump", "-res-usage", file.name)
+    said = _tool(cubin, "cuobjdump", "-res-usage")
     usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if not counts_all and usage and usage[2] == "0" and "LOCAL:0" in said:
         return Resources(int(usage[1]), 0, shared, 0, dict.fromkeys((*COUNTED, "LDL", "STL"), 0))
-    sass = disassembled(cubin)
+    sass = _tool(cubin, "nvdisasm")
     if usage is None or "EXIT" not in sass:
         raise RuntimeError(
             "cubin: expected the disassembler of the Triton wheel to read it, got no code"
@@ -87,14 +88,6 @@ def of_cubin(cubin: bytes, shared: int, counts_all: bool = True) -> Resources:
     counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in (*COUNTED, "LDL", "STL")}
     matrix = counts["HGMMA"] + counts["HMMA"] + counts["UTCHMMA"]
     return Resources(int(usage[1]), counts["LDL"] + counts["STL"], shared, matrix, counts)
-
-
-@functools.cache
-def disassembled(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return _tool("nvdisasm", file.name)
 
 
 def _amd(kernel: Any) -> Resources:

@@ -36,7 +36,7 @@ LEAST = 10  # seconds that must be left to start a part
 
 
 class Session:
-    """Results of a session in memory, which are also written to files."""
+    """Status and reports of the parts of a session, which are also written to files."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -51,8 +51,7 @@ class Session:
         return self.parts.get(name, {}).get("status") == "done"
 
     def record(self, name: str, status: str, seconds: float, reports: list[dict[str, Any]]) -> None:
-        finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        done = {"status": status, "finished": finished, "seconds": round(seconds, 1)}
+        done = {"status": status, "finished": now(), "seconds": round(seconds, 1)}
         self.parts[name] = {**done, "reports": reports}
         write(self.file, {"benchmark": "gpu session", "parts": self.parts})
 
@@ -69,7 +68,7 @@ class Session:
         with tempfile.TemporaryDirectory() as folder:
             for number, command in enumerate(part.commands):
                 if part.measures:
-                    command = [*command, option_for(command), f"{folder}/{number}.json"]
+                    command = [*command, "--out", f"{folder}/{number}.json"]
                 left = limit - (time.monotonic() - started)
                 codes.append(run(command, left, part.environment, self.say))
                 written = sorted(Path(folder).glob(f"{number}*.json"))
@@ -81,9 +80,8 @@ class Session:
         return passed
 
 
-def option_for(command: list[str]) -> str:
-    """Return the command line option for the path of the report: --json or --out."""
-    return "--json" if any(word.startswith("benchmarks.trainers.") for word in command) else "--out"
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def run(
@@ -128,7 +126,7 @@ def run(
 
 
 def gpu_or_reason() -> tuple[str | None, str]:
-    """Return (None, a description of the GPU), or (why no GPU can be used, "")."""
+    """Return (None, description of the GPU), or (the reason why no GPU can be used, "")."""
     try:
         import torch
         import triton
@@ -140,7 +138,7 @@ def gpu_or_reason() -> tuple[str | None, str]:
     return None, f"{torch.cuda.get_device_name()}, {versions}"
 
 
-def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], None]) -> int:
+def dry_run(chosen: dict[str, Part], reason: str | None) -> int:
     """Check that every part would run, by starting its dry commands.
 
     The commands cannot import packages that the GPU machine does not have. A part that needs such a
@@ -151,17 +149,17 @@ def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], No
         lacking.write(Path(folder))
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         for name, part in chosen.items():
-            say(f"== {name}: at most {part.seconds} s")
+            print(f"== {name}: at most {part.seconds} s", flush=True)
             for command in part.commands:
-                say(f"   would run: {' '.join(command)}")
+                print(f"   would run: {' '.join(command)}")
                 if shutil.which(command[0]) is None:
-                    say(f"   {command[0]} is not on the PATH here")
+                    print(f"   {command[0]} is not on the PATH here")
             surroundings = {**part.environment, "PYTHONPATH": path}
-            codes = [run(line, 300, surroundings, lambda x: say(f"   {x}")) for line in part.dry]
-            say(f"   {'does NOT start' if any(codes) else 'starts'}")
+            codes = [run(line, 300, surroundings, lambda x: print("  ", x)) for line in part.dry]
+            print(f"   {'does NOT start' if any(codes) else 'starts'}", flush=True)
             failed |= any(codes)
     if reason:
-        say(f"== nothing was run: {reason}")
+        print(f"== nothing was run: {reason}")
     return 1 if failed else 0
 
 
@@ -188,35 +186,20 @@ def chosen_parts(
     if options.part or options.dry and not options.visit:
         options.deadline = options.deadline or sum(VISIT_SECONDS.values())
         return {name: x for name, x in every.items() if name in (options.part or every)}
-    undone = [
-        visit
-        for visit in VISIT_SECONDS
-        if not all(x.stops or session.is_done(n) for n, x in of_visit(every, visit).items())
-    ]
-    visit = options.visit or min(undone, default=max(VISIT_SECONDS))
+    undone = [x.visit for name, x in every.items() if not (x.stops or session.is_done(name))]
+    numbers = [visit for visit in VISIT_SECONDS if visit in undone] or [max(VISIT_SECONDS)]
+    visit = options.visit or numbers[0]
     options.deadline = options.deadline or VISIT_SECONDS[visit]
     print(f"# visit {visit} of {len(VISIT_SECONDS)}, {options.deadline:.0f} s", flush=True)
     return of_visit(every, visit)
 
 
-def plan(chosen: dict[str, Part]) -> str:
-    """Return a line with the time limit of each part and the sum of the limits."""
-    limits = [f"{name} {part.seconds} s" for name, part in chosen.items()]
-    total = sum(part.seconds for part in chosen.values())
-    return f"# plan: {', '.join(limits)}; in all at most {total} s"
-
-
-def run_all(
-    chosen: dict[str, Part],
-    options: argparse.Namespace,
-    session: Session,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
+def run_all(chosen: dict[str, Part], options: argparse.Namespace, session: Session) -> int:
     """Run the parts in order until the deadline, and return the exit status of the session."""
-    started = clock()
+    started = time.monotonic()
     failed = False
     for name, part in chosen.items():
-        left = options.deadline - (clock() - started)
+        left = options.deadline - (time.monotonic() - started)
         limit = min(left, part.seconds)
         if session.is_done(name) and not (options.again or part.stops):
             session.say(f"== {name}: done before")
@@ -241,14 +224,16 @@ def main(arguments: list[str]) -> int:
     reason, gpu = gpu_or_reason()
     session = Session(Path(os.environ.get("OUT") or RESULTS))
     chosen = chosen_parts(every, options, session)
-    print(plan(chosen), flush=True)
+    limits = ", ".join(f"{name} {part.seconds} s" for name, part in chosen.items())
+    total = sum(part.seconds for part in chosen.values())
+    print(f"# plan: {limits}; in all at most {total} s", flush=True)
     if options.dry or reason:
-        status = dry_run(chosen, reason, print)
+        status = dry_run(chosen, reason)
         return status if options.dry else 2
     if commit() == "none":
         print("gpu_session: expected --commit HASH, since the tree has no .git", file=sys.stderr)
         return 2
-    session.say(f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}  {gpu}")
+    session.say(f"# {now()}  {gpu}")
     return run_all(chosen, options, session)
 
 

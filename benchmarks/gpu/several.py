@@ -1,10 +1,10 @@
-"""Run several lines of benchmark arguments in one process, which imports torch only once.
+"""Run several benchmark command lines in one process, so that torch is imported only once.
 
     python -m benchmarks.gpu.several "linear_grpo_loss --shapes 64,64,512" "linear_logps --quick"
     [--out FILE.json] [--dry]
 
-Each line writes a separate report: FILE-0.json, FILE-1.json and so on. The exit code is the largest
-exit code of all lines.
+Each LINE writes a separate report: FILE-0.json, FILE-1.json and so on. The exit code is the largest
+exit code of the command lines.
 """
 
 from __future__ import annotations

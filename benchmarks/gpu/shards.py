@@ -33,7 +33,7 @@ RESULT = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XF
 
 
 class Tracebacks:
-    """A plugin of pytest that prints a traceback immediately, not after the last test."""
+    """pytest plugin that prints each traceback immediately instead of after the last test."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self.terminal = terminal
@@ -44,7 +44,7 @@ class Tracebacks:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Register `Tracebacks`. The workers of pytest-xdist have no terminal."""
+    """Register `Tracebacks`, except in the workers of pytest-xdist, which have no terminal."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         session.config.pluginmanager.register(Tracebacks(terminal))
@@ -54,7 +54,7 @@ def collected(files: list[str]) -> list[str]:
     """Return the ids of all GPU tests in the files. Tests with small sizes come first.
 
     Raises:
-        ValueError: pytest cannot read the files. The message has the output of pytest.
+        ValueError: pytest cannot read the files. The message contains pytest's output.
     """
     command = [sys.executable, "-m", "pytest", "-q", *OPTIONS, "--collect-only", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -70,7 +70,7 @@ def largest_size(test: str) -> int:
 
 
 def results_of(*paths: Path) -> dict[str, str]:
-    """Return the results by test, from the first of the given files that exists."""
+    """Return the result of each test, from the first of the given files that exists."""
     known = next(filter(Path.is_file, paths), None)
     return json.loads(known.read_text())["results"] if known else {}
 

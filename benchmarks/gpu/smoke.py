@@ -37,7 +37,7 @@ def head(device: str) -> tuple[float, str]:
 
     shape = Shape(512, 896, 32000) if device == "cuda" else Shape(64, 64, 512)
     problem = make_problem(shape, torch.bfloat16, device)
-    errors = problem.truth("loss").errors(loss("auto")(problem).run())
+    errors = problem.truth("loss").errors(loss(problem, "auto")())
     route = route_of("linear_grpo_loss", problem)
     if device == "cuda" and "triton" not in route.lower():
         return float("inf"), f"expected the Triton kernels, the route is {route}"
@@ -77,15 +77,13 @@ def checked(name: str, device: str) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     options = measuring(__doc__, arguments)
-    versions = measure.versions()
+    header = measure.header("smoke", options.device)
     wanted = ("python", "torch", "triton", "transformers")
-    print(", ".join(f"{name} {versions[name]}" for name in wanted), flush=True)
-    report: dict[str, Any] = {"benchmark": "smoke", "versions": versions}
-    report["checks"] = [checked(name, options.device) for name in CHECKS]
-    passed = all(check["passed"] for check in report["checks"])
+    print(", ".join(f"{name} {header['versions'][name]}" for name in wanted), flush=True)
+    checks = [checked(name, options.device) for name in CHECKS]
     if options.out:
-        write(Path(options.out), {**measure.header("smoke", options.device), **report})
-    return 0 if passed else 1
+        write(Path(options.out), {**header, "checks": checks})
+    return 0 if all(check["passed"] for check in checks) else 1
 
 
 if __name__ == "__main__":

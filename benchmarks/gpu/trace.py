@@ -2,18 +2,17 @@
 
     python -m benchmarks.gpu.trace                  prints a table in Markdown
     python -m benchmarks.gpu.trace --json           prints the same numbers as JSON
-    python -m benchmarks.gpu.trace --list CASE      prints every operation of one case, in order
 
-The call starts below autograd, because autograd needs a CUDA build. The backward pass, which scales
-the gradients, is counted. Some of the work depends on values, which are unknown here. The trace
-assumes that every row is active, that no row of dW nearly cancels, and that the upstream gradient
-is 1. The GPU memory is that of an H200. The exit code is 1 if a case exceeds its budget in
-ONE_CHUNK.
+The traced call does not use autograd, which needs a CUDA build. It includes the work of the
+backward pass, which scales the gradients. Some of the work depends on values, which are unknown
+here. The trace assumes that every row is active, that no sum in dW cancels almost to zero, and that
+the upstream gradient is 1. The GPU has the memory of an H200. The exit code is 1 if a case exceeds
+its budget in ONE_CHUNK.
 """
 
 from __future__ import annotations
 
-import argparse
+import collections
 import json
 import sys
 from typing import NamedTuple
@@ -22,6 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
+from benchmarks.gpu.report import table
+from benchmarks.options import new_parser
 from grpo_fast import LossConfig, Support
 from grpo_fast.loss import autograd
 from grpo_fast.loss.arguments import BatchInputs, Options
@@ -90,7 +91,7 @@ class Case(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Totals of a trace.
+    """Counts of a trace.
 
     Attributes:
         chunks: number of chunks of all calls.
@@ -98,7 +99,7 @@ class Budget(NamedTuple):
         outside: number of launches of one call outside of its chunks.
         syncs: number of times that the host waits in one call while the GPU has no other work.
         reads: number of times that the host waits in one call while the GPU has other work.
-        gigabytes: GB that all operations except matrix products read and write.
+        gigabytes: memory traffic in GB of all operations except matrix products.
         products: flops of the matrix products, as a multiple of N·V·H.
     """
 
@@ -112,19 +113,14 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, recorder: Recorder, case: Case) -> Budget:
-        found = recorder.launches
-        per_chunk = [
-            sum(x.phase == f"chunk {i + 1}" for x in found) for i in range(recorder.chunks)
-        ]
-        outside = sum(x.phase == "outside" for x in found)
-        outside, syncs, reads = (
-            -(-x // case.calls) for x in (outside, len(recorder.syncs), len(recorder.reads))
-        )
+        phases = collections.Counter(x.phase for x in recorder.launches)
+        totals = phases.pop("outside", 0), len(recorder.syncs), len(recorder.reads)
+        outside, syncs, reads = (-(-total // case.calls) for total in totals)
+        per_chunk = max(phases.values(), default=0)
+        moved = sum(x.bytes for x in recorder.launches)
         work = case.calls * case.rows * case.hidden * case.vocab
-        return cls(
-            recorder.chunks, max(per_chunk, default=0), outside, syncs, reads,
-            sum(x.bytes for x in found) / 1e9, recorder.flops / work,
-        )  # fmt: skip
+        products = recorder.flops / work
+        return cls(recorder.chunks, per_chunk, outside, syncs, reads, moved / 1e9, products)
 
 
 CASES: dict[str, Case] = {
@@ -144,8 +140,8 @@ CASES: dict[str, Case] = {
 }
 
 
-# Budgets for a call with dH and dW at V = 151936 whose 8192 rows are one chunk: launches in the
-# chunk, launches outside of it, and GB that are read and written.
+# Budgets for calls with dH and dW whose 8192 rows are one chunk at V = 151936. Each entry has the
+# launches in the chunk, the launches outside of it, and the memory traffic in GB.
 ONE_CHUNK = {
     "full, H = 4096": (20, 25, 0.76),
     "full, H = 2048": (20, 25, 0.39),
@@ -154,7 +150,7 @@ ONE_CHUNK = {
 
 
 def overrun(name: str, found: Budget) -> str:
-    """Return a message if a case exceeds its budget, or an empty text."""
+    """Return a message if a case exceeds its budget, otherwise an empty string."""
     wanted = (1, *ONE_CHUNK[name]) if name in ONE_CHUNK else None
     taken = (found.chunks, found.per_chunk, found.outside, found.gigabytes)
     if wanted is None or all(a <= b for a, b in zip(taken, wanted, strict=True)):
@@ -162,41 +158,21 @@ def overrun(name: str, found: Budget) -> str:
     return f"{name}: expected at most {wanted} (chunks, launches in it, outside, GB), got {taken}"
 
 
-def report() -> tuple[str, list[str]]:
-    """Return the table, and a message for each case that exceeds its budget."""
-    beyond = []
-    lines = [
-        "| case | chunks | launches per chunk | outside | syncs | reads after work "
-        "| GB outside of products | products (N·V·H) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, case in CASES.items():
-        b = Budget.of(case.run(), case)
-        if message := overrun(name, b):
-            beyond.append(message)
-        lines.append(
-            f"| {name} | {b.chunks} | {b.per_chunk} | {b.outside} | {b.syncs} | {b.reads} "
-            f"| {b.gigabytes:.2f} | {b.products:.2f} |"
-        )
-    return "\n".join(lines), beyond
-
-
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trace")
-    parser.add_argument("--list", metavar="CASE", choices=tuple(CASES))
-    parser.add_argument("--json", action="store_true")
+    parser = new_parser(__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
+    found = {name: Budget.of(case.run(), case) for name, case in CASES.items()}
     if options.json:
-        totals = {name: Budget.of(case.run(), case)._asdict() for name, case in CASES.items()}
-        print(json.dumps(totals))
+        print(json.dumps({name: budget._asdict() for name, budget in found.items()}))
         return 0
-    if options.list is None:
-        table, beyond = report()
-        print("\n".join([table, *beyond]))
-        return 1 if beyond else 0
-    for x in CASES[options.list].run().launches:
-        print(f"{x.phase:9} {x.name:28} {x.bytes / 1e6:10.2f} MB {x.flops / 1e12:8.2f} TFLOP")
-    return 0
+    rows = ((name, *(f"{value:.4g}" for value in budget)) for name, budget in found.items())
+    print(
+        *table("Work of one call on a GPU", f"case | {' | '.join(Budget._fields)}", rows), sep="\n"
+    )
+    beyond = [message for name, budget in found.items() if (message := overrun(name, budget))]
+    print(*beyond, sep="\n")
+    return 1 if beyond else 0
 
 
 if __name__ == "__main__":

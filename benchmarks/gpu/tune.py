@@ -1,7 +1,7 @@
 """Time kernel configurations on a GPU, and print lines for grpo_fast/kernels/gpu/configs.py.
 
     python -m benchmarks.gpu.tune --compile sm_90   compiles all candidates; needs no GPU (minutes)
-    python -m benchmarks.gpu.tune                   times the candidates that start, on a GPU
+    python -m benchmarks.gpu.tune                   times the candidates that can run, on a GPU
     python -m benchmarks.gpu.tune --dry             lists the candidates of each setting
 
 The package never tunes its kernels at run time, because a training run would then not be
@@ -11,11 +11,12 @@ reproducible. Copy the printed lines into the table by hand, and commit them sep
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +31,10 @@ from benchmarks.report.files import write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
-# Number of rows of a timed call. At V = 151936, they are one chunk, as in the cases of bars.py.
+# Number of rows of a timed call. They form one chunk at V = 151936, as in the cases of bars.py.
 # With fewer rows, the last wave of programs would use less of the GPU than in training.
 ROWS = 8192
-# Maximum difference of the logps in nats. Two configurations only differ by rounding.
+# Maximum difference of the logps in nats. Two configurations differ only by rounding.
 AGREEMENT = 2e-4
 
 
@@ -46,15 +47,12 @@ class Setting(NamedTuple):
     vocab: int
 
 
-def settings() -> Iterator[Setting]:
-    """Yield all settings. The settings for bars.py come first, in case time runs out."""
-    for kind in KINDS[:2]:
-        for hidden, vocab in LINEAR_HEADS:
-            yield Setting(kind, "bfloat16", hidden, vocab)
-    for dtype in ("bfloat16", "float32"):
-        for vocab in ROW_VOCABS:
-            yield Setting("rows", dtype, 64, vocab)
-    yield Setting(KINDS[2], "bfloat16", *LINEAR_HEADS[0])
+# The settings for bars.py come first, in case time runs out.
+SETTINGS = [Setting(kind, "bfloat16", h, v) for kind in KINDS[:2] for h, v in LINEAR_HEADS]
+SETTINGS += [
+    Setting("rows", dtype, 64, vocab) for dtype in ("bfloat16", "float32") for vocab in ROW_VOCABS
+]
+SETTINGS += [Setting(KINDS[2], "bfloat16", *LINEAR_HEADS[0])]
 
 
 def candidates_of(setting: Setting) -> list[Candidate]:
@@ -69,36 +67,28 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
         candidate that was not timed.
     """
     torch.manual_seed(0)
-    shipped = Candidate(setting.kind, setting.dtype, ())
-    call = call_of(shipped, ROWS, setting.hidden, setting.vocab, "cuda")
+    call = call_of(setting.kind, setting.dtype, ROWS, setting.hidden, setting.vocab, "cuda")
     # Copy the results, because the next call overwrites the matrix.
     expected = [x.clone() for x in call()]
     steps: dict[str, Callable[[], Any]] = {"shipped": call}
     failures = {}
     for candidate in chosen:
-        step = with_config(candidate, call)
+        step = functools.partial(call_with, candidate, call)
         try:
-            is_right = agree(step(), expected)
+            if agree(step(), expected):
+                steps[candidate.line] = step
+            else:
+                failures[candidate.line] = "wrong: not timed"
         except Exception as error:  # the GPU may refuse one candidate; time the other candidates
             failures[candidate.line] = f"{type(error).__name__}: {str(error)[:120]}"
-            continue
-        if is_right:
-            steps[candidate.line] = step
-        else:
-            failures[candidate.line] = "wrong: not timed"
-    samples = measure.interleaved(steps, "cuda", budget=0.15, rounds=9)
-    rows = {name: measure.spread(times) for name, times in samples.items()}
-    order = sorted(rows, key=lambda name: rows[name]["median_ms"])
-    ordered = {name: rows[name] for name in order}
+    rows = measure.interleaved(steps, "cuda", budget=0.15, rounds=9)
+    ordered = dict(sorted(rows.items(), key=lambda item: item[1]["median_ms"]))
     return {"setting": setting._asdict(), "rows": ordered, "failures": failures}
 
 
-def with_config(candidate: Candidate, call: Callable[[], list[Tensor]]) -> Callable[[], Any]:
-    def step() -> list[Tensor]:
-        with using(candidate):
-            return call()
-
-    return step
+def call_with(candidate: Candidate, call: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with using(candidate):
+        return call()
 
 
 def agree(result: list[Tensor], expected: list[Tensor]) -> bool:
@@ -113,11 +103,10 @@ def agree(result: list[Tensor], expected: list[Tensor]) -> bool:
 
 def table_line(arch: str, found: dict[str, Any]) -> str:
     """Return the fastest configuration as a line for configs.py, with its speedup in a comment."""
-    rows, setting = found["rows"], found["setting"]
-    best = next(iter(rows))
-    gain = rows["shipped"]["median_ms"] / rows[best]["median_ms"]
-    where = f"{setting['kind']} {setting['dtype']} H={setting['hidden']} V={setting['vocab']}"
-    speed = f"{rows[best]['median_ms']:.3f} ms, {gain:.2f}x the shipped one's speed"
+    best, row = next(iter(found["rows"].items()))
+    gain = found["rows"]["shipped"]["median_ms"] / row["median_ms"]
+    where = "{kind} {dtype} H={hidden} V={vocab}".format(**found["setting"])
+    speed = f"{row['median_ms']:.3f} ms, {gain:.2f}x the shipped one's speed"
     return f"{best},  # {where}, {ROWS} rows, {arch}: {speed}"
 
 
@@ -131,7 +120,7 @@ def main(arguments: list[str]) -> int:
     if options.compile:
         return compile_report(options.compile, options.out)
     if options.dry:
-        for setting in settings():
+        for setting in SETTINGS:
             lines = [candidate.line for candidate in candidates_of(setting)]
             print(f"{tuple(setting)}: {len(lines)} candidates: {', '.join(lines)}")
         return 0
@@ -156,12 +145,12 @@ def time_all(arch: str, options: argparse.Namespace) -> int:
     started = time.monotonic()
     report = {**measure.header("tune", "cuda"), "arch": arch, "cases": [], "settings": []}
     path = Path(options.out) if options.out else RESULTS / f"tune-{arch}.json"
-    refused = not_starting(arch)
-    for setting in settings():
+    can_start = startable(arch)
+    for setting in SETTINGS:
         if time.monotonic() - started > options.seconds:
             print(f"{tuple(setting)}: no time left, not timed")
             continue
-        chosen = [c for c in candidates_of(setting) if c not in refused]
+        chosen = [c for c in candidates_of(setting) if c in can_start]
         report["settings"].append(tune_setting(setting, chosen))
         torch.cuda.empty_cache()
         print(table_line(arch, report["settings"][-1]), flush=True)
@@ -169,8 +158,8 @@ def time_all(arch: str, options: argparse.Namespace) -> int:
     return 0
 
 
-def not_starting(arch: str) -> set[Candidate]:
-    """Return the candidates that fail to compile, or whose registers spill, with this Triton.
+def startable(arch: str) -> set[Candidate]:
+    """Return the candidates that compile without spills and with little enough shared memory.
 
     All candidates are compiled in parallel, and stay in Triton's cache. Compiling one after the
     other would take ten times as long as timing them.
@@ -180,8 +169,8 @@ def not_starting(arch: str) -> set[Candidate]:
         entries = compile_all(arch, every)
     except BrokenProcessPool as error:  # the compiler crashed; the launch will report it
         print(f"not compiled beforehand: {error}")
-        return set()
-    return {c for c, entry in zip(every, entries, strict=True) if not entry["starts"]}
+        return set(every)
+    return {c for c, entry in zip(every, entries, strict=True) if entry["starts"]}
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ COPIED = 1 << 29  # size of the copied tensor in bytes
 
 
 def multiply_add_rate(threads: int) -> float:
-    """Return the fp32 flop/s of all threads together, in the best of `ATTEMPTS` short runs."""
+    """Return the fp32 flop/s of all threads together, as the best of `ATTEMPTS` short runs."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "ceiling.cpp"
         library = Path(folder) / "ceiling.so"
@@ -88,7 +88,7 @@ def multiply_add_rate(threads: int) -> float:
 
 
 def copy_rate(threads: int) -> float:
-    """Return the bandwidth of a copy in bytes/s. Bytes read and bytes written both count."""
+    """Return the memory bandwidth of a copy in bytes/s, counting both reads and writes."""
     torch.set_num_threads(threads)
     source = torch.ones(COPIED // 4)
     target = torch.empty_like(source)

@@ -1,18 +1,17 @@
-"""Exact results in plain torch, computed in fp64, or in fp32 if fp64 needs too much memory."""
+"""Exact results in plain torch, computed in fp64."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # Largest allowed error of the loss and of a gradient. A result with a larger error is wrong, and is
-# not timed. In fp32, rounding causes errors of about 1e-6. An error above 1e-4 is a bug, or comes
-# from a lower precision. In bf16, rounding the logits changes the probabilities by about 1%. A user
-# may accept this, so such a result is timed, and its error is printed.
+# not timed. In fp32, rounding causes errors of about 1e-6, so an error above 1e-4 is a bug or
+# comes from a lower precision. The limit for bf16 admits peers that round their logits to bf16,
+# which changes the probabilities by about 1%. The tables show their errors.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # Largest allowed absolute error of a logp in nats. For comparison: rounding a logit of about 16 to
 # bf16 changes it by up to 0.06.
@@ -70,8 +69,7 @@ class Truth:
         The error of the loss is its absolute error divided by `loss_scale`. The error of the logps
         is the largest absolute error. The error of a gradient is its relative L2 error.
         """
-        values = self.values.items()
-        return {name: self._error(name, value, result.get(name)) for name, value in values}
+        return {name: self._error(name, x, result.get(name)) for name, x in self.values.items()}
 
     def _error(self, name: str, value: Tensor | LogitRows, found: Tensor | None) -> float:
         if found is None:
@@ -86,7 +84,7 @@ class Truth:
 
 
 def acceptable(errors: dict[str, float], dtype: torch.dtype) -> bool:
-    """Return True if a result is accurate enough to be timed. An error that is NaN is not."""
+    """Return True if a result is accurate enough to be timed. NaN is never accurate."""
     bars = {name: LOGP_TOLERANCE if name == "logps" else TOLERANCE for name in errors}
     return all(error <= bars[name][dtype] for name, error in errors.items())
 
@@ -97,71 +95,44 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
     if value.shape != like.shape:
         return float("inf")
     difference = total = 0.0
-    for rows in blocks(like.shape[0], like.device, 4 * row_block(like.device)):
+    for rows in blocks(like, 4):
         truth = exact.block(rows) if isinstance(exact, LogitRows) else exact[rows]
         difference += float((value[rows].to(truth.dtype) - truth).square().sum())
         total += float(truth.square().sum())
     return (difference / total) ** 0.5 if total else (0.0 if difference == 0 else float("inf"))
 
 
-def row_block(device: torch.device) -> int:
-    """Return the number of rows for which the exact logits need less memory than the LM head."""
-    return 1024 if device.type == "cuda" else 128
-
-
-def blocks(n: int, device: torch.device, size: int = 0) -> list[slice]:
-    size = size or row_block(device)
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = open("/proc/meminfo").read().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def dtype_for(weight: Tensor) -> torch.dtype:
-    """Return the dtype of the exact results: fp64, or fp32 if the memory is too small.
-
-    fp64 is used if the head, its gradient and two blocks of logits fit into half of the free
-    memory.
-    """
-    v, h = weight.shape
-    needed = 8 * (2 * v * h + 2 * row_block(weight.device) * v)
-    return torch.float64 if needed < free_bytes(weight.device) / 2 else torch.float32
+def blocks(rows: Tensor, scale: int = 1) -> list[slice]:
+    """Split the rows of a tensor into blocks, to save memory."""
+    size = scale * (1024 if rows.is_cuda else 128)
+    return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
 @torch.no_grad()
 def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
     """Sample one token id for each row from the softmax of hidden · weightᵀ. Return (N,) int64."""
     target_ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-    for rows in blocks(len(hidden), hidden.device):
+    for rows in blocks(hidden):
         probabilities = torch.softmax(hidden[rows].float() @ weight.float().T, -1)
         target_ids[rows] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
     return target_ids
 
 
 @torch.no_grad()
-def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the exact log-probabilities of the targets, (N,), in `dtype`."""
-    head = weight.to(dtype)
-    found = torch.empty(len(target_ids), dtype=dtype, device=hidden.device)
-    for rows in blocks(len(target_ids), hidden.device):
-        logits = hidden[rows].to(dtype) @ head.T
+def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
+    """Return the exact log-probabilities of the targets, (N,) in fp64."""
+    head = weight.double()
+    found = torch.empty(len(target_ids), dtype=torch.float64, device=hidden.device)
+    for rows in blocks(target_ids):
+        logits = hidden[rows].double() @ head.T
         found[rows] = logits.gather(-1, target_ids[rows, None]).squeeze(-1) - logits.logsumexp(-1)
     return found
 
 
 @torch.no_grad()
-def logits_lse(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the log-sum-exp of every row of logits (R, V), as (R,) in `dtype`."""
-    rows_of = blocks(len(logits), logits.device)
-    return torch.cat([logits[rows].to(dtype).logsumexp(-1) for rows in rows_of])
+def logits_lse(logits: Tensor) -> Tensor:
+    """Return the log-sum-exp of every row of logits (R, V), as (R,) in fp64."""
+    return torch.cat([logits[rows].double().logsumexp(-1) for rows in blocks(logits)])
 
 
 def dapo(
@@ -198,7 +169,7 @@ def gradients(
     grad_hidden = torch.zeros_like(hidden, dtype=slope.dtype)
     grad_weight = torch.zeros_like(head)
     active = slope.nonzero().squeeze(-1)
-    for block in blocks(len(active), hidden.device):
+    for block in blocks(active):
         rows = active[block]
         h = hidden[rows].to(slope.dtype)
         grad_logits = torch.softmax(h @ head.T, -1).neg_()

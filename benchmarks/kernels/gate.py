@@ -16,14 +16,12 @@ best ratio counts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import RESULTS, measure
-from benchmarks.command import count as positive
-from benchmarks.command import duration
 from benchmarks.kernels.problem import STANDARD
 from benchmarks.kernels.runner import Plan, run_child
 from benchmarks.kernels.shapes import Shape
@@ -32,10 +30,12 @@ from benchmarks.report.files import write
 
 TOLERANCE = 0.15
 ATTEMPTS = 3
+THREADS = (1, 2)
+BUDGET = 2.0  # seconds of timing for each candidate
 OURS = "grpo_fast (auto)"
 # Operations, shapes and dtypes that the gate measures. The first shapes are those of the README.
-# The last shape is for `logits_grpo_loss_inplace`, whose limit is a copy. All shapes are so large
-# that the overhead of a call does not matter. They are so small that the gate takes about a minute.
+# The last shape is for `logits_grpo_loss_inplace`, whose limit is a copy. The shapes are large
+# enough to hide the overhead of a call, and small enough that the gate takes about a minute.
 WORK: list[tuple[str, Shape, str]] = [
     ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
     ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
@@ -47,7 +47,7 @@ WORK: list[tuple[str, Shape, str]] = [
 
 
 class Setting(NamedTuple):
-    """One case of the gate, which has one ratio."""
+    """A case of the gate. Each case has one ratio."""
 
     operation: str
     shape: Shape
@@ -58,11 +58,11 @@ class Setting(NamedTuple):
     @property
     def key(self) -> str:
         shape = ",".join(map(str, self.shape))
-        threads = f"{self.threads} threads"
-        return f"{self.operation} {shape} {self.dtype} {self.instructions} {threads}"
+        words = self.operation, shape, self.dtype, self.instructions, self.threads, "threads"
+        return " ".join(map(str, words))
 
 
-def settings(threads: list[int]) -> list[Setting]:
+def settings() -> list[Setting]:
     """Return the settings that this CPU can run.
 
     AVX-512 code is measured only if the CPU supports it. bf16 is measured only with native code,
@@ -76,23 +76,21 @@ def settings(threads: list[int]) -> list[Setting]:
     return [
         Setting(operation, shape, dtype, widest[dtype] if is_wide else "avx2", count)
         for is_wide in ((False, True) if "avx512f" in flags else (False,))
-        for count in threads
+        for count in THREADS
         for operation, shape, dtype in WORK
     ]
 
 
-def ratio(setting: Setting, budget: float) -> float:
-    """Return the time of grpo_fast divided by the time of the limit.
-
-    Both are measured in a new process.
+def ratio(setting: Setting) -> float:
+    """Measure grpo_fast and the limit in a new process, and return the ratio of their times.
 
     Raises:
-        ValueError: the case was not timed, because of a wrong result or a crash.
+        ValueError: grpo_fast was not timed, because of a wrong result or a crash.
     """
     plan = Plan(
         operations=[setting.operation], shapes=[setting.shape], dtypes=[setting.dtype],
         variants=[STANDARD], device="cpu", allocators=["default"], backends=["auto"],
-        providers=["grpo_fast"], threads=setting.threads, budget=budget, rounds=25,
+        providers=["grpo_fast"], threads=setting.threads, budget=BUDGET, rounds=25,
     )  # fmt: skip
     os.environ["GRPO_FAST_CPU"] = setting.instructions
     try:
@@ -106,50 +104,43 @@ def ratio(setting: Setting, budget: float) -> float:
     return float(row["ratio_to_limit"])
 
 
-def compare(setting: Setting, stored: float | None, budget: float) -> tuple[float, bool]:
-    """Return the best ratio of up to `ATTEMPTS` runs, and True if it passes the gate."""
-    best = float("inf")
+def best_ratio(setting: Setting, stored: float | None) -> tuple[float, bool]:
+    """Measure a ratio, up to `ATTEMPTS` times if it looks worse than the stored ratio. Print it.
+
+    Returns:
+        The best ratio, and True if it is too much worse than the stored ratio.
+    """
+    found, is_worse = math.inf, stored is not None
     for _ in range(ATTEMPTS):
-        best = min(best, ratio(setting, budget))
-        if stored is None or best <= stored * (1 + TOLERANCE):
-            return best, True
-    return best, False
-
-
-def line(setting: Setting, found: float, stored: float | None, passed: bool) -> str:
-    """Return the printed line: the setting, its ratio, and the change from the stored ratio."""
-    against = "nothing stored"
-    if stored is not None:
-        against = f"stored {stored:.2f}, {found / stored - 1:+.0%}"
-    return f"{setting.key:64} {found:6.2f} x limit   {against}{'' if passed else '   REGRESSED'}"
+        found = min(found, ratio(setting))
+        is_worse = stored is not None and found > stored * (1 + TOLERANCE)
+        if not is_worse:
+            break
+    against = f"stored {stored:.2f}, {found / stored - 1:+.0%}" if stored else "nothing stored"
+    words = f"{against}{'   REGRESSED' if is_worse else ''}"
+    print(f"{setting.key:64} {found:6.2f} x limit   {words}", flush=True)
+    return found, is_worse
 
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--update", action="store_true", help="store this run's ratios")
-    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2])
-    words = "seconds of timing for each candidate"
-    parser.add_argument("--budget", type=duration, default=2.0, help=words)
-    parser.add_argument("--file", help="file of the ratios (default: by the kind of CPU)")
     options = parser.parse_args(arguments)
     file = RESULTS / f"gate-{measure.cpu_class(measure.hardware('cpu'))}.json"
-    if options.file:
-        file = Path(options.file)
     known: dict[str, Any] = json.loads(file.read_text())["ratios"] if file.is_file() else {}
     if not known and not options.update:
         missing = f"nothing is stored for this kind of CPU ({file.name})"
         print(f"gate: {missing}; --update stores this run")
     ratios = {}
     regressed = 0
-    for setting in settings(options.threads):
+    for setting in settings():
         try:
-            found, passed = compare(setting, known.get(setting.key), options.budget)
+            found, is_worse = best_ratio(setting, known.get(setting.key))
         except ValueError as error:
             print(f"gate: {error}", file=sys.stderr)
             return 1
         ratios[setting.key] = found
-        regressed += not (passed or options.update)
-        print(line(setting, found, known.get(setting.key), passed), flush=True)
+        regressed += is_worse and not options.update
     if options.update:
         stored = {"commit": measure.commit(), "hardware": measure.hardware("cpu")}
         write(file, {**stored, "ratios": known | ratios})

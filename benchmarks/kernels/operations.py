@@ -1,4 +1,4 @@
-"""The measured operations, each with its exact result and the least work that it needs."""
+"""The measured operations, each with its exact result and its minimum amount of work."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Operation:
 
     Attributes:
         title: title of its table.
-        truth: which exact result the results are compared with: the argument of `Problem.truth`.
-        flops: necessary flops of the matrix products, divided by N·V·H. 0 for an operation that is
+        truth: argument of `Problem.truth` that selects the exact result of the operation.
+        flops: flops of the necessary matrix products, divided by N·V·H. 0 for an operation that is
             limited by the memory bandwidth.
-        passes: necessary number of reads and writes of all N·V logits, if `flops` is 0.
+        passes: number of necessary reads and writes of all N·V logits, if `flops` is 0.
     """
 
     title: str
@@ -25,7 +25,7 @@ class Operation:
     passes: int = 0
 
     def rate(self, shape: Shape, itemsize: int, milliseconds: float) -> tuple[float, str]:
-        """Return the necessary work divided by the time, and its unit: TFLOP/s or GB/s."""
+        """Return the minimum work divided by the time, and the unit: TFLOP/s or GB/s."""
         n, h, v = shape
         if self.flops:
             return self.flops * n * v * h / milliseconds / 1e9, "TFLOP/s"

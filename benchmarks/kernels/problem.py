@@ -1,4 +1,4 @@
-"""Input tensors of a benchmark case, the same for all providers, and the exact results."""
+"""Input tensors of a benchmark case, which all providers share, and the exact results."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ STANDARD = Variant()
 class Problem:
     """Packed GRPO batch of 8 completions with N/8 tokens each, for the loss "dapo" without KL.
 
-    The advantages have both signs. No ratio is close to a clipping bound. Otherwise a provider that
-    rounds its logits to 16 bits could clip a token that the exact result does not clip.
+    The advantages have both signs. No ratio is close to a clip bound, because a provider that
+    rounds its logits to 16 bits could then clip a token that the exact result does not clip.
     """
 
     hidden: Tensor  # (N, H), requires grad
@@ -74,6 +74,11 @@ class Problem:
         return None if self.count == len(self.mask) else self.mask.bool()
 
     @property
+    def labels(self) -> Tensor:
+        """Return the target ids, with -100 for masked tokens: (N,) int64."""
+        return self.target_ids.masked_fill(self.mask == 0, -100)
+
+    @property
     def token_advantages(self) -> Tensor:
         """Return the advantage of each token, which is that of its completion: (N,) fp32."""
         return self.advantages.repeat_interleave(self.hidden.shape[0] // COMPLETIONS)
@@ -89,29 +94,20 @@ class Problem:
 
         The last row of each completion is unused, because it predicts no token.
         """
-        n, _, v = self.shape
-        rows = n // COMPLETIONS
-        logits = self.hidden.new_zeros(COMPLETIONS, rows + 1, v).detach()
-        for i, block in enumerate(self.hidden.detach().split(rows)):
-            torch.mm(block, self.weight.detach().T, out=logits[i, :-1])
-        return logits
-
-    @functools.cached_property
-    def exact_dtype(self) -> torch.dtype:
-        """Return the dtype of exact results: fp64, or fp32 if fp64 needs too much memory."""
-        return exact.dtype_for(self.weight)
+        logits = self.hidden.detach() @ self.weight.detach().T
+        return torch.nn.functional.pad(logits.unflatten(0, (COMPLETIONS, -1)), (0, 0, 0, 1))
 
     @functools.cached_property
     def logps(self) -> Tensor:
         """Return the exact log-probabilities, (N,)."""
-        return exact.logps(self.hidden, self.weight, self.target_ids, self.exact_dtype)
+        return exact.logps(self.hidden, self.weight, self.target_ids)
 
     @functools.cached_property
     def _loss_and_slope(self) -> tuple[Tensor, Tensor, float]:
         return exact.dapo(self.logps, self.old_logps, self.token_advantages, self.mask, EPSILON)
 
     def truth(self, kind: str) -> exact.Truth:
-        """Return the exact results of one kind.
+        """Return the exact results for one kind of operation.
 
         Args:
             kind: "loss", "logps", "logps_backward" or "logits_loss".
@@ -129,15 +125,15 @@ class Problem:
 
     @functools.cached_property
     def _logps_backward_truth(self) -> exact.Truth:
-        gradients = self._gradients(self.grad_logps.to(self.exact_dtype))
+        gradients = self._gradients(self.grad_logps.double())
         return exact.Truth({"logps": self.logps, **gradients}, mask=self.mask)
 
     @functools.cached_property
     def _logits_loss_truth(self) -> exact.Truth:
         """Compute the exact loss of `self.logits`, which have been rounded to their dtype."""
         logits, targets = self.logits.flatten(0, 1), spread(self.target_ids)
-        lse = exact.logits_lse(logits, self.exact_dtype)
-        logps = gathered(logits, targets).to(self.exact_dtype) - lse
+        lse = exact.logits_lse(logits)
+        logps = logits.gather(-1, targets[:, None]).squeeze(-1).double() - lse
         advantages, old, mask = (
             spread(x) for x in (self.token_advantages, self.old_logps, self.mask)
         )
@@ -151,15 +147,11 @@ class Problem:
 
 
 def spread(values: Tensor) -> Tensor:
-    """Convert values of tokens, (N,), to the row layout of `Problem.logits`, (N + B,).
+    """Convert per-token values of shape (N,) to the rows of `Problem.logits`, (N + B,).
 
     The unused row of each completion gets 0.
     """
     return torch.nn.functional.pad(values.view(COMPLETIONS, -1), (0, 1)).flatten()
-
-
-def gathered(logits: Tensor, target_ids: Tensor) -> Tensor:
-    return logits.gather(-1, target_ids[:, None]).squeeze(-1)
 
 
 def make_problem(
@@ -186,11 +178,10 @@ def make_problem(
         hidden += lift * likeliest / likeliest.square().sum(-1, keepdim=True)
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     target_ids = exact.draw(hidden, weight, generator)
-    logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
+    logps = exact.logps(hidden, weight, target_ids)
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
-    # A positive log-probability is impossible. Replace it by the current logp, so that the ratio is
-    # 1.
+    # A positive log-probability is impossible. Replace it by the current logp: the ratio is then 1.
     old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -208,8 +199,8 @@ def coefficients(
 
     sign = torch.tensor([1.0, -1.0], device=device).repeat(COMPLETIONS // 2)
     advantages, signs = sign * (0.5 + uniform(COMPLETIONS)), sign.repeat_interleave(slots)
-    # Half of the ratios are close to 1. The other half are outside of the clip range, on the side
-    # on which the loss still has a gradient.
+    # Half of the ratios are close to 1. The other half are outside the clip range, on the side
+    # where the loss still has a gradient.
     noise = 0.02 * torch.randn(n, generator=generator, device=device)
     log_ratio = torch.where(uniform(n) < 0.5, -0.5 * signs, noise)
     mask = ragged_mask(n, device) if variant.mask == "ragged" else torch.ones(n, device=device)
@@ -225,7 +216,7 @@ def coefficients(
 
 
 def ragged_mask(n: int, device: torch.device) -> Tensor:
-    """Return the (N,) mask of right-padded completions, which fill 1/4 to all of their slots."""
+    """Return the (N,) mask of right-padded completions. Each fills 1/4 to all of its slots."""
     slots = n // COMPLETIONS
     lengths = torch.linspace(slots / 4, slots, COMPLETIONS, device=device).round().clamp(min=1)
     lengths = lengths[[3, 7, 0, 5, 2, 6, 1, 4]]

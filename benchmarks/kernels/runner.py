@@ -1,12 +1,12 @@
-"""Runner of the benchmark cases. It verifies all providers, and times those with right results."""
+"""Runner of the benchmark cases. It verifies all providers, and times the correct ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import gc
+import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import ROOT, measure
+from benchmarks import measure
 from benchmarks.kernels.exact import LOGP_TOLERANCE, TOLERANCE, acceptable
 from benchmarks.kernels.operations import OPERATIONS
 from benchmarks.kernels.problem import Problem, Variant, make_problem
-from benchmarks.kernels.providers import Provider, providers_of
+from benchmarks.kernels.providers import providers_of
+from benchmarks.kernels.providers.base import Provider
 from benchmarks.kernels.providers.ours import BACKENDS
 from benchmarks.kernels.shapes import Shape, name_of
 from benchmarks.measure import Step
@@ -44,9 +45,10 @@ class Plan:
             variant is one case.
         device: "cpu" or "cuda".
         allocators: the memory allocators for a CPU: "default", "fair" or both.
-        backends: backends of grpo_fast. An empty list selects all that differ on this device.
-        providers: parts of provider names. A provider runs if its name contains one of them. The
-            limits always run. An empty list selects all providers.
+        backends: backends of grpo_fast. An empty list selects "auto" and all backends that differ
+            from it on this device.
+        providers: substrings of provider names. A provider runs if its name contains one of them.
+            An empty list selects all providers. Limits (bare matrix products, copies) always run.
         threads: number of CPU threads.
         budget: time for each provider and case, in seconds.
         rounds: maximum number of rounds. At least 2 rounds are run, even if they exceed the budget.
@@ -66,9 +68,6 @@ class Plan:
     rounds: int
     verify_only: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Plan:
         fields = json.loads(text)
@@ -77,36 +76,32 @@ class Plan:
         return cls(**fields)
 
     def candidates(self, operation: str) -> list[Provider]:
-        """Return the limits and the selected providers of an operation."""
+        """Return the providers of an operation that this plan runs, including the limits."""
+
+        ours = [f"grpo_fast ({name})" for name in self.backends or self.distinct_backends()]
+        parts = [part.lower() for part in self.providers] or [""]
 
         def is_wanted(provider: Provider) -> bool:
-            if provider.role == "limit":
-                return True
-            if provider.role == "ours":
-                backend = provider.name.removeprefix("grpo_fast (").rstrip(")")
-                if backend not in (self.backends or self.distinct_backends()):
-                    return False
-            return not self.providers or any(
-                part.lower() in provider.name.lower() for part in self.providers
-            )
+            has_part = any(part in provider.name.lower() for part in parts)
+            is_chosen = provider.role != "ours" or provider.name in ours
+            return provider.role == "limit" or has_part and is_chosen
 
         return [provider for provider in providers_of(operation) if is_wanted(provider)]
 
     def distinct_backends(self) -> list[str]:
-        """Return all backends but the one that "auto" selects, which would be timed twice."""
-        return [name for name in BACKENDS if name != self.auto_backend()]
-
-    def auto_backend(self) -> str:
+        """Return all backends except the one that "auto" selects, so that it is not timed twice."""
         if self.device == "cuda" and not torch.cuda.is_available():  # a dry run without a GPU
-            return "triton"
-        return route.rows_route("auto", torch.empty(0, device=self.device)).backend
+            chosen = "triton"
+        else:
+            chosen = route.rows_route("auto", torch.empty(0, device=self.device)).backend
+        return [name for name in BACKENDS if name != chosen]
 
 
 Save = Callable[[list[dict[str, Any]]], None]  # saves the finished cases
 
 
 def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run all cases and return them. Call `save` whenever cases have finished.
+    """Run all cases and return their results. Call `save` each time that some have finished.
 
     On a CPU, the cases run in one child process for each allocator, because a process chooses its
     allocator when it starts.
@@ -121,25 +116,23 @@ def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
 
 
 def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
-    """Run the cases in a new process with the given allocator, and return them.
+    """Run the cases in a new process with the given allocator, and return their results.
 
-    If the process is interrupted or crashes, return the cases that had finished.
+    If the process is interrupted or crashes, return the results of the cases that had finished.
     """
-    environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
-    search = [str(ROOT), os.environ.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
+    changes = measure.FAIR_ALLOCATOR if allocator == "fair" else {}
+    environment = measure.child_environment(**changes)
     if not quiet:
         print(f"\n# allocator: {allocator}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         plan_file = Path(folder) / "plan.json"
         file = Path(folder) / "cases.json"
-        plan_file.write_text(plan.to_json())
+        plan_file.write_text(json.dumps(dataclasses.asdict(plan)))
         file.write_text("[]")
         command = [sys.executable, "-m", "benchmarks.kernels.runner", str(plan_file), str(file)]
         stdout = subprocess.DEVNULL if quiet else None
         try:
-            done = subprocess.run(command, env=environment, check=False, stdout=stdout)
-            status = done.returncode
+            status = subprocess.run(command, env=environment, stdout=stdout).returncode
         except KeyboardInterrupt:
             status = -2
         if status:
@@ -155,22 +148,20 @@ def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(plan.threads)
     cases: list[dict[str, Any]] = []
-    for dtype in plan.dtypes:
-        for shape in plan.shapes:
-            for variant in plan.variants:
-                problem = make_problem(shape, DTYPES[dtype], plan.device, variant)
-                for operation in plan.operations:
-                    cases.append(run_case(operation, problem, dtype, variant, plan))
-                    save(cases)
-                del problem
-                release(plan.device)
+    for dtype, shape, variant in itertools.product(plan.dtypes, plan.shapes, plan.variants):
+        problem = make_problem(shape, DTYPES[dtype], plan.device, variant)
+        for operation in plan.operations:
+            cases.append(run_case(operation, problem, dtype, variant, plan))
+            save(cases)
+        del problem
+        release(plan.device)
     return cases
 
 
 def run_case(
     operation: str, problem: Problem, dtype_name: str, variant: Variant, plan: Plan
 ) -> dict[str, Any]:
-    """Verify all providers, time those with right results, and print a table. Return the case."""
+    """Verify all providers, time the correct ones, print a table and return the results."""
     dtype = DTYPES[dtype_name]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
@@ -183,13 +174,12 @@ def run_case(
         if step:
             steps[provider.name] = step
     if not plan.verify_only:
-        time_steps(steps, rows, plan)
-        weigh(rows, operation, problem.shape, dtype)
+        rate = functools.partial(OPERATIONS[operation].rate, problem.shape, dtype.itemsize)
+        time_steps(steps, rows, plan, rate)
     case = {
         "allocator": "cuda", "operation": operation, "shape": list(problem.shape),
         "model": name_of(problem.shape), "dtype": dtype_name, "itemsize": dtype.itemsize,
         **variant._asdict(), "threads": plan.threads,
-        "truth": str(problem.exact_dtype).removeprefix("torch."),
         "route": route_of(operation, problem), "rows": rows,
     }  # fmt: skip
     print(case_table(case), flush=True)
@@ -203,34 +193,32 @@ def route_of(operation: str, problem: Problem) -> str:
     return str(route.head_route("auto", problem.weight))
 
 
-def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Plan) -> None:
-    """Time the steps in interleaved rounds, and add their times and peak memory to `rows`."""
-    for name, samples in measure.interleaved(steps, plan.device, plan.budget, plan.rounds).items():
-        rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 4) for s in samples]}
-        if rows[name]["role"] != "limit":
-            rows[name] |= measure.peak_memory(steps[name], plan.device)
-
-
-def weigh(
-    rows: dict[str, dict[str, Any]], operation: str, shape: Shape, dtype: torch.dtype
+def time_steps(
+    steps: dict[str, Step],
+    rows: dict[str, dict[str, Any]],
+    plan: Plan,
+    rate: Callable[[float], tuple[float, str]],
 ) -> None:
-    """Add to each row its time relative to the fastest limit, and its rate in flop/s or bytes/s.
+    """Add the times, the peak memory and the rate of work of each step to its row in `rows`.
 
-    All N token rows count as work, although a provider may skip inactive rows.
+    `rate` converts a time in ms to the rate and its unit. All N token rows count as work, although
+    a provider may skip inactive rows.
     """
-    timed = [row for row in rows.values() if "median_ms" in row]
-    limit = min(row["median_ms"] for row in timed if row["role"] == "limit")
-    for row in timed:
-        row["ratio_to_limit"] = row["median_ms"] / limit
-        row["fraction_of_limit"] = limit / row["median_ms"]
-        rate = OPERATIONS[operation].rate(shape, dtype.itemsize, row["median_ms"])
-        row["rate"], row["unit"] = rate
+    times = measure.interleaved(steps, plan.device, plan.budget, plan.rounds)
+    limit = min(times[name]["median_ms"] for name in steps if rows[name]["role"] == "limit")
+    for name, step in steps.items():
+        row, median = rows[name], times[name]["median_ms"]
+        row |= times[name]
+        row |= {"ratio_to_limit": median / limit, "fraction_of_limit": limit / median}
+        row["rate"], row["unit"] = rate(median)
+        if row["role"] != "limit":
+            row["workspace_mib"] = measure.peak_memory(step, plan.device)
 
 
 def verify(
     provider: Provider, operation: str, problem: Problem, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, Any], Step | None]:
-    """Run a provider once. Return its row with the errors, and its step if the result is right."""
+    """Run a provider once. Return its row of the report, and its step if its result is correct."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
         reason = provider.missing(device, dtype, problem.shape)
@@ -244,8 +232,7 @@ def verify(
     except Exception as error:  # a peer may raise anything; its row says so, and the run continues
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         row |= {"status": "failed", "reason": reason}
-    # Release the memory after the handler, because in the handler the exception still refers to
-    # tensors.
+    # Release the memory only after the handler, because the exception still refers to tensors.
     if row["status"] == "failed":
         release(device)
         return row, None

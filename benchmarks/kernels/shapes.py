@@ -8,42 +8,33 @@ COMPLETIONS = 8
 
 
 class Shape(NamedTuple):
-    """Number of token rows N, hidden size H and vocabulary V."""
+    """Number of token rows N, hidden size H and vocabulary size V."""
 
     n: int
     h: int
     v: int
 
 
-class Head(NamedTuple):
-    """Hidden size and vocabulary size of an LM head."""
-
-    h: int
-    v: int
-
-
-# Sizes from the config.json of each model. The vocabulary size includes the padding rows of the
-# head.
-MODELS: dict[str, Head] = {
-    "qwen2.5-0.5b": Head(896, 151936),
-    "qwen2.5-1.5b": Head(1536, 151936),
-    "qwen2.5-7b": Head(3584, 152064),
-    "qwen3-1.7b": Head(2048, 151936),
-    "qwen3-8b": Head(4096, 151936),
-    "llama-3-8b": Head(4096, 128256),
-    "gemma-3-1b": Head(1152, 262144),
-    "gemma-3-4b": Head(2560, 262144),
-    "cpu-toy": Head(64, 512),
-    "cpu-s": Head(256, 8192),
-    "cpu-m": Head(896, 32000),
+# Hidden size and vocabulary size from the config.json of each model. The vocabulary size includes
+# the padding rows of the head.
+MODELS: dict[str, tuple[int, int]] = {
+    "qwen2.5-0.5b": (896, 151936),
+    "qwen2.5-1.5b": (1536, 151936),
+    "qwen2.5-7b": (3584, 152064),
+    "qwen3-1.7b": (2048, 151936),
+    "qwen3-8b": (4096, 151936),
+    "llama-3-8b": (4096, 128256),
+    "gemma-3-1b": (1152, 262144),
+    "gemma-3-4b": (2560, 262144),
+    "cpu-toy": (64, 512),
+    "cpu-s": (256, 8192),
+    "cpu-m": (896, 32000),
 }
 
 QUICK: list[Shape] = [Shape(64, 64, 512), Shape(512, 256, 8192)]
-CPU: list[Shape] = [
-    Shape(64, 64, 512),
-    Shape(1024, 256, 8192),
-    Shape(512, 896, 32000),
-    Shape(512, 896, 151936),
+CPU = [
+    Shape(n, h, v)
+    for n, h, v in ((64, 64, 512), (1024, 256, 8192), (512, 896, 32000), (512, 896, 151936))
 ]
 # The first three shapes have the hidden sizes for which benchmarks/gpu/bars.py has thresholds. The
 # last one has a smaller vocabulary.
@@ -56,8 +47,7 @@ def shape_of(text: str) -> Shape:
     """Parse a shape from the text `N,H,V`.
 
     Raises:
-        ValueError: the text is not three positive integers, or N is not a multiple of 8, the number
-            of completions.
+        ValueError: the text is not three positive integers, or N is not a multiple of COMPLETIONS.
     """
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
@@ -84,5 +74,5 @@ def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
 
 
 def name_of(shape: Shape) -> str:
-    """Return the names of all models with this LM head, separated by commas, or an empty text."""
-    return ", ".join(name for name, head in MODELS.items() if head == Head(shape.h, shape.v))
+    """Return the comma-separated names of all models with this LM head, or an empty string."""
+    return ", ".join(name for name, head in MODELS.items() if head == shape[1:])

@@ -1,4 +1,4 @@
-"""Report files: how to write them, and how to read one of a benchmark or of a GPU session."""
+"""Functions that write report files, and read those of a benchmark or of a GPU session."""
 
 from __future__ import annotations
 

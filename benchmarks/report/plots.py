@@ -38,36 +38,22 @@ def is_standard(case: dict[str, Any]) -> bool:
     return is_loss and case["active"] == 1 and case["softmax"] == "flat"
 
 
-def curves(cases: list[dict[str, Any]], value: str) -> tuple[str, dict[str, Any]]:
-    """Return the title and the curves of a panel that shows a value over the number of tokens.
+def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) -> None:
+    """Draw a value over the number of tokens, for grpo_fast, the peers and the limits.
 
-    The panel shows the run that measured an LM head with the most different numbers of tokens.
-
-    Returns:
-        The title, and a dict from the name of a provider to its role and its points (tokens,
-        value). Both are empty if no run has at least two numbers of tokens.
+    The panel shows the run that measured one LM head at the largest number of token counts.
     """
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):
         groups[(case["report"], *case["shape"][1:], case["dtype"])].append(case)
-    key = max(groups, key=lambda key: len(groups[key]), default=None)
-    if key is None or len(groups[key]) < 2:
-        return "", {}
-    lines: dict[str, Any] = {}
-    for case in sorted(groups[key], key=lambda case: case["shape"][0]):
+    (_, h, v, dtype), chosen = max(groups.items(), key=lambda item: len(item[1]))
+    lines: dict[str, tuple[str, list[tuple[int, float]]]] = {}
+    for case in sorted(chosen, key=lambda case: case["shape"][0]):
         for name, row in case["rows"].items():
-            if value in row and row["role"] in COLORS and name in (OURS, *others(case)):
-                lines.setdefault(name, (row["role"], []))[1].append((case["shape"][0], row[value]))
-    return f"H={key[1]} V={key[2]} {key[3]}", lines
-
-
-def others(case: dict[str, Any]) -> list[str]:
-    return [name for name, row in case["rows"].items() if row["role"] != "ours"]
-
-
-def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) -> None:
-    title, lines = curves(cases, value)
-    axes.set_title(f"{label} over tokens   {title}", loc="left", fontsize=10)
+            if value in row and (name == OURS or row["role"] != "ours"):
+                points = lines.setdefault(name, (row["role"], []))[1]
+                points.append((case["shape"][0], row[value]))
+    axes.set_title(f"{label} over tokens   H={h} V={v} {dtype}", loc="left", fontsize=10)
     axes.set_prop_cycle(color=PEERS)
     for index, (name, (role, points)) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": COLORS[role]} if role != "peer" else {}
@@ -75,18 +61,13 @@ def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) 
         style |= {"lw": 3.2, "zorder": 1} if role == "ours" else {"lw": 1.1}
         marker = MARKERS[index % len(MARKERS)]
         axes.plot(*zip(*points, strict=True), marker=marker, ms=4, label=name, **style)
-    empty_or_log(axes, bool(lines), "tokens N", label)
+    log_axes(axes, "tokens N", label)
+    axes.legend(fontsize=7, frameon=False)
 
 
-def empty_or_log(axes: Any, has_data: bool, x: str, y: str) -> None:
-    if not has_data:
-        where = {"ha": "center", "va": "center", "transform": axes.transAxes}
-        axes.text(0.5, 0.5, "not measured", color="gray", **where)
-        axes.set_axis_off()
-        return
+def log_axes(axes: Any, x: str, y: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=7, frameon=False)
 
 
 def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
@@ -101,9 +82,9 @@ def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
     for place, key in enumerate(sorted(chosen)):
         rows = chosen[key]["rows"]
         best = fastest_peer(chosen[key])
-        axes.bar(place - 0.2, relative_time(rows[OURS]), 0.38, color=COLORS["ours"])
+        axes.bar(place - 0.2, rows[OURS]["ratio_to_limit"], 0.38, color=COLORS["ours"])
         if best:
-            axes.bar(place + 0.2, relative_time(rows[best]), 0.38, color=COLORS["peer"])
+            axes.bar(place + 0.2, rows[best]["ratio_to_limit"], 0.38, color=COLORS["peer"])
             style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6}
             axes.text(place + 0.2, 0.02, best, color="white", **style)
     axes.set_xticks(range(len(chosen)))
@@ -113,12 +94,8 @@ def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
     axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=8)
 
 
-def relative_time(row: dict[str, Any]) -> float:
-    return 1 / row["fraction_of_limit"]
-
-
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the peak in flop/s and the bandwidth in bytes/s of a machine, or 0 if not measured."""
+    """Return the peak compute rate (flop/s) and the bandwidth (bytes/s), or 0 if not measured."""
     file = file_of(cases[0]["hardware"])
     known = json.loads(file.read_text()) if file.is_file() else {}
     flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
@@ -161,11 +138,8 @@ def work(case: dict[str, Any]) -> tuple[float, float]:
 def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> None:
     """Label the slowest point of each operation. All linear operations share one label."""
     slowest: dict[str, tuple[float, float]] = {}
-    for _, x, y, operation in points:
-        if operation.startswith("linear"):
-            operation = "linear_*"
-        if operation not in slowest or y < slowest[operation][1]:
-            slowest[operation] = (x, y)
+    for _, x, y, operation in sorted(points, key=lambda point: -point[2]):
+        slowest["linear_*" if operation.startswith("linear") else operation] = (x, y)
     for operation, (x, y) in slowest.items():
         style = {"fontsize": 7, "color": COLORS["ours"], "va": "center"}
         axes.annotate(operation, (x, y / 1e9), (6, -7), textcoords="offset points", **style)
@@ -181,34 +155,23 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     for role, label, size in (("peer", "peers", 10), ("ours", "grpo_fast", 24)):
         chosen = [(x, y / 1e9) for kind, x, y, _ in points if kind == role]
-        if chosen:
-            style = {"color": COLORS[role], "s": size, "zorder": 3}
-            axes.scatter(*zip(*chosen, strict=True), label=label, **style)
+        style = {"color": COLORS[role], "s": size, "zorder": 3}
+        axes.scatter(*zip(*chosen, strict=True), label=label, **style)
     label_operations(axes, [point for point in points if point[0] == "ours"])
-    if points and peak and bandwidth:
+    if peak and bandwidth:
         low, high = min(p[1] for p in points) / 2, max(p[1] for p in points) * 2
         corner = peak / bandwidth
         xs = sorted({low, high, min(max(corner, low), high)})
         roof = [min(peak, x * bandwidth) / 1e9 for x in xs]
         label = f"limit: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s"
         axes.plot(xs, roof, color=COLORS["limit"], lw=1.4, label=label)
-    elif points:
-        where = {"transform": axes.transAxes, "fontsize": 7, "color": "gray", "va": "top"}
-        axes.text(0.03, 0.96, "no limit: it was not measured on this machine", **where)
-    empty_or_log(axes, bool(points), "flop per byte", "GFLOP/s (higher is better)")
-    if points:
-        axes.legend(fontsize=7, frameon=False, loc="lower right")
+    log_axes(axes, "flop per byte", "GFLOP/s (higher is better)")
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def draw(paths: list[str], out: Path) -> Path:
-    """Draw the picture with four panels, and return its path.
-
-    Raises:
-        ValueError: the files have no measured case.
-    """
-    cases = [case for case in cases_of(paths) if len(case.get("shape", ())) == 3]
-    if not cases:
-        raise ValueError("results: expected at least one measured case, got none")
+    """Draw the picture with four panels, and return its path."""
+    cases = cases_of(paths)
     title = f"linear_grpo_loss and its parts: {machine(cases[0]['hardware'])}"
     with picture(out, (12, 8), (2, 2), title, commits_of(cases)) as axes:
         draw_curves(axes[0][0], cases, "median_ms", "Milliseconds")
@@ -219,7 +182,7 @@ def draw(paths: list[str], out: Path) -> Path:
 
 
 def draw_steps(paths: list[Path], out: Path) -> None:
-    """Draw the time and the memory of an update with a pretrained model, by prompt length.
+    """Draw the time and the memory of an update with a pretrained model for each prompt length.
 
     Args:
         paths: results of benchmarks.trainers.step.
@@ -277,47 +240,35 @@ def commits_of(cases: list[dict[str, Any]]) -> str:
     return f"measured at {', '.join(sorted({case['commit'] for case in cases}))}"
 
 
-def draw_bars(paths: list[str], out: Path) -> Path:
-    """Draw the bar chart of README.md: time and memory of each provider at `BARS_SHAPE` in fp32.
-
-    Raises:
-        ValueError: the files have no case of this shape.
-    """
-    cases = [
-        case
-        for case in filter(is_standard, cases_of(paths))
-        if case["shape"] == BARS_SHAPE and case["dtype"] == "fp32"
-    ]
-    if not cases:
-        raise ValueError(f"results: expected a case of shape {BARS_SHAPE} in fp32, got none")
-    rows = cases[0]["rows"]
-    names = [OURS, *(name for name, row in rows.items() if row["role"] == "peer")]
-    names = [name for name in names if "median_ms" in rows[name]]
-    limit = next(row["median_ms"] for row in rows.values() if row["role"] == "limit")
-    times = {name: rows[name]["median_ms"] / limit for name in names}
-    memory = {name: rows[name]["workspace_mib"] for name in names}
+def draw_bars(paths: list[str], out: Path) -> None:
+    """Draw the bar chart of README.md: time and memory of each provider at `BARS_SHAPE` in fp32."""
+    cases = filter(is_standard, cases_of(paths))
+    case = next(c for c in cases if c["shape"] == BARS_SHAPE and c["dtype"] == "fp32")
+    rows = {
+        "grpo_fast" if name == OURS else name: row
+        for name, row in case["rows"].items()
+        if "median_ms" in row and (name == OURS or row["role"] == "peer")
+    }
     tokens, width, vocabulary = BARS_SHAPE
     shape = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, fp32"
     title = f"Loss and gradients, {shape}: lower is better"
     # Put one panel below the other. Next to each other, they would be too small on a phone.
-    with picture(out, (7, 5.4), (2, 1), title, commits_of(cases)) as axes:
-        bars(axes[0], times, "Time relative to three bare matrix products", "{:.2f}×")
-        bars(axes[1], memory, "Memory besides inputs and gradients", "{:.0f} MiB")
+    with picture(out, (7, 5.4), (2, 1), title, commits_of([case])) as axes:
+        title = "Time relative to three bare matrix products"
+        bars(axes[0], {name: row["ratio_to_limit"] for name, row in rows.items()}, title, "%.2f×")
+        title = "Memory besides inputs and gradients"
+        bars(axes[1], {name: row["workspace_mib"] for name, row in rows.items()}, title, "%.0f MiB")
         axes[0].axvline(1, color="gray", lw=0.8)
         axes[0].set_xticks([1], ["the matrix products alone"], fontsize=9, color="gray")
-    return out
 
 
 def bars(axes: Any, values: dict[str, float], title: str, written: str) -> None:
     """Draw horizontal bars with the smallest value on top, and write each value next to its bar."""
     names = sorted(values, key=lambda name: -values[name])
-    for place, name in enumerate(names):
-        color = COLORS["ours"] if name == OURS else "#9db8cc"
-        axes.barh(place, values[name], color=color)
-        label = " " + written.format(values[name])
-        axes.text(values[name], place, label, va="center", fontsize=10)
-    shown = ["grpo_fast" if name == OURS else name for name in names]
-    axes.set_yticks(range(len(names)), shown, fontsize=10)
+    colors = [COLORS["ours"] if name == "grpo_fast" else "#9db8cc" for name in names]
+    drawn = axes.barh(range(len(names)), [values[name] for name in names], color=colors)
+    axes.bar_label(drawn, fmt=written, padding=4, fontsize=10)
+    axes.set_yticks(range(len(names)), names, fontsize=10)
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlim(0, 1.15 * max(values.values()))
     axes.spines[["top", "right", "bottom"]].set_visible(False)

@@ -4,11 +4,10 @@
     python -m benchmarks.report.readme --only loss     run one step (--help names all steps)
     python -m benchmarks.report.readme --tables        only update tables and pictures
 
-Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
+Measure on a quiet machine. Each step writes a file to benchmarks/results/, usually cpu-STEP.json.
 The command then draws kernels.png and readme.png from these files, draws step-real.png from the
-results of the pretrained model, and updates the tables in benchmarks/README.md. The tables of a
-GPU come from gpu_session.json, which benchmarks/gpu_session.sh writes. No step starts after the
-deadline (option --deadline).
+results of the pretrained model, and updates the tables in benchmarks/README.md. The GPU tables
+come from gpu_session.json, which benchmarks/gpu_session.sh writes.
 """
 
 from __future__ import annotations
@@ -17,31 +16,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.options import new_parser
 from benchmarks.report import plots
 from benchmarks.report.files import cases_of, machine
 
-PY = sys.executable
 PAGE = ROOT / "benchmarks" / "README.md"
 DEVICES = ("cpu", "gpu")
 BEGIN, END = "<!-- {} tables: begin -->", "<!-- {} tables: end -->"
-
-
-class Step(NamedTuple):
-    """A command that measures some of the numbers.
-
-    Attributes:
-        name: name of the step. The results are in benchmarks/results/cpu-NAME.json.
-        command: arguments for the Python interpreter.
-        out: option for the path of the results. If empty, the command itself chooses the path.
-    """
-
-    name: str
-    command: str
-    out: str = "--out"
 
 
 CPU = "--device cpu --allocator default"
@@ -52,25 +36,24 @@ LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
 PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
 FAIR = "--device cpu --allocator fair"
 
-# The most important steps come first, because no step starts after the deadline. Budgets are in
-# seconds for each candidate and case.
-STEPS = [
-    Step(
-        "loss", f"-m benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000"
-    ),
-    Step("loss-large", f"-m benchmarks {CPU} --budget 8 --shapes 512,896,151936 {FAST}"),
-    Step("gate", "-m benchmarks.kernels.gate --update", ""),
-    Step("parts", f"-m benchmarks {PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL"),
-    Step("tokens", f"-m benchmarks {CPU} --budget 1.5 {LENGTHS} {FAST} TRL Liger"),
-    Step("fair", f"-m benchmarks {FAIR} --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST}"),
-    Step("peaked", f"-m benchmarks {CPU} --budget 1 {PEAKED} {FAST}"),
-    Step("bf16", f"-m benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16"),
-    Step("ceiling", "-m benchmarks.kernels.ceiling", ""),
-    Step("rollout", "-m benchmarks.trainers.rollout --device cpu --budget 6", "--json"),
-    Step("divergence", "-m benchmarks.trainers.divergence --device cpu", "--json"),
-]
+# Commands of the steps. If a command ends with --out or --json, the path of the results is
+# appended: benchmarks/results/cpu-STEP.json. Budgets are in seconds for each candidate and case.
+STEPS = {
+    "loss": f"benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000 --out",
+    "loss-large": f"benchmarks {CPU} --budget 8 --shapes 512,896,151936 {FAST} --out",
+    "gate": "benchmarks.kernels.gate --update",
+    "parts": f"benchmarks {PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL --out",
+    "tokens": f"benchmarks {CPU} --budget 1.5 {LENGTHS} {FAST} TRL Liger --out",
+    "fair": f"benchmarks {FAIR} --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST} --out",
+    "peaked": f"benchmarks {CPU} --budget 1 {PEAKED} {FAST} --out",
+    "bf16": f"benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16 --out",
+    "ceiling": "benchmarks.kernels.ceiling",
+    "rollout": "benchmarks.trainers.rollout --device cpu --budget 6 --json",
+    "divergence": "benchmarks.trainers.divergence --device cpu --json",
+}
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
-# Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md has the commands.
+# Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md lists the
+# commands.
 REAL_STEPS = ("step-real", "step-real-2k", "step-real-2k-trl", "step-real-8k")
 
 
@@ -78,33 +61,21 @@ def file_of(name: str) -> Path:
     return RESULTS / f"cpu-{name}.json"
 
 
-def run_steps(steps: list[Step], deadline: float) -> int:
-    """Run the steps one after the other. After `deadline` seconds, start no further step.
-
-    Returns:
-        0 if all steps ran without an error, otherwise 1.
-    """
+def run_step(name: str) -> int:
+    """Run a step, and return its exit code."""
     started = time.monotonic()
-    status = 0
-    for step in steps:
-        passed = time.monotonic() - started
-        if passed > deadline:
-            print(f"== {step.name}: not started after {passed:.0f} s; --only {step.name} runs it")
-            status = 1
-            continue
-        print(f"== {step.name}", flush=True)
-        out = [step.out, str(file_of(step.name))] if step.out else []
-        command = [PY, *step.command.split(), *out]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        status = max(status, min(code, 1))
-        seconds = time.monotonic() - started - passed
-        print(f"== {step.name}: {seconds:.0f} s, exit code {code}", flush=True)
-    return status
+    print(f"== {name}", flush=True)
+    command = [sys.executable, "-m", *STEPS[name].split()]
+    if command[-1] in ("--out", "--json"):
+        command.append(str(file_of(name)))
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    print(f"== {name}: {time.monotonic() - started:.0f} s, exit code {code}", flush=True)
+    return code
 
 
 def tables(device: str) -> str:
-    """Return the tables of "cpu" or "gpu" in Markdown. There is one table for each operation."""
-    files = [file_of(step.name) for step in STEPS if step.out == "--out"]
+    """Return the tables for "cpu" or "gpu" in Markdown, with one table for each operation."""
+    files = [file_of(name) for name, command in STEPS.items() if command.endswith("--out")]
     if device == "gpu":
         files = [RESULTS / "gpu_session.json"]
     cases = cases_of(file for file in files if file.is_file())
@@ -117,7 +88,8 @@ def tables(device: str) -> str:
     for operation in dict.fromkeys(case["operation"] for case in cases):
         chosen = [case for case in cases if case["operation"] == operation]
         rows = [row for case in chosen for row in case["rows"].items()]
-        names = list(dict.fromkeys(name for name, row in rows if is_shown(row)))
+        shown = (n for n, x in rows if x["role"] in ("ours", "peer") and x["status"] != "missing")
+        names = list(dict.fromkeys(shown))
         lines += [f"`{operation}`", "", f"| N, H, V | limit | {' | '.join(names)} |"]
         lines.append("|" + "---|" * (len(names) + 2))
         for case in chosen:
@@ -125,10 +97,6 @@ def tables(device: str) -> str:
             lines.append(f"| {label(case)} | {limit(case)} | {cells} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def is_shown(row: dict[str, Any]) -> bool:
-    return row["role"] in ("ours", "peer") and row["status"] != "missing"
 
 
 def label(case: dict[str, Any]) -> str:
@@ -169,18 +137,17 @@ def refreshed(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
+    parser.add_argument("--only", nargs="+", choices=tuple(STEPS))
     parser.add_argument("--tables", action="store_true", help="measure nothing")
-    parser.add_argument("--deadline", type=float, default=780, help="seconds; then no step starts")
     options = parser.parse_args(arguments)
-    steps = [step for step in STEPS if not options.only or step.name in options.only]
-    status = 0 if options.tables else run_steps(steps, options.deadline)
+    chosen = [] if options.tables else options.only or STEPS
+    codes = [run_step(name) for name in chosen]
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
     plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")
     plots.draw_steps([file_of(name) for name in REAL_STEPS], RESULTS / "step-real.png")
     PAGE.write_text(refreshed(PAGE.read_text()))
     print(f"written: {PAGE.relative_to(ROOT)} and three pictures in benchmarks/results")
-    return status
+    return 1 if any(codes) else 0
 
 
 if __name__ == "__main__":

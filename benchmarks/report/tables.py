@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.kernels.operations import OPERATIONS
@@ -13,9 +15,7 @@ SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """Return the table of one case. The column ± has half the interquartile range of the times."""
-    from rich.table import Table
-
+    """Return the table of one case. The column ± shows half the interquartile range."""
     n, h, v = case["shape"]
     what = [f"N={n} H={h} V={v}", case["dtype"]] + ([f"({case['model']})"] if case["model"] else [])
     if case["active"] < 1:
@@ -23,21 +23,19 @@ def case_table(case: dict[str, Any]) -> str:
     what += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
     title = f"{OPERATIONS[case['operation']].title}   {'  '.join(what)}"
     title += f"\ngrpo_fast (auto) is: {case['route']}"
-    table = Table(title=title, title_justify="left", box=None)
-    rates = [row["unit"] for row in case["rows"].values() if "unit" in row]
-    unit = rates[0] if rates else "rate"
-    table.add_column("", no_wrap=True)
-    for name in ("ms", "±", "× limit", "% of limit", unit, "MiB", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    units = [row["unit"] for row in case["rows"].values() if "unit" in row]
+    unit = units[0] if units else "rate"
+    rows = []
     for name, row in case["rows"].items():
         note = f"{row['status']}: {row['reason']}" if row.get("reason") else ""
-        table.add_row(name, *cells(row), note)
-    return rendered(table)
+        rows.append([name, *cells(row), note])
+    return text_table(
+        title, ["", "ms", "±", "× limit", "% of limit", unit, "MiB", "error", ""], rows
+    )
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return the numbers of a provider's row as texts. A value that was not measured is empty."""
+    """Return the numbers of a provider's row as strings, empty where nothing was measured."""
     errors = row.get("errors", {})
     error = f"{max(errors[key] for key in errors if key in SHOWN):.0e}" if errors else ""
     if "median_ms" not in row:
@@ -52,17 +50,9 @@ def cells(row: dict[str, Any]) -> list[str]:
 def verdict(cases: list[dict[str, Any]]) -> str:
     """Return the summary of all cases.
 
-    It compares grpo_fast (auto) with the limit and with the fastest peer whose result is right.
+    It compares grpo_fast (auto) with the limit and with the fastest correct peer.
     """
-    from rich.table import Table
-
-    title = "grpo_fast (auto) against the limit and the fastest correct peer"
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("operation", "N,H,V", "dtype", "allocator", "rows"):
-        table.add_column(name, no_wrap=True)
-    for name in ("× limit", "peer's time ÷ ours"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    lines = []
     for case in cases:
         rows, best = case["rows"], fastest_peer(case)
         ours = rows.get("grpo_fast (auto)", {})
@@ -70,29 +60,38 @@ def verdict(cases: list[dict[str, Any]]) -> str:
         variant += [case["mask"]] if case["mask"] != "full" else []
         label = [case["operation"], ",".join(map(str, case["shape"])), case["dtype"]]
         label += [case["allocator"], " ".join(variant)]
-        if "median_ms" not in ours:
-            reason = f"{ours.get('status', 'not run')} {ours.get('reason', '')}"
-            table.add_row(*label, "", "", reason)
-            continue
-        speed = f"{rows[best]['median_ms'] / ours['median_ms']:.2f}" if best else ""
-        table.add_row(*label, f"{ours['ratio_to_limit']:.2f}", speed, best or "no peer ran")
-    return rendered(table)
+        if "median_ms" in ours:
+            speed = f"{rows[best]['median_ms'] / ours['median_ms']:.2f}" if best else ""
+            label += [f"{ours['ratio_to_limit']:.2f}", speed, best or "no peer ran"]
+        else:
+            label += ["", "", f"{ours.get('status', 'not run')} {ours.get('reason', '')}"]
+        lines.append(label)
+    title = "grpo_fast (auto) against the limit and the fastest correct peer"
+    columns = "operation|N,H,V|dtype|allocator|rows|× limit|peer's time ÷ ours|"
+    return text_table(title, columns.split("|"), lines)
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
-    """Return the name of the fastest peer whose result is right, or None if no peer was timed."""
+    """Return the name of the fastest correct peer, or None if no peer was timed."""
     rows = case["rows"]
     peers = [n for n, row in rows.items() if row["role"] == "peer" and "median_ms" in row]
     return min(peers, key=lambda name: rows[name]["median_ms"], default=None)
 
 
-def rendered(table: Any) -> str:
-    """Convert a table of `rich` to text. If stdout is a terminal, use colours."""
-    import sys
-
+def text_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table as text, with colours if stdout is a terminal. Its last column may wrap."""
     from rich.console import Console
+    from rich.table import Table
 
+    table = Table(box=None)
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:-1]:
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column(columns[-1], overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     text = io.StringIO()
     console = Console(file=text, width=WIDTH, force_terminal=sys.stdout.isatty(), highlight=False)
     console.print(table)
-    return "\n" + "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    lines = (line.rstrip() for line in text.getvalue().splitlines())
+    return "\n".join(["", title, *lines])

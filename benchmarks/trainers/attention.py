@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.exact import TOLERANCE, relative_l2
-from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save_cases, timed
+from benchmarks.kernels.exact import relative_l2
+from benchmarks.trainers import options as cli
+from benchmarks.trainers.options import Case
 from grpo_fast.attention import PackedGroups, dispatch, pack_groups
 from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import AttentionParams
@@ -55,24 +56,25 @@ CPU_MODELS = [Heads("gsm8k-tiny", 6, 3, 32, 512)]
 GPU_MODELS = [Heads("Qwen2.5-0.5B", 14, 2, 64, 4864), Heads("Qwen2.5-7B", 28, 4, 128, 18944)]
 
 
-DEFAULTS = Defaults(threads=1, budget=(10.0, 0.2), rounds=(15, 15))
+DEFAULTS = cli.Defaults(threads=1, budget=(10.0, 0.2), rounds=(15, 15))
 
 
 def main() -> None:
-    options = parsed_cases(new_parser(__doc__), DEFAULTS, "P,C,G", CASES)
+    options = cli.parsed_cases(cli.new_parser(__doc__), DEFAULTS, "P,C,G", CASES)
     rows: list[dict[str, Any]] = []
     for case in options.cases:
         for model in CPU_MODELS if options.device == "cpu" else GPU_MODELS:
             rows += time_attention(case, model, options)
-    save_cases(options, "attention, shared against packed, forward + backward", rows)
+    title = "attention, shared against packed, forward + backward"
+    cli.save(options, title, {"dtype": str(options.dtype)}, cases=rows)
 
 
 def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
     """Pack the prompt and the completions of a case in both layouts.
 
     Returns:
-        The shared layout, the packed layout, and (T,): for each row of the packed layout, the index
-        of the row with the same token in the shared layout.
+        The shared layout, the packed layout, and a tensor (T,). For each row of the packed layout,
+        it has the index of the row with the same token in the shared layout.
     """
     prompt, completion, group = case
     numbers = torch.arange(prompt + completion * group)
@@ -103,6 +105,9 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
     copies[3] = copies[3] * first[:, None, None]
     params = AttentionParams(model.head_dim**-0.5)
     kind = Kind(options.device, options.dtype, model.head_dim)
+    common: dict[str, Any] = {"what": "attention", "model": model.name}
+    common |= dict(zip(("prompt", "completion", "group"), case, strict=True))
+    common["tokens_ratio"] = packed.layout.total / shared.layout.total
     rows = []
     for provider in dispatch.candidates(kind):
         if provider.name in ("explicit", "flex") and kind.device == "cuda":
@@ -112,9 +117,9 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
             "shared": attention_step(provider.attend, tensors, shared, params),
         }
         error = attention_error(steps["shared"](), steps["packed"](), origin, first)
-        label: dict[str, Any] = {"what": "attention", "model": model.name, "kernel": provider.name}
-        label |= dict(zip(("prompt", "completion", "group"), case, strict=True))
-        rows.append(row_of_times(label, steps, error, options))
+        row = common | {"kernel": provider.name, "difference": error}
+        rows.append(row | cli.compared(steps, error, options))
+        print(f"{case} {model.name:<14} {provider.name:<10} {cli.described(rows[-1])}", flush=True)
     return rows
 
 
@@ -145,27 +150,6 @@ def attention_error(
     ]
     sums[0] = torch.zeros_like(sums[0]).index_copy_(0, origin[first], wide[0][first])
     return max(relative_l2(x, y) for x, y in zip(shared, sums, strict=True))
-
-
-def row_of_times(
-    label: dict[str, Any], steps: dict[str, Step], error: float, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Time both steps if their results agree. Print and return the row of the report."""
-    prompt, completion, group = (label[name] for name in ("prompt", "completion", "group"))
-    tokens_ratio = group * (prompt + completion - 1) / (prompt + group * (completion - 1))
-    row = label | {"difference": error, "tokens_ratio": tokens_ratio}
-    sizes = f"P={prompt:<6} C={completion:<4} G={group:<3}"
-    shown = f"{sizes} {label['model']:<14} {label['kernel']:<10}"
-    if not error <= TOLERANCE[options.dtype]:
-        print(f"{shown} WRONG: the layouts differ by {error:.2g}; not timed", flush=True)
-        return row | {"wrong": True}
-    row |= timed(steps, options)
-    ms = {name: time["median_ms"] for name, time in row["times"].items()}
-    row["ratio"] = ms["packed"] / ms["shared"]
-    times = f"packed {ms['packed']:9.2f} ms  shared {ms['shared']:9.2f} ms"
-    ratios = f"ratio {row['ratio']:5.2f} (tokens {tokens_ratio:.2f})"
-    print(f"{shown} {times}  {ratios}  difference {error:.1g}", flush=True)
-    return row
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save_cases
-from benchmarks.trainers.options import timed as measured
+from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save
 from grpo_fast import TeacherHead, linear_divergence
 
+Head = tuple[Tensor, Tensor]  # hidden states (N, H) and weight (V, H)
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's argument beta
 CASES: dict[str, list[tuple[int, ...]]] = {
     "quick": [(64, 64, 3000)],
@@ -40,16 +40,16 @@ DEFAULTS = Defaults(threads=1, budget=(2.0, 0.2), rounds=(5, 3))
 def main() -> None:
     options = parsed_cases(new_parser(__doc__), DEFAULTS, "N,H,V", CASES)
     if options.device == "cpu":
-        measure.clock = "process"
+        options.clock = measure.clock = "process"
     rows = [timed(case, options) for case in options.cases]
-    save_cases(options, "linear_divergence, forward and backward", rows, clock=measure.clock)
+    title = "linear_divergence, forward and backward"
+    save(options, title, {"dtype": str(options.dtype)}, cases=rows)
 
 
-def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+def plain(kind: str, student: Head, teacher: Head) -> Tensor:
     """Return the mean divergence over all tokens, computed from all logits in plain torch."""
-    lp, lq = ((h @ w.T).float().log_softmax(-1) for h, w in (student, teacher))
-    if student[0].dtype == torch.float64:
-        lp, lq = ((h @ w.T).log_softmax(-1) for h, w in (student, teacher))
+    dtype = torch.promote_types(student[0].dtype, torch.float32)
+    lp, lq = ((h @ w.T).to(dtype).log_softmax(-1) for h, w in (student, teacher))
     if kind == "forward_kl":
         values = lq.exp() * (lq - lp)
     elif kind == "reverse_kl":
@@ -60,7 +60,7 @@ def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tens
     return values.sum(-1).mean()
 
 
-def trl(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+def trl(kind: str, student: Head, teacher: Head) -> Tensor:
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     scales = 1.0, 1.0, None, 1.0, None
@@ -69,18 +69,18 @@ def trl(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor
     )[0].mean()  # fmt: skip
 
 
-def ours(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
+def ours(kind: str, student: Head, teacher: Head) -> Tensor:
     return linear_divergence(*student, TeacherHead(*teacher), kind).loss
 
 
-def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> None:
+def products(student: Head, teacher: Head) -> None:
     (h, w), (t, u) = (tuple(x.detach() for x in side) for side in (student, teacher))
     _, y = h @ w.T, t @ u.T
     _ = y @ w, y.T @ h
 
 
 def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
-    """Verify all candidates of a case, and time them. Print and return the row of the report."""
+    """Verify all candidates of a case, time the correct ones, and return the results."""
     n, h, v = case
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]
@@ -107,7 +107,7 @@ def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
             row["errors"][f"{kind} {name}"] = off
             if off <= exact.TOLERANCE[options.dtype]:
                 steps[f"{kind} {name}"] = call
-    row |= measured(steps, options)
+    row["times"] = measure.measured(steps, options)
     bare = row["times"]["products"]["median_ms"]
     for name, times in row["times"].items():
         off = row["errors"].get(name, 0.0)  # the bare products have no error

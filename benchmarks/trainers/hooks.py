@@ -1,4 +1,4 @@
-"""Losses and LM heads of verl and OpenRLHF, compared with replacements by grpo_fast.
+"""Losses and LM heads of verl and OpenRLHF, compared with their grpo_fast replacements.
 
     GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks
     [--quick] [--device cuda] [--json results.json]
@@ -27,8 +27,7 @@ Step = Callable[[], Any]  # returns (loss, gradients)
 AGREEMENT = 1e-3
 # Number of tokens, hidden size and vocabulary size of the LM head. The head on a GPU is that of
 # Qwen2.5-0.5B. On a CPU, the hidden size is a quarter and the vocabulary a sixteenth, to save time.
-HEADS = {"cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
-QUICK_HEAD = (128, 64, 2048)
+HEADS = {"quick": (128, 64, 2048), "cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
 BATCH = (64, 1024)  # number of completions, and their padded length
 
 
@@ -38,44 +37,36 @@ DEFAULTS = Defaults(threads=2, budget=(10.0, 1.0), rounds=(20, 5))
 def main() -> None:
     options = parsed(new_parser(__doc__), DEFAULTS)
     device = options.device
-    shape = QUICK_HEAD if options.quick else HEADS[device]
+    shape = HEADS["quick" if options.quick else device]
     hooks = [head(device, *shape), *policy_losses(device)]
     rows = [measured(name, theirs, ours, options) for name, theirs, ours in hooks]
-    report = {
-        **measure.header("hooks of other trainers, forward and backward", device),
-        "threads": options.threads,
-        "head": dict(zip(("tokens", "hidden", "vocabulary"), shape, strict=True)),
-        "batch": BATCH,
-        "cases": rows,
-    }
-    save(options, report)
+    title = "hooks of other trainers, forward and backward"
+    save(options, title, {"head": shape, "batch": BATCH}, cases=rows)
 
 
 def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:
-    """Check that both steps agree, then time them in turns and measure their memory."""
+    """Check that both steps agree, then time them alternately and measure their memory."""
     mine, expected = (torch.cat([x.flatten() for x in step()]) for step in (ours, theirs))
     difference = relative_l2(mine, expected.double())
     if not difference <= AGREEMENT:
         raise SystemExit(f"{name}: ours differs by {difference:.1e}; a wrong result is not timed")
     steps = {"theirs": theirs, "ours": ours}
-    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     row: dict[str, Any] = {"hook": name, "difference": difference}
-    for side, step in steps.items():
-        row[side] = measure.spread(times[side]) | measure.peak_memory(step, options.device)
+    row |= measure.measured(steps, options)
     row["speedup"] = row["theirs"]["median_ms"] / row["ours"]["median_ms"]
-
-    def weighed(side: str) -> str:
-        return f"{side} {row[side]['median_ms']:9.2f} ms {row[side]['workspace_mib']:7.1f} MiB"
-
-    found = f"{row['speedup']:.2f}x, within {difference:.0e}"
-    print(f"{name:24} {weighed('theirs')}   {weighed('ours')}   {found}")
+    sides = (
+        f"{side} {row[side]['median_ms']:9.2f} ms {row[side]['workspace_mib']:7.1f} MiB"
+        for side in steps
+    )
+    print(f"{name:24} {'   '.join(sides)}   {row['speedup']:.2f}x, within {difference:.0e}")
     return row
 
 
 def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[str, Step, Step]:
-    """Return the name of the hook, the step of verl's FusedLinearForPPO, and our step.
+    """Return the hook "verl head": its name, the step of FusedLinearForPPO, and our step.
 
-    FusedLinearForPPO has its default chunk size. The loss depends on the logps and on the entropy.
+    FusedLinearForPPO is verl's LM head and has its default chunk size. The loss depends on the
+    logps and on the entropy.
     """
     functional = packages.load_verl("verl.utils.experimental.torch_functional")
     from grpo_fast.integrations.verl.head import FastLinearForPPO
@@ -101,8 +92,8 @@ def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[s
 def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
     """Return the hooks that compute a policy loss from logps (B, L).
 
-    They are three losses of verl, and OpenRLHF's PolicyLoss. Each hook is its name, the step of the
-    original, and our step.
+    They are three losses of verl, and OpenRLHF's PolicyLoss. Each entry has the name of the hook,
+    the step of the original, and our step.
     """
     core = packages.load_verl("verl.trainer.ppo.core_algos")
     actor = packages.load_verl("verl.workers.config").ActorConfig

@@ -10,8 +10,8 @@ model, with GSM8K questions as prompts. The EOS is a token that the model does n
 completion has the maximum length.
 
 The peak memory of each step is measured, too. `--rows` limits the number of completions that TRL
-processes at a time. TRL needs the least memory with `--rows 1`. FastGRPOTrainer always processes
-all completions at a time.
+processes at once. TRL needs the least memory with `--rows 1`. FastGRPOTrainer always processes all
+completions at once.
 
 Rollouts are also timed alone. Our rollout returns the logps of the sampler. The `generate` of
 transformers runs with its defaults and returns no logps. Our logps are first compared with those of
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import measure
+from benchmarks.report.tables import text_table
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from benchmarks.trainers.rollout import error_of, library_rollout, our_rollout
 from benchmarks.trainers.step import GSM8K, TINY, k_shot_texts
@@ -83,35 +84,21 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    options = parse_arguments()
-    logging.disable(logging.WARNING)
-    shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
-    cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
-    report = {
-        **measure.header("whole GRPO step, rollout included", options.device),
-        "threads": options.threads,
-        "clock": options.clock,
-        "load": os.getloadavg(),
-        "cases": cases,
-    }
-    save(options, report)
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
     parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
     parser.add_argument("--rows", type=int, help="completions that TRL takes at a time; all")
-    return parsed(parser, DEFAULTS)
+    options = parsed(parser, DEFAULTS)
+    logging.disable(logging.WARNING)
+    shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
+    cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
+    save(options, "whole GRPO step, rollout included", {"load": os.getloadavg()}, cases=cases)
 
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
     """Verify our rollout, and time all steps and rollouts. Print and return the results."""
-    if options.pretrained:
-        subject = pretrained(options, shape)
-    else:
-        subject = Subject(build_model(options.device), vocabulary(), prompts_of(shape), EOS)
+    subject = pretrained(options, shape) if options.pretrained else tiny(options.device, shape)
     policy = Policy(copy.deepcopy(subject.model), subject.tokenizer)
     sizes = policy, subject.texts, shape.group, shape.length
     rollouts = {
@@ -125,22 +112,15 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
         "grpo_fast": our_step(policy, subject.texts, shape),
         **trl_steps(subject, shape, options.device, options.rows),
     }
-    # Measure the memory before the times, because these calls also warm up the steps. The memory
-    # includes gradients and Adam's moments, but not the weights.
-    memory = {who: measure.peak_memory(step, options.device) for who, step in steps.items()}
-    rounds = options.device, options.budget, options.rounds
-    times = {
-        "step": measure.interleaved(steps, *rounds),
-        "rollout": measure.interleaved(rollouts, *rounds),
-    }
     case: dict[str, Any] = {"shape": name, **shape._asdict(), "error_logps": error}
-    for what, peer in (("step", "TRL"), ("rollout", "transformers")):
-        rows = {who: measure.spread(samples) for who, samples in times[what].items()}
+    # The memory of a step includes gradients and Adam's moments, because `measured` first measures
+    # the memory, in calls that also warm up the steps.
+    case["step"] = measure.measured(steps, options)
+    rounds = options.device, options.budget, options.rounds
+    case["rollout"] = measure.interleaved(rollouts, *rounds)
+    for rows, peer in ((case["step"], "TRL"), (case["rollout"], "transformers")):
         for row in rows.values():
             row["speedup"] = rows[peer]["median_ms"] / row["median_ms"]
-        case[what] = rows
-    for who, peak in memory.items():
-        case["step"][who]["peak_mib"] = peak["workspace_mib"]
     print(table(case))
     return case
 
@@ -160,34 +140,26 @@ def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
     return Subject(model.to(options.device), tokenizer, chosen, eos)
 
 
-def build_model(device: str) -> Any:
-    """Return the model of the recipe gsm8k-tiny with random weights."""
+def tiny(device: str, shape: Shape) -> Subject:
+    """Build the model of the recipe gsm8k-tiny with random weights, and prompts of random words.
+
+    Every word is one token. The prompts differ a little in length, so they need padding.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from grpo_fast.data.tokenizer import build_symbol_tokenizer
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**TINY, bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
-    return AutoModelForCausalLM.from_config(config).to(device)
-
-
-def vocabulary() -> Any:
-    """Return a tokenizer in which every word is one token.
-
-    The id of its EOS is not in the vocabulary of the model, so the model never samples it.
-    """
-    from grpo_fast.data.tokenizer import build_symbol_tokenizer
-
+    model = AutoModelForCausalLM.from_config(config).to(device)
     words = [f"w{i}" for i in range(2, EOS + 1)]
     tokenizer = build_symbol_tokenizer(words)
     tokenizer.eos_token = words[-1]
-    return tokenizer
-
-
-def prompts_of(shape: Shape) -> list[str]:
-    """Return prompts of random words. They differ a little in length, so they need padding."""
     generator = torch.Generator().manual_seed(1)
     lengths = [shape.tokens - i * shape.tokens // 50 for i in range(shape.prompts)]
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-    return [" ".join(f"w{token}" for token in row) for row in rows]
+    texts = [" ".join(f"w{token}" for token in row) for row in rows]
+    return Subject(model, tokenizer, texts, EOS)
 
 
 def our_step(policy: Policy, texts: list[str], shape: Shape) -> Callable[[], None]:
@@ -232,7 +204,7 @@ def trl_steps(
         shape: sizes of the step.
         device: "cpu" or "cuda".
         rows: number of completions in one forward and backward pass of `GRPOTrainer`. None: all.
-            `FastGRPOTrainer` processes all completions at a time, so that they share their prompt.
+            `FastGRPOTrainer` processes all completions at once, so that they share their prompt.
     """
     from trl import GRPOTrainer
 
@@ -259,8 +231,8 @@ def trl_steps(
 def trl_step(trainer: Any, passes: int) -> Callable[[], None]:
     """Return a function that does what one step of TRL's `train` does, without logging.
 
-    It gets batches, samples, accumulates gradients over `passes` passes, clips them and updates the
-    weights.
+    It gets batches, samples completions, accumulates gradients over as many passes as `passes`
+    says, clips the gradients and updates the weights.
     """
     trainer.create_optimizer_and_scheduler(1000)
     trainer.current_gradient_accumulation_steps = passes
@@ -281,19 +253,18 @@ def trl_step(trainer: Any, passes: int) -> Callable[[], None]:
 
 
 def table(case: dict[str, Any]) -> str:
-    lines = [
-        f"\n{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
+    title = (
+        f"{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
         f"{case['group']} completions of {case['length']} tokens each; sampler logps within "
-        f"{case['error_logps']:.0e}",
-        f"{'':34}{'ms':>10}{'±':>8}{'speedup':>9}{'peak MiB':>10}",
-    ]
-    for what in ("step", "rollout"):
-        for who, row in case[what].items():
-            lines.append(
-                f"{what:9}{who:25}{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
-                f"{row['speedup']:>8.2f}x{row.get('peak_mib', float('nan')):>10.0f}"
-            )
-    return "\n".join(lines)
+        f"{case['error_logps']:.0e}"
+    )
+    rows = [
+        [f"{what} {who}", f"{row['median_ms']:.0f}", f"{row['spread_ms']:.0f}",
+         f"{row['speedup']:.2f}x", f"{row['workspace_mib']:.0f}" if "workspace_mib" in row else ""]
+        for what in ("step", "rollout")
+        for who, row in case[what].items()
+    ]  # fmt: skip
+    return text_table(title, ("", "ms", "±", "speedup", "peak MiB"), rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import measure
 from benchmarks import options as base
+from benchmarks.kernels.exact import TOLERANCE
 from benchmarks.report.files import write
 
 Case = tuple[int, ...]
@@ -35,12 +36,13 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
     parser = base.new_parser(doc)
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="small sizes, a fraction of the time")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--budget", type=float, help="seconds of timing for each candidate")
-    parser.add_argument("--rounds", type=int, help="at most this many rounds")
+    positive = base.positive
+    parser.add_argument("--threads", type=positive(int), help="CPU threads")
+    parser.add_argument("--budget", type=positive(float), help="seconds of timing per candidate")
+    parser.add_argument("--rounds", type=positive(int), help="at most this many rounds")
     words = "wall, or the CPU time of the process, on which other processes have little effect"
     parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall", help=words)
-    parser.add_argument("--json", help="file for the report")
+    parser.add_argument("--json", "--out", help="file for the report")
     return parser
 
 
@@ -87,28 +89,49 @@ def parsed_cases(
     return options
 
 
-def timed(steps: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Time the steps in interleaved rounds. Return the times and the peak memory of all steps."""
-    samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
-    times = {name: measure.spread(seconds) for name, seconds in samples.items()}
-    memory = {name: measure.peak_memory(step, options.device) for name, step in steps.items()}
-    return {"times": times, "memory": memory}
+def compared(steps: dict[str, Any], error: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure two steps with the same results, and return their times and ratios.
+
+    Args:
+        steps: the two steps, keyed by name. The ratios are those of the first to the second step.
+        error: relative L2 difference of their results. If it is too large, nothing is measured and
+            the key `wrong` is returned.
+        options: options of the run.
+    """
+    if not error <= TOLERANCE[options.dtype]:
+        return {"wrong": True}
+    times = measure.measured(steps, options)
+    first, second = times.values()
+    memory_ratio = first["workspace_mib"] / max(second["workspace_mib"], 2**-10)
+    ratio = first["median_ms"] / second["median_ms"]
+    return {"times": times, "ratio": ratio, "memory_ratio": memory_ratio}
 
 
-def save_cases(
-    options: argparse.Namespace, title: str, rows: list[dict[str, Any]], **settings: Any
+def described(row: dict[str, Any]) -> str:
+    """Return the text of a row with the fields of `compared`, `tokens_ratio` and `difference`."""
+    difference = f"difference {row['difference']:.1g}"
+    if "wrong" in row:
+        return f"WRONG, not timed: {difference}"
+    times = "  ".join(f"{name} {x['median_ms']:9.2f} ms" for name, x in row["times"].items())
+    ratios = f"ratio {row['ratio']:5.2f} (tokens {row['tokens_ratio']:.2f})"
+    return f"{times}  {ratios}  memory {row['memory_ratio']:.2f}  {difference}"
+
+
+def save(
+    options: argparse.Namespace, title: str, settings: dict[str, Any], **fields: Any
 ) -> dict[str, Any]:
-    """Write and return a report with the settings of the run and a row for each case."""
-    common = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
-    common["dtype"] = str(options.dtype)
+    """Write a report to the file that the option --json names, if it is given. Return the report.
+
+    Args:
+        options: options of the run. The report contains those that `Defaults` lists.
+        title: name of the benchmark.
+        settings: further settings of the run.
+        fields: results, such as `cases`.
+    """
+    common = {name: getattr(options, name) for name in (*Defaults._fields, "clock")}
     header = measure.header(title, options.device)
-    report = {**header, "settings": common | settings, "cases": rows}
-    save(options, report)
-    return report
-
-
-def save(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Write the report to the file that the option --json names, if it is given."""
+    report = {**header, "settings": common | settings, **fields}
     if options.json:
         write(Path(options.json), report)
         print(f"written: {os.path.relpath(options.json)}")
+    return report

@@ -38,7 +38,9 @@ def load_openrlhf_loss() -> Any:
 
 
 def require(*packages: str) -> None:
-    """Check that packages can be imported, also from the folder that GRPO_FAST_TRAINERS names.
+    """Check that packages can be imported.
+
+    If GRPO_FAST_TRAINERS names a folder, the folder is added to the search path first.
 
     Raises:
         ModuleNotFoundError: one of the packages is not installed.
@@ -65,7 +67,7 @@ class Anything:
 
 @contextmanager
 def stubbed(name: str) -> Iterator[None]:
-    """Replace a module that is not installed by a stub in a `with` block.
+    """Provide a stub of a module in a `with` block, unless the module is installed.
 
     Every attribute of the stub is the class `Anything`.
     """

@@ -4,10 +4,10 @@
     [--json FILE]
 
 Our `generate` also returns the logps of the sampler. The model has random weights, a realistic
-vocabulary and only 4 layers, so that the decoding loop and the sampler take most of the time. The
-limit is the greedy mode of transformers' `generate`, which does not sample and stores no logps. The
-logps of each candidate are first compared with those of a new forward pass over prompt and
-completion.
+vocabulary and only 4 layers, so that the decoding loop and the sampler take most of the time. All
+times are compared with the greedy mode of transformers' `generate`, which does not sample and
+stores no logps. The logps of each candidate are first compared with those of a new forward pass
+over prompt and completion.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure
+from benchmarks.report.tables import text_table
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
 VOCABULARY = 151936
@@ -44,16 +45,14 @@ def build(vocab: int, device: str) -> Any:
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=1,
         pad_token_id=0, initializer_range=0.06,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device)
-    return Policy(
-        model.to(torch.bfloat16) if device == "cuda" else model, build_symbol_tokenizer(SYMBOLS)
-    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return Policy(LlamaForCausalLM(config).to(device, dtype), build_symbol_tokenizer(SYMBOLS))
 
 
 def our_rollout(policy: Any, texts: list[str], group: int, new_tokens: int) -> Callable[[], list]:
     """Return a function that samples `group` completions of each prompt with our `generate`.
 
-    The function returns the prompt ids, the completion ids and the logps of each completion.
+    The function returns a list with (prompt ids, completion ids, logps) for each completion.
     """
     from grpo_fast.rollout import Sampling, generate
 
@@ -72,8 +71,8 @@ def library_rollout(
 ) -> Callable[[], list]:  # fmt: skip
     """Return a function like that of `our_rollout`, for the `generate` of transformers.
 
-    It returns None instead of the logps, unless `logps` is True. `arguments` are passed to
-    `generate`.
+    The returned function gives None in place of the logps, unless `logps` is True. `arguments` are
+    passed to transformers' `generate`.
     """
     repeated = [text for text in texts for _ in range(group)]
     encoded = policy.tokenizer(repeated, padding=True, return_tensors="pt")
@@ -99,19 +98,18 @@ def library_rollout(
 def candidates(
     policy: Any, batch: int, new_tokens: int
 ) -> dict[str, tuple[str, Callable[[], list]]]:
-    """Return the role and the rollout function of all candidates, keyed by name."""
+    """Return a dict from the name of each candidate to its role and its rollout function."""
     sizes = policy, [PROMPT], batch, new_tokens
-    sampling: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "eos_token_id": None,
-    }
+
+    def library(**options: Any) -> Callable[[], list]:
+        return library_rollout(*sizes, eos_token_id=None, **options)
+
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0}
     return {
-        "greedy loop": ("limit", library_rollout(*sizes, do_sample=False, eos_token_id=None)),
+        "greedy loop": ("limit", library(do_sample=False)),
         "grpo_fast": ("ours", our_rollout(*sizes)),
-        "transformers": ("peer", library_rollout(*sizes, **sampling)),
-        "transformers, with logps": ("peer", library_rollout(*sizes, logps=True, **sampling)),
+        "transformers": ("peer", library(**sampling)),
+        "transformers, with logps": ("peer", library(logps=True, **sampling)),
     }
 
 
@@ -137,7 +135,7 @@ def error_of(policy: Any, rows: list) -> float | None:
 
 
 def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
-    """Verify all candidates, and time those with right logps. Return the results by name."""
+    """Verify all candidates, time those whose logps are correct, and return all results by name."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
     for name, (role, call) in candidates(policy, options.batch, options.new_tokens).items():
@@ -149,14 +147,10 @@ def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
             continue
         steps[name] = call
     times = measure.interleaved(steps, options.device, options.budget, options.rounds)
-    for name, samples in times.items():
-        rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 3) for s in samples]}
-    limit = rows["greedy loop"]["median_ms"]
-    for row in rows.values():
-        if "median_ms" in row:
-            row["tokens_per_s"] = options.batch * options.new_tokens / row["median_ms"] * 1e3
-            row["ratio_to_limit"] = row["median_ms"] / limit
-            row["fraction_of_limit"] = limit / row["median_ms"]
+    for name, found in times.items():
+        rows[name] |= found
+        rows[name]["tokens_per_s"] = options.batch * options.new_tokens / found["median_ms"] * 1e3
+        rows[name]["ratio_to_limit"] = found["median_ms"] / times["greedy loop"]["median_ms"]
     return rows
 
 
@@ -171,33 +165,28 @@ def main() -> None:
     options.new_tokens = options.new_tokens or (8 if options.quick else 32)
     policy = build(VOCABULARY, options.device)
     case = {
-        "operation": "rollout",
-        "allocator": "cuda" if options.device == "cuda" else "default",
         "dtype": str(policy.head.weight.dtype).removeprefix("torch."),
         "vocab": VOCABULARY,
         **{name: getattr(options, name) for name in ("batch", "new_tokens", "threads")},
         "rows": measure_all(policy, options),
     }
     print(table(case))
-    save(options, {**measure.header("rollout", options.device), "cases": [case]})
+    save(options, "rollout", {}, cases=[case])
 
 
 def table(case: dict[str, Any]) -> str:
-    lines = [
-        f"\nrollout: {case['batch']} completions of {case['new_tokens']} tokens, "
-        f"V={case['vocab']}, {case['dtype']}",
-        f"{'':28}{'ms':>10}{'±':>8}{'tokens/s':>10}{'× greedy':>10}{'error':>9}",
-    ]
+    sizes = f"{case['batch']} completions of {case['new_tokens']} tokens, V={case['vocab']}"
+    rows = []
     for name, row in case["rows"].items():
         error = f"{row['errors']['logps']:.0e}" if row["errors"] else ""
-        if "median_ms" not in row:
-            lines.append(f"{name:28}  {row['status']}: {row['reason']}")
-            continue
-        lines.append(
-            f"{name:28}{row['median_ms']:>10.1f}{row['spread_ms']:>8.1f}{row['tokens_per_s']:>10.0f}"
-            f"{row['ratio_to_limit']:>10.2f}{error:>9}"
-        )
-    return "\n".join(lines)
+        if "median_ms" in row:
+            times = [f"{row[key]:.1f}" for key in ("median_ms", "spread_ms")]
+            speed = [f"{row['tokens_per_s']:.0f}", f"{row['ratio_to_limit']:.2f}"]
+            rows.append([name, *times, *speed, error])
+        else:
+            rows.append([name, "", "", "", "", f"{row['status']}: {row['reason']}"])
+    columns = "", "ms", "±", "tokens/s", "× greedy", "error"
+    return text_table(f"rollout: {sizes}, {case['dtype']}", columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time and memory of a GRPO step without rollout: shared prompts, packed, padded, and TRL.
+r"""Time and memory of a GRPO step without rollout: shared prompts, packed, padded, and TRL.
 
     python -m benchmarks.trainers.step
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
@@ -6,14 +6,16 @@
     python -m benchmarks.trainers.step --model runs/capitals-data/model --clock process \
         --threads 1 --group 4 --completion 32 --providers shared packed TRL --padded-rows 1
 
-Without options, the benchmark runs a tiny model on a CPU. Its prompts are GSM8K questions, each
-after worked examples. A step computes the old logps, runs the forward and backward passes, and
-updates the weights with AdamW. The loss, gradients and metrics of every provider are first compared
-with those of the padded provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It grows
-with longer prompts, because rounding errors do. In bf16, the tolerance starts at 5e-2, because the
-gradients of `shared` and of TRL differ by 2.6% and 2.7% from the gradients in fp32 (24 layers of
-Qwen2.5-0.5B on a CPU). Every ratio is far from the clip bounds, because a rounding error near a
-bound would change the whole gradient of a token.
+Without options, the benchmark runs a tiny model with random weights and random prompts on a CPU.
+For a pretrained model, the prompts are GSM8K questions that follow worked examples. A step computes
+the old logps, runs the forward and backward passes, and updates the weights with AdamW.
+
+The loss, gradients and metrics of every provider are first compared with those of the padded
+provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It increases for longer prompts,
+because rounding errors accumulate. In bf16, the tolerance starts at 5e-2, because the gradients of
+`shared` and of TRL differ by 2.6% and 2.7% from the gradients in fp32 (24 layers of Qwen2.5-0.5B on
+a CPU). Every ratio is far from the clip bounds, because a rounding error near a bound would change
+the whole gradient of a token.
 
 All providers are timed in one process in interleaved rounds. The reported memory is the peak during
 one step minus the memory in use before the step. On a CPU, it is computed from the allocation
@@ -28,20 +30,15 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch.linalg import vector_norm
 
 from benchmarks import ROOT, measure
+from benchmarks.report.tables import text_table
+from benchmarks.trainers import step_providers
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
-from benchmarks.trainers.step_providers import (
-    PROVIDERS,
-    StepProblem,
-    make_problem,
-    prepare,
-    step_of,
-)
 from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
 from grpo_fast.train.planning.plan import KNOWN_MODELS
 
@@ -56,10 +53,7 @@ DEFAULTS = Defaults(threads=2, budget=(120.0, 5.0), rounds=(5, 5))
 
 
 def main() -> None:
-    options = parse_arguments()
-    report = run(options)
-    print(table(report))
-    save(options, report)
+    print(table(run(parse_arguments())))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -68,70 +62,67 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
     parser.add_argument("--layers", type=int, help="instead of the model's own number of layers")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
-    parser.add_argument("--prompt", type=int, help="tokens (2048, --quick: 512; CPU: at least)")
-    parser.add_argument("--completion", type=int, default=64, help="tokens, at most")
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=1)
+    words = "tokens (2048; --quick: 512; with --model at least)"
+    parser.add_argument("--prompt", type=int, help=words)
+    parser.add_argument("--completion", type=int, help="tokens, at most (64; with --model 32)")
+    parser.add_argument("--group", type=int, help="completions (8; with --model 4)")
     parser.add_argument(
-        "--providers", nargs="+", default=["shared", "packed", "padded"], choices=tuple(PROVIDERS)
+        "--providers",
+        nargs="+",
+        default=["shared", "packed", "padded"],
+        choices=tuple(step_providers.PROVIDERS),
     )
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, help="default: on a GPU only"
     )
-    parser.add_argument("--tiled-mlp", type=int)
     parser.add_argument("--lora", type=int, metavar="R")
+    parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--tokens-per-microbatch", type=int, default=1 << 40)
-    parser.add_argument("--padded-rows", type=int, help="of padded and TRL; default: all at once")
-    parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K (else random prompts)")
+    words = "completions that padded and TRL process at once (all; with --model 1)"
+    parser.add_argument("--padded-rows", type=int, help=words)
+    parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
     options = parsed(parser, DEFAULTS)
     gpu = options.device == "cuda"
     options.prompt = options.prompt or (512 if options.quick else 2048)
+    options.completion = options.completion or (32 if options.pretrained else 64)
+    options.group = options.group or (4 if options.pretrained else 8)
+    options.padded_rows = options.padded_rows or (1 if options.pretrained else None)
     options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
     options.checkpointing = gpu if options.checkpointing is None else options.checkpointing
     options.model = ModelConfig(
         path=options.model_config, dtype=options.dtype, device=options.device,
-        tiled_mlp=options.tiled_mlp, gradient_checkpointing=options.checkpointing,
+        gradient_checkpointing=options.checkpointing,
         lora=None if options.lora is None else LoraConfig(r=options.lora),
     )  # fmt: skip
     return options
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Verify and time all providers, measure their peak memory, and return the report."""
+    """Verify and time all providers, measure their peak memory, and save and return the report."""
     model = build_model(options)
-    problem = make_problem(
-        build_prompts(options, model.config.vocab_size),
-        options.group,
-        options.completion,
-        model.config.vocab_size,
-    )
-    providers = {name: prepare(name, model, problem, options) for name in options.providers}
+    vocab = model.config.vocab_size
+    prompts = build_prompts(options, vocab)
+    problem = step_providers.make_problem(prompts, options.group, options.completion, vocab)
+    providers = {
+        name: step_providers.prepare(name, model, problem, options) for name in options.providers
+    }
     del model
-    rows: dict[str, dict[str, Any]] = {
-        name: {"tokens": provider.tokens} for name, provider in providers.items()
-    }
     tolerance = TOLERANCE[options.dtype] * max(1.0, options.prompt / 4096)
-    for name, errors in verify(providers, problem, tolerance).items():
-        rows[name] |= errors
-    steps: dict[str, Any] = {name: step_of(provider) for name, provider in providers.items()}
-    for name, samples in measure.interleaved(
-        steps, options.device, options.budget, options.rounds
-    ).items():
-        rows[name] |= measure.spread(samples)
-    for name, step in steps.items():  # last, because the first step also allocates Adam's moments
-        rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
-    table = problem.samples
-    return {
-        **measure.header("GRPO step without rollout", options.device),
-        "settings": {
-            key: value
-            for key, value in vars(options).items()
-            if key not in ("model", "data", "json")
-        },
-        "prompt_tokens": sorted({len(p) for p in table.prompt_ids}),
-        "completion_tokens": table.lengths,
-        "providers": rows,
-    }
+    errors = verify(providers, problem, tolerance)
+    steps = {name: step_providers.step_of(provider) for name, provider in providers.items()}
+    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
+    rows = {}
+    for name, step in steps.items():
+        # Measure the memory last, because the first step also allocates Adam's moments.
+        peak = peak_bytes(step, options.device) / measure.MIB
+        row = {"tokens": providers[name].tokens, "peak_mib": peak}
+        rows[name] = {**row, **times[name], **errors[name]}
+    settings = {k: v for k, v in vars(options).items() if k not in ("model", "data", "json")}
+    return save(
+        options, "GRPO step without rollout", settings,
+        prompt_tokens=sorted({len(p) for p in prompts}), completion_tokens=problem.samples.lengths,
+        providers=rows,
+    )  # fmt: skip
 
 
 def build_model(options: argparse.Namespace) -> Any:
@@ -143,10 +134,8 @@ def build_model(options: argparse.Namespace) -> Any:
         model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=dtype)
         return model.to(options.device)
     fields = dict(TINY if options.model_config == "tiny" else KNOWN_MODELS[options.model_config])
-    if options.layers:
-        fields["num_hidden_layers"] = options.layers
-    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    config = AutoConfig.for_model(**fields, **special)
+    fields["num_hidden_layers"] = options.layers or fields["num_hidden_layers"]
+    config = AutoConfig.for_model(**fields, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     torch.manual_seed(0)
     with torch.device(options.device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -155,36 +144,24 @@ def build_model(options: argparse.Namespace) -> Any:
 def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
     """Return the token ids of the prompts.
 
-    On a CPU and for a pretrained model, they are GSM8K questions after worked examples, with at
-    least `--prompt` tokens. On a GPU, or if the data is missing, they are random.
+    For a pretrained model, they are GSM8K questions that follow worked examples, and have at least
+    `--prompt` tokens. For random weights, they are random and have exactly this many tokens.
     """
-    if (options.device == "cpu" or options.pretrained) and Path(options.data).is_dir():
-        encode = encoder(options, vocab)
-        texts = k_shot_texts(options.data, options.prompt, lambda text: len(encode(text)))
-        return list(itertools.islice(map(encode, texts), options.prompts))
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(2, vocab, (options.prompts, options.prompt), generator=generator).tolist()
-
-
-def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int]]:
-    """Return a function that tokenizes text with the tokenizer of the model, or with a new one."""
+    if not options.pretrained:
+        generator = torch.Generator().manual_seed(1)
+        shape = options.prompts, options.prompt
+        return torch.randint(2, vocab, shape, generator=generator).tolist()
     from transformers import AutoTokenizer
 
-    from grpo_fast.data.splits import Splits
-    from grpo_fast.data.tokenizer import build_bpe_tokenizer
-
-    if options.pretrained:
-        tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
-    else:
-        data = DataConfig(task="gsm8k", path=options.data, prompt_template="plain")
-        plain = Splits(data, 0).train[:1000]
-        tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
-    # Cache the token ids, because `k_shot_texts` counts the tokens of a prompt before it is used.
-    return functools.cache(lambda text: tokenizer(text)["input_ids"])
+    tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
+    # Cache the token ids, because `k_shot_texts` already tokenizes each prompt to count its tokens.
+    encode = functools.cache(lambda text: tokenizer(text)["input_ids"])
+    texts = k_shot_texts(options.data, options.prompt, lambda text: len(encode(text)))
+    return list(itertools.islice(map(encode, texts), options.prompts))
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
-    """Yield GSM8K questions. Before each come as many worked examples as fit into `tokens` tokens.
+    """Yield GSM8K questions, each preceded by the worked examples that fit into `tokens` tokens.
 
     A prompt with fewer than `tokens` tokens is skipped. With 0 tokens, there are no worked
     examples.
@@ -196,14 +173,12 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
 
     shots = tokens or None
     data = DataConfig(task="gsm8k", path=folder, prompt_template="plain", shots_tokens=shots)
-    # Skip prompts that are too short: yield only those that have at least `tokens` tokens in total.
-    # The worked examples take most of `tokens`, and the question comes after them.
     texts = (str(e.prompt) for e in Splits(data, 0, tokenizer).train)
     return (text for text in texts if count(text) >= tokens)
 
 
 def verify(
-    providers: dict[str, Any], problem: StepProblem, tolerance: float
+    providers: dict[str, Any], problem: step_providers.StepProblem, tolerance: float
 ) -> dict[str, dict[str, float]]:
     """Compare the loss, gradients and metrics of every provider with those of a reference provider.
 
@@ -222,28 +197,25 @@ def verify(
         a + b.to(a.device) for a, b in zip(providers[reference].logps(), problem.noise, strict=True)
     ]
     outcomes, gradients = {}, {}
-    for name in sorted(providers, key=lambda name: name != reference):
-        outcomes[name] = providers[name].gradients(old)
+    for name, provider in providers.items():
+        outcomes[name] = provider.gradients(old)
         found = {
-            n.removeprefix("base_model.model."): p.grad
-            for n, p in providers[name].model.named_parameters()
+            n.removeprefix("base_model.model."): p.grad.float().flatten().cpu()
+            for n, p in provider.model.named_parameters()
+            if p.grad is not None
         }
-        gradients[name] = {n: g.float().cpu() for n, g in found.items() if g is not None}
-        providers[name].optimizer.zero_grad(set_to_none=True)
+        gradients[name] = torch.cat([found[n] for n in sorted(found)])
+        provider.optimizer.zero_grad(set_to_none=True)
     scale = float(problem.samples.advantages.abs().mean())
     errors = {}
-    exact, metrics = gradients[reference], outcomes[reference].metrics
+    expected, metrics = outcomes[reference], outcomes[reference].metrics
+    exact, norm = gradients[reference], functools.partial(vector_norm, dtype=torch.float64)
     for name, outcome in outcomes.items():
-        assert gradients[name].keys() == exact.keys(), name
-        difference = sum(
-            float((gradients[name][n] - exact[n]).double().square().sum()) for n in exact
-        )
-        norm = sum(float(exact[n].double().square().sum()) for n in exact)
         common = {k: v for k, v in outcome.metrics.items() if k in metrics and k != "skipped_rows"}
         off = [abs(value - metrics[k]) / max(1.0, abs(value)) for k, value in common.items()]
         errors[name] = {
-            "error_loss": abs(outcome.loss - outcomes[reference].loss) / scale,
-            "error_gradient": (difference / norm) ** 0.5,
+            "error_loss": abs(outcome.loss - expected.loss) / scale,
+            "error_gradient": float(norm(gradients[name] - exact) / norm(exact)),
             "error_metrics": max(off, default=0.0),
         }
         if not max(errors[name].values()) <= tolerance:
@@ -255,12 +227,7 @@ def verify(
 def peak_bytes(step: Any, device: str) -> int:
     """Return the peak memory during a warm step minus the memory before the step, in bytes."""
     if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return int(measure.peak_memory(step, device) * measure.MIB)
     gc.collect()  # if `step` freed old garbage, the measured peak would be too low
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -275,24 +242,21 @@ def peak_bytes(step: Any, device: str) -> int:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the results as a text. It also has time and memory relative to the first provider."""
+    """Return the results as text, with time and memory relative to the first provider."""
     rows, settings = report["providers"], report["settings"]
     first = next(iter(rows))
-    longest = max(report["completion_tokens"])
-    lines = [
-        f"GRPO step without rollout · prompts {report['prompt_tokens']} tokens · completions up to "
-        f"{longest} · G = {settings['group']} · {settings['dtype']}",
-        f"{'':8}{'tokens':>10}{'ms':>10}{'±':>8}{'peak MiB':>10}   "
-        f"time and memory in units of {first}; errors: loss, gradient, metrics",
-    ]
+    lines = []
     for name, row in rows.items():
-        time, memory = (row[key] / rows[first][key] for key in ("median_ms", "peak_mib"))
+        numbers = [f"{row[key]:.0f}" for key in ("tokens", "median_ms", "spread_ms", "peak_mib")]
+        ratios = [f"{row[key] / rows[first][key]:.2f}×" for key in ("median_ms", "peak_mib")]
         errors = [f"{row[f'error_{what}']:.1e}" for what in ("loss", "gradient", "metrics")]
-        lines.append(
-            f"{name:8}{row['tokens']:>10}{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
-            f"{row['peak_mib']:>10.0f}   {time:.2f}×  {memory:.2f}×   {' '.join(errors)}"
-        )
-    return "\n".join(lines)
+        lines.append([name, *numbers, *ratios, " ".join(errors)])
+    title = (
+        f"GRPO step without rollout · prompts {report['prompt_tokens']} tokens · completions up to "
+        f"{max(report['completion_tokens'])} · G = {settings['group']} · {settings['dtype']}"
+    )
+    columns = "", "tokens", "ms", "±", "peak MiB", f"time ÷ {first}", f"memory ÷ {first}"
+    return text_table(title, [*columns, "errors: loss, gradient, metrics"], lines)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 
 LEARNING_RATE = 1e-9  # The weights hardly change, so every round does the same work.
-# Differences between the old logps and the logps, which are the negative logs of the ratios. The
-# first ratio is above the upper clip bound, and the last one is below the lower bound. The logs of
-# all ratios are at least 0.13 from the logs of the clip bounds 0.8 and 1.2. bf16 changes a logp by
+# Old logps minus current logps. These differences are the negative logs of the ratios. The first
+# ratio is above the upper clip bound, and the last one is below the lower bound. The logs of all
+# ratios are at least 0.13 from the logs of the clip bounds 0.8 and 1.2. bf16 changes a logp by
 # about 0.01. If this moved a ratio across a bound, the whole gradient of a token would differ.
 NOISE = (-0.5, -0.05, 0.0, 0.08, 0.5)
 Logps = list[Tensor]  # one fp32 tensor of shape (length,) for each completion
@@ -68,25 +68,23 @@ def make_problem(
     """
     generator = torch.Generator().manual_seed(seed)
     count = len(prompts) * group_size
-    lengths = torch.randint(
-        max(longest // 2, 1), longest + 1, (count,), generator=generator
-    ).tolist()
+
+    def integers(low: int, high: int, size: int) -> Tensor:
+        return torch.randint(low, high, (size,), generator=generator)
+
+    lengths = integers(max(longest // 2, 1), longest + 1, count).tolist()
     lengths[0] = longest
-    completions = [torch.randint(2, vocab, (n,), generator=generator).tolist() for n in lengths]
-    noise = [
-        torch.tensor(NOISE)[torch.randint(len(NOISE), (n,), generator=generator)] for n in lengths
-    ]
-    samples = table_of(
-        prompts, [Completion(c, torch.zeros(len(c)), LENGTH, 0) for c in completions]
-    )
+    completions = [integers(2, vocab, n).tolist() for n in lengths]
+    noise = [torch.tensor(NOISE)[integers(0, len(NOISE), n)] for n in lengths]
+    drawn = [Completion(c, torch.zeros(len(c)), LENGTH, 0) for c in completions]
+    samples = table_of(prompts, drawn)
     samples.advantages = torch.randn(count, generator=generator)
-    return StepProblem(
-        samples, group_size, LossConfig(loss_type="dapo", compute_entropy=True), noise
-    )
+    config = LossConfig(loss_type="dapo", compute_entropy=True)
+    return StepProblem(samples, group_size, config, noise)
 
 
 class Ours:
-    """Step of our trainer on packed rows. With `shared`, the prompt of a group is stored once."""
+    """Our trainer on packed rows. If `shared` is True, the prompt of a group is stored once."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
         apply_options(model, options.model)
@@ -120,8 +118,16 @@ class Ours:
         return self.batch.trunk_tokens
 
 
+def padded(rows: list[list[int]], side: str, ones: bool) -> Tensor:
+    """Pad lists of token ids with zeros, (B, L). If `ones` is True, replace each id by 1."""
+    tensors = [
+        torch.ones(len(row), dtype=torch.int64) if ones else torch.tensor(row) for row in rows
+    ]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
+
+
 class Padded:
-    """Step of a transformers model on padded rows (B, L), with our loss on its logits."""
+    """A transformers model on padded rows (B, L), with our loss on the model's logits."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         apply_options(model, options.model)
@@ -131,28 +137,21 @@ class Padded:
         device = next(self.model.parameters()).device
         prompts, completions = problem.samples.prompt_ids, problem.samples.completion_ids
         self.prompt, self.length = max(map(len, prompts)), max(map(len, completions))
-        rows = [
-            [0] * (self.prompt - len(p)) + p + c + [0] * (self.length - len(c))
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-        real = [
-            [0] * (self.prompt - len(p)) + [1] * (len(p) + len(c)) + [0] * (self.length - len(c))
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-        self.ids, self.mask = torch.tensor(rows, device=device), torch.tensor(real, device=device)
-        self.rows = options.padded_rows or len(rows)
+        self.ids, self.mask = (
+            torch.cat([padded(prompts, "left", ones), padded(completions, "right", ones)], 1)
+            for ones in (False, True)
+        )
+        self.ids, self.mask = self.ids.to(device), self.mask.to(device)
+        self.rows = options.padded_rows or len(self.ids)
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
         """Prepare the model for this provider. Subclasses override this method."""
 
-    def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
-        """Return the logps (B, C) and the logits (B, C, V) of the completion tokens."""
-        logits = self.forward(rows)
-        chosen = (
-            logits.float().log_softmax(-1).gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
-        )
-        return chosen, logits
+    def logps_of(self, rows: slice) -> Tensor:
+        """Return the logps of the completion tokens, (B, C)."""
+        logps = self.forward(rows).float().log_softmax(-1)
+        return logps.gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
 
     def forward(self, rows: slice) -> Tensor:  # (B, C, V)
         mask = self.mask[rows]
@@ -167,26 +166,30 @@ class Padded:
 
     def logps(self) -> Logps:
         with torch.no_grad():
-            table = torch.cat([self.logps_of(rows)[0] for rows in self.slices()])
-        return [
-            row[: len(c)] for row, c in zip(table, self.problem.samples.completion_ids, strict=True)
-        ]
+            table = torch.cat([self.logps_of(rows) for rows in self.slices()])
+        lengths = self.problem.samples.lengths
+        return [row[:length] for row, length in zip(table, lengths, strict=True)]
 
     def gradients(self, old_logps: Logps) -> Outcome:
         old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
         losses = LossMetrics()
         for rows in self.slices():
             mask = self.mask[rows, self.prompt :].bool()
-            output = logits_grpo_loss(
-                self.forward(rows), self.ids[rows, self.prompt :],
-                self.problem.samples.advantages[rows].to(old.device), self.problem.loss,
-                completion_mask=mask, old_logps=old[rows], num_items_in_batch=self.items,
-                num_completions_in_batch=len(self.ids),
-            )  # fmt: skip
-            output.loss.backward()
-            losses.add({"loss": output.loss, **output.metrics}, int(mask.sum()))
-        metrics = losses.result()
-        return Outcome(metrics["loss"], metrics)
+            metrics = self.metrics(rows, old[rows], mask)
+            metrics["loss"].backward()
+            losses.add(metrics, int(mask.sum()))
+        found = losses.result()
+        return Outcome(found["loss"], found)
+
+    def metrics(self, rows: slice, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return the loss and the metrics of some rows. `old` and `mask` are (B, C)."""
+        output = logits_grpo_loss(
+            self.forward(rows), self.ids[rows, self.prompt :],
+            self.problem.samples.advantages[rows].to(old.device), self.problem.loss,
+            completion_mask=mask, old_logps=old, num_items_in_batch=self.items,
+            num_completions_in_batch=len(self.ids),
+        )  # fmt: skip
+        return {"loss": output.loss, **output.metrics}
 
     @property
     def tokens(self) -> int:
@@ -195,34 +198,27 @@ class Padded:
 
 
 class Trl(Padded):
-    """Step of TRL 1.16 with its fused head. The loss is that of `GRPOTrainer`, in plain torch."""
+    """A model with the fused head of TRL 1.16, and the loss of `GRPOTrainer` in plain torch."""
 
     def prepare(self, model: Any) -> None:
         from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
 
-    def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
+    def logps_of(self, rows: slice) -> Tensor:
         ids, mask = self.ids[rows], self.mask[rows]
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, : self.prompt] = -100
         output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-        return output.log_probs[:, -self.length :], output.entropy
+        return output.log_probs[:, -self.length :]
 
-    def gradients(self, old_logps: Logps) -> Outcome:
-        old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
-        config, total = self.problem.loss, 0.0
+    def metrics(self, rows: slice, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        config = self.problem.loss
         low, high = 1 - config.epsilon_low, 1 + (config.epsilon_high or config.epsilon_low)
-        for rows in self.slices():
-            mask = self.mask[rows, self.prompt :]
-            logps = self.logps_of(rows)[0]
-            ratio = torch.exp(logps - old[rows])
-            advantages = self.problem.samples.advantages[rows, None].to(old.device)
-            per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
-            loss = (per_token * mask).sum() / self.items
-            loss.backward()
-            total += float(loss.detach())
-        return Outcome(total, {})
+        ratio = torch.exp(self.logps_of(rows) - old)
+        advantages = self.problem.samples.advantages[rows, None].to(old.device)
+        per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+        return {"loss": (per_token * mask).sum() / self.items}
 
 
 def step_of(provider: Any) -> Callable[[], None]:
@@ -263,6 +259,5 @@ def _adapted(model: Any, config: ModelConfig) -> Any:
 
 
 def _adam(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=True
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)

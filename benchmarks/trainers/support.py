@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save_cases
-from benchmarks.trainers.options import timed as measured
+from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 
 CASES: dict[str, list[Case]] = {
@@ -60,7 +60,8 @@ def main() -> None:
             expected = f"T a multiple of {COMPLETIONS} and K at most V"
             parser.error(f"--cases: expected {expected}, got T={t}, K={k}, V={v}")
     rows = [timed(case, options) for case in options.cases]
-    save_cases(options, "linear_grpo_loss and linear_logps, support against dense", rows)
+    title = "linear_grpo_loss and linear_logps, support against dense"
+    save(options, title, {"dtype": str(options.dtype)}, cases=rows)
 
 
 def problem_of(case: Case, options: argparse.Namespace) -> Problem:
@@ -69,11 +70,12 @@ def problem_of(case: Case, options: argparse.Namespace) -> Problem:
     half = min(k // 2, FREQUENT)
     order = torch.randperm(v, generator=generator)
     frequent, others = order[:FREQUENT], order[FREQUENT:]
-    rows = [
-        torch.cat([part[torch.randperm(len(part), generator=generator)[:n]] for part, n in parts])
-        for parts in [((frequent, half), (others, k - half))] * t
-    ]
-    ids = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in rows])
+
+    def drawn(part: Tensor, count: int) -> Tensor:  # (count,) different ids
+        return part[torch.randperm(len(part), generator=generator)[:count]]
+
+    pairs = [torch.cat([drawn(frequent, half), drawn(others, k - half)]) for _ in range(t)]
+    ids = torch.stack([drawn(row, k) for row in pairs])
     hidden = torch.randn(t, h, generator=generator)
     weight = torch.randn(v, h, generator=generator) * (2 / h**0.5)
     advantages = torch.tensor([1.0, -1.0]).repeat(COMPLETIONS // 2)
@@ -99,8 +101,8 @@ def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor,
             computed.
 
     Returns:
-        The logps (T,), the gradient of `hidden` (T, H), and the gradient of those rows of the
-        weight whose ids are in a support.
+        The logps (T,), the gradient of `hidden` (T, H), and the gradient of the weight rows whose
+        ids are in a support, in the order of the ids.
     """
     used, place = problem.ids.unique(return_inverse=True)
     logps, d_hidden = [], []
@@ -139,7 +141,7 @@ def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[]
 
 
 def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
-    """Compare all results with a support with fp64. Return the largest relative L2 error."""
+    """Compare the results of `steps` to fp64 results. Return the largest relative L2 error."""
     logps, *_ = exact_answer(problem)
     per_token = problem.advantages.repeat_interleave(len(logps) // COMPLETIONS)
     ones = torch.ones_like(problem.old_logps)
@@ -157,7 +159,7 @@ def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
 
 
 def timed(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Verify a case, and time it with and without a support. Return the row of the report."""
+    """Verify a case, time it with and without a support, and return its results."""
     problem = problem_of(case, options)
     ways = {"dense": steps_of(problem, None), "support": steps_of(problem, problem.support)}
     row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary", "kept"), case, strict=True))
@@ -167,7 +169,7 @@ def timed(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         print(f"{label} WRONG by {row['error']:.2g}; not timed", flush=True)
         return row | {"wrong": True}
     steps = {f"{what} {way}": step for way, of in ways.items() for what, step in of.items()}
-    row |= measured(steps, options)
+    row["times"] = measure.measured(steps, options)
     row["ratios"] = {}
     for what in ways["dense"]:
         dense, own = (row["times"][f"{what} {way}"]["median_ms"] for way in ways)

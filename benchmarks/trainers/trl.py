@@ -40,8 +40,8 @@ MODELS: dict[str, dict[str, int]] = {
 PROMPT = 512
 GROUP = 8
 COMPLETION = 64
-# "TRL, fast head" is the trainer of TRL, with its padded forward pass but with our LM head. It
-# shows how much of the speedup of FastGRPOTrainer comes from the head.
+# "TRL, fast head" is TRL's trainer with its padded forward pass and our LM head. It shows how much
+# of the speedup of FastGRPOTrainer comes from the head.
 TRAINERS = ("TRL", "TRL, fast head", "grpo_fast")
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -50,27 +50,15 @@ DEFAULTS = Defaults(threads=2, budget=(20.0, 3.0), rounds=(20, 5))
 
 
 def main() -> None:
-    options = parse_arguments()
-    logging.disable(logging.WARNING)
-    cases = [measure_model(options, name) for name in options.models]
-    settings = {"prompt": PROMPT, "group": GROUP, "completion": COMPLETION}
-    settings["dtype"] = options.dtype
-    report = {
-        **measure.header("training_step of GRPOTrainer without rollout", options.device),
-        "threads": options.threads,
-        "settings": settings,
-        "cases": cases,
-    }
-    save(options, report)
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS))
     parser.add_argument("--dtype", default="fp32", choices=list(TOLERANCE), help="of the weights")
     options = parsed(parser, DEFAULTS)
     options.models = options.models or (["tiny"] if options.quick else ["tiny", "mid"])
-    return options
+    logging.disable(logging.WARNING)
+    cases = [measure_model(options, name) for name in options.models]
+    settings = {"prompt": PROMPT, "group": GROUP, "completion": COMPLETION, "dtype": options.dtype}
+    save(options, "training_step of GRPOTrainer without rollout", settings, cases=cases)
 
 
 def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -79,19 +67,13 @@ def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
     batch = prepared_batch(options, MODELS[name]["vocab_size"])
     difference = verified(trainers, batch, TOLERANCE[options.dtype])
     steps = {label: step_of(trainer, batch) for label, trainer in trainers.items()}
-    times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     result: dict[str, Any] = {"model": name, **MODELS[name], "gradient_difference": difference}
-    for label, step in steps.items():
-        peak = measure.peak_memory(step, options.device)["workspace_mib"]
-        samples = times[label]
-        result[label] = measure.spread(samples) | {"rounds": len(samples), "peak_mib": peak}
-    result["speedup"] = result["TRL"]["median_ms"] / result["grpo_fast"]["median_ms"]
-    result["memory_ratio"] = result["grpo_fast"]["peak_mib"] / result["TRL"]["peak_mib"]
+    result |= measure.measured(steps, options)
     for label in TRAINERS:
         mine = result[label]
         speedup = result["TRL"]["median_ms"] / mine["median_ms"]
-        times_of = f"{mine['median_ms']:9.1f} ms ± {mine['spread_ms']:6.1f}"
-        print(f"{name:5} {label:15} {times_of}  {mine['peak_mib']:7.0f} MiB  {speedup:6.2f}x")
+        times = f"{mine['median_ms']:9.1f} ms ± {mine['spread_ms']:6.1f}"
+        print(f"{name:5} {label:15} {times}  {mine['workspace_mib']:7.0f} MiB  {speedup:6.2f}x")
     print(f"      gradients within {difference:.1e} of TRL's")
     return result
 
@@ -106,10 +88,12 @@ def make_trainers(options: argparse.Namespace, name: str) -> dict[str, Any]:
     from grpo_fast.integrations.trl.head import use_fast_head
 
     tokenizer = build_bpe_tokenizer(["What is 12 + 30? 42"], 260)
-    special = {"bos_token_id": None}
-    special |= {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**HEADS, **MODELS[name], **special}))
+    config = LlamaConfig(
+        **{**HEADS, **MODELS[name]}, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
     model = model.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     made = {}
     for label, cls in zip(TRAINERS, (GRPOTrainer, GRPOTrainer, FastGRPOTrainer), strict=True):
@@ -130,7 +114,7 @@ def make_trainer(
     cls: Any, model: Any, tokenizer: Any, prompts: list[str], reward: Callable[..., Any],
     device: str, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Build a trainer with a copy of the model, which does not log.
+    """Build a trainer that does not log, with a copy of the model.
 
     `cls` is the class of the trainer. `settings` are further arguments of `GRPOConfig`.
     """
@@ -192,24 +176,23 @@ def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) 
     Raises:
         SystemExit: a difference is larger than `tolerance`.
     """
-    losses, gradients, metrics = [], [], []
+    gradients, metrics = [], []
     for trainer in trainers.values():
-        losses.append(float(step_of(trainer, batch)()[0]))
+        loss = float(step_of(trainer, batch)()[0])
         parts = [p.grad.float().flatten().cpu() for p in trainer.model.parameters()]
         gradients.append(torch.cat(parts))
-        metrics.append({k: v[-1] for k, v in trainer._metrics["train"].items() if k != "step_time"})
+        logged = {k: v[-1] for k, v in trainer._metrics["train"].items() if k != "step_time"}
+        metrics.append({"the loss": loss, **logged})
         trainer.model.zero_grad(set_to_none=True)
     difference = max(float((gradients[0] - g).norm() / gradients[0].norm()) for g in gradients[1:])
-
-    def near(a: float, b: float) -> bool:
-        return abs(a - b) <= tolerance * max(abs(a), 1.0)
-
-    same = all(near(losses[0], x) for x in losses) and all(
-        m.keys() == metrics[0].keys() and all(near(metrics[0][k], m[k]) for k in m) for m in metrics
+    expected = metrics[0]
+    same = all(
+        found.keys() == expected.keys()
+        and all(abs(found[k] - x) <= tolerance * max(abs(x), 1.0) for k, x in expected.items())
+        for found in metrics
     )
     if not (difference <= tolerance and same):
-        found = f"gradients differ by {difference:.2g}, losses {losses}, metrics {metrics}"
-        raise SystemExit(f"not timed: {found}")
+        raise SystemExit(f"not timed: gradients differ by {difference:.2g}, metrics: {metrics}")
     return difference
 
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "grpo_fast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Layers ("floors") of the package, lowest first. A module may import modules of the same floor and
-# of lower floors.
+# Layers ("floors") of the package, lowest first. A module may import modules from its own floor and
+# from lower floors.
 FLOORS = (
     ("errors",),
     ("objective",),
@@ -33,39 +33,30 @@ FLOORS = (
     ("doctor",),
     ("cli", "__main__"),
 )
-# Folders above all floors. From modules with a floor, they may import only public names.
+# Folders above all floors. They may import only public names of the package.
 OUTSIDE = ("integrations", "examples")
 FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
-# Floors inside train/, lowest first. A room is a folder or a single file of train/.
+# Layers inside train/, lowest first. Each entry is a folder or a single file of train/.
 TRAIN_FLOORS = (
     ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
     ("update", "report"), ("runs",), ("loop",),
 )  # fmt: skip
-MOST_ARROWS = 55  # maximum number of pairs (room, imported room) in train/
+MOST_IMPORTS = 55  # maximum number of pairs (part, imported part) in train/
 MAX_LINES = 300
-LONG = ("kernels", "recipes")  # files in these folders may exceed the size limit
 
 
 def floor_of(module: str) -> int | None:
-    """Return the index of a module's floor, or None if the module has no floor.
+    """Return the index of a module's layer in FLOORS, or None if no layer has the module.
 
     For example, 'grpo_fast.kernels.head.loop' is on the floor of "kernels".
     """
     top = (module.split(".") + [""])[1]
-    for number, names in enumerate(FLOORS):
-        if top in names:
-            return number
-    return None
+    return next((number for number, names in enumerate(FLOORS) if top in names), None)
 
 
 def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def is_module(name: str) -> bool:
-    path = ROOT / name.replace(".", "/")
-    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def imports_of(path: Path) -> list[tuple[str, int]]:
@@ -82,29 +73,27 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
-            names = [f"{base}.{alias.name}" for alias in node.names]
-            found += [(name if is_module(name) else base, node.lineno) for name in names]
+            for alias in node.names:
+                other = ROOT / base.replace(".", "/") / alias.name
+                is_module = other.is_dir() or other.with_suffix(".py").exists()
+                found.append((f"{base}.{alias.name}" if is_module else base, node.lineno))
     return found
 
 
-def test_every_module_has_a_floor():
-    names = map(module_of, SOURCES)
-    assert not [x for x in names if floor_of(x) is None and x.split(".")[1] not in OUTSIDE]
-
-
 def test_imports_flow_one_way():
-    doors = {f"grpo_fast{x}" for x in ("", ".attention", ".data", ".errors", ".rollout")}
+    public = {f"grpo_fast{x}" for x in ("", ".attention", ".data", ".errors", ".rollout")}
+    public |= FOR_EXAMPLES
     for path in SOURCES:
         module = module_of(path)
-        own = floor_of(module)
+        own, top = floor_of(module), module.split(".")[1:2]
+        assert own is not None or top[0] in OUTSIDE, f"{module} has no floor"
         for imported, line in imports_of(path):
             if not imported.startswith("grpo_fast"):
                 continue
             where = f"{module}:{line} imports {imported}"
-            if (module.split(".") + [""])[1] in OUTSIDE:
-                is_own = imported.split(".")[1:2] == module.split(".")[1:2]
-                is_public = imported in doors or imported in FOR_EXAMPLES
-                assert is_own or is_public, f"{where}: public names only"
+            if own is None:
+                is_own = imported.split(".")[1:2] == top
+                assert is_own or imported in public, f"{where}: public names only"
                 continue
             other = floor_of(imported)
             assert other is not None, where
@@ -113,29 +102,22 @@ def test_imports_flow_one_way():
             assert other <= own, f"{where}: from floor {own} up to floor {other}"
 
 
-def train_arrows() -> set[tuple[str, str]]:
-    """Return the set of pairs (room, imported room) for all imports between rooms.
-
-    A room is a folder or a single file of train/.
-    """
-    start, arrows = "grpo_fast.train.", set()
-    for path in SOURCES:
-        module = module_of(path)
-        if module.startswith(start):
-            others = (m for m, _ in imports_of(path) if m.startswith(start))
-            arrows |= {(module.split(".")[2], other.split(".")[2]) for other in others}
-    return {(room, other) for room, other in arrows if room != other}
-
-
-def test_the_rooms_of_the_trainer_have_floors():
-    floors = {room: n for n, rooms in enumerate(TRAIN_FLOORS) for room in rooms}
-    folder = PACKAGE / "train"
-    rooms = {x.stem for x in folder.iterdir() if x.suffix == ".py" or (x / "__init__.py").exists()}
-    assert rooms - {"__init__"} == set(floors)
-    arrows = train_arrows()
-    assert not [f"{a} → {b}" for a, b in arrows if floors[b] > floors[a]], "a higher floor"
-    assert not [f"{a} ↔ {b}" for a, b in arrows if (b, a) in arrows], "a cycle of imports"
-    assert len(arrows) <= MOST_ARROWS
+def test_the_parts_of_the_trainer_have_floors():
+    """Check the layers of train/. A part is a folder or a single file of train/."""
+    floors = {part: n for n, parts in enumerate(TRAIN_FLOORS) for part in parts}
+    folder, start = PACKAGE / "train", "grpo_fast.train."
+    parts = {x.stem for x in folder.iterdir() if x.suffix == ".py" or (x / "__init__.py").exists()}
+    assert parts - {"__init__"} == set(floors)
+    modules = [(module_of(path), path) for path in folder.rglob("*.py")]
+    pairs = {
+        (module.split(".")[2], imported.split(".")[2])
+        for module, path in modules if module.startswith(start)
+        for imported, _ in imports_of(path) if imported.startswith(start)
+    }  # fmt: skip
+    pairs = {(part, other) for part, other in pairs if part != other}
+    assert not [f"{a} → {b}" for a, b in pairs if floors[b] > floors[a]], "a higher floor"
+    assert not [f"{a} ↔ {b}" for a, b in pairs if (b, a) in pairs], "a cycle of imports"
+    assert len(pairs) <= MOST_IMPORTS
 
 
 def test_imports_make_no_cycle():
@@ -147,17 +129,16 @@ def test_imports_make_no_cycle():
 
 
 def test_tests_share_no_code_with_the_oracle():
-    oracles = [ROOT / "tests" / name for name in ("oracles.py", "oracle_inputs.py")]
-    imported = {m for path in oracles for m, _ in imports_of(path)}
+    names = "oracles.py", "oracle_inputs.py"
+    imported = {m for name in names for m, _ in imports_of(ROOT / "tests" / name)}
     assert imported <= {"__future__", "math", "types", "typing", "torch", "tests.oracles"}
 
 
 def test_optional_packages_are_not_imported_by_the_loss():
     heavy = re.compile(rf"^(import|from) ({'|'.join(HEAVY)})\b", re.M)
-    for path in SOURCES:
-        floor = floor_of(module_of(path))
-        if floor is not None and floor <= FLOORS.index(("",)) and path.parent.name != "gpu":
-            assert not heavy.search(path.read_text()), path
+    floors = range(FLOORS.index(("",)) + 1)
+    light = [x for x in SOURCES if floor_of(module_of(x)) in floors and x.parent.name != "gpu"]
+    assert light and not [path for path in light if heavy.search(path.read_text())]
 
 
 # ----------------------------------------------------------
@@ -189,9 +170,9 @@ OPTIONAL = HEAVY - {"numpy"} | {"matplotlib", "trl", "typer", "rich"}  # torch m
 def test_import_is_light_and_quick():
     """Check that importing the package and calling a loss is quick and has no side effects.
 
-    It must not load optional packages or start processes. After `import torch`, the import of the
-    package must take less than 2 s. One of three attempts must succeed, because the machine may be
-    busy.
+    Importing must not load optional packages or start processes. After `import torch`, the import
+    of the package must take less than 2 s. One of three attempts must succeed, because the machine
+    may be busy.
     """
     seconds = [math.inf]
     while min(seconds) >= 2.0 and len(seconds) <= 3:
@@ -204,32 +185,28 @@ def test_import_is_light_and_quick():
 
 
 # ----------------------------------------------------------
-# house rules
+# house rules for the source code
 def code_lines(path, first=1, last=None):
-    """Return the number of lines without blank lines, docstrings and own-line comments."""
+    """Return the number of lines, excluding blank lines, docstrings and own-line comments."""
     text = path.read_text()
     prose = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
+        is_block = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if is_block and ast.get_docstring(node):
             prose |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
     lines = enumerate(text.splitlines()[first - 1 : last], first)
     return sum(bool(x.strip()) and x.strip()[0] != "#" and n not in prose for n, x in lines)
 
 
-def test_files_stay_small():
+def test_files_and_functions_stay_small():
+    """Check the number of code lines in files and in functions, except in kernels."""
     for path in SOURCES:
-        is_long = path.relative_to(PACKAGE).parts[0] in LONG
+        if path.is_relative_to(PACKAGE / "kernels"):
+            continue
         lines = code_lines(path)
-        assert is_long or lines <= MAX_LINES, f"{path} has {lines} lines; one concept per file"
-
-
-def test_functions_stay_small():
-    """Check that functions have at most 50 lines of code, except in kernels."""
-    for path in SOURCES:
+        assert lines <= MAX_LINES, f"{path} has {lines} lines; one concept per file"
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and "kernels" not in path.parts:
+            if isinstance(node, ast.FunctionDef):
                 lines = code_lines(path, node.body[0].lineno, node.end_lineno)
                 assert lines <= 50, f"{path}:{node.lineno} {node.name} has {lines} lines"
 
@@ -244,5 +221,5 @@ def test_adding_a_loss_touches_one_place():
 
 
 def test_every_mutation_fits_the_sources():
-    """Check that the text that each planted bug replaces occurs exactly once in its file."""
+    """Check that, for each planted bug, the text to be replaced occurs exactly once in its file."""
     assert problems(all_plants()) == []

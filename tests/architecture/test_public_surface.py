@@ -18,26 +18,20 @@ TOKENS = dict.fromkeys(
 )
 RULE = dict(temperature=1.0, softcap=None, logit_scale=1.0, return_entropy=False, backend="auto")
 LOSS = dict(backend="auto", validate="auto")
+HEAD = dict(bias=None, hidden_rows=None, support=None, group=None)
+OVER = dict(entropy_over="support")
 SIGNATURES = {
-    "linear_logps": ("hidden lm_head_weight target_ids", dict(bias=None) | RULE),
-    "logits_logps": ("logits target_ids", RULE),
+    "linear_logps": ("hidden lm_head_weight target_ids", HEAD | RULE | OVER),
+    "logits_logps": ("logits target_ids", RULE | OVER | dict(support=None)),
     "grpo_loss": ("logps advantages config", TOKENS | dict(entropy=None)),
     "linear_grpo_loss": (
-        "hidden lm_head_weight target_ids advantages config", dict(bias=None) | TOKENS | LOSS
+        "hidden lm_head_weight target_ids advantages config",
+        HEAD | TOKENS | LOSS | dict(grad_filter=None, divergence=None),
     ),
     "logits_grpo_loss": (
-        "logits target_ids advantages config", TOKENS | LOSS | dict(inplace=False)
+        "logits target_ids advantages config",
+        TOKENS | LOSS | dict(inplace=False, support=None),
     ),
-}  # fmt: skip
-# Keyword arguments that were added after the signatures above. Each has a default, so existing
-# calls give the same result.
-ADDED = {
-    "linear_logps": dict(entropy_over="support", hidden_rows=None, support=None, group=None),
-    "logits_logps": dict(entropy_over="support", support=None),
-    "linear_grpo_loss": dict(
-        hidden_rows=None, support=None, grad_filter=None, group=None, divergence=None
-    ),
-    "logits_grpo_loss": dict(support=None),
 }
 NAMES = {
     *SIGNATURES, "Correction", "DivergenceTerm", "LossConfig", "LossOutput", "Support",
@@ -52,8 +46,9 @@ CONFIG = dict(
 )  # fmt: skip
 
 
-def test_names():
+def test_names_and_that_the_package_is_typed():
     assert set(grpo_fast.__all__) == NAMES
+    assert (Path(grpo_fast.__file__).parent / "py.typed").is_file()  # type checkers need it
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -62,7 +57,7 @@ def test_signatures(name):
     parameters = inspect.signature(getattr(grpo_fast, name)).parameters
     named = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
     first = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert first == positional.split() and named == keywords | ADDED.get(name, {})
+    assert first == positional.split() and named == keywords
 
 
 def test_group_advantages_signature():
@@ -82,7 +77,3 @@ def test_output_fields():
     assert isinstance(out, grpo_fast.LossOutput)
     assert isinstance(out.metrics, dict) and out.entropy is None
     assert out.loss.dim() == 0 and out.logps.shape == (1, 2)
-
-
-def test_the_package_says_that_it_is_typed():
-    assert (Path(grpo_fast.__file__).parent / "py.typed").is_file()  # type checkers need it

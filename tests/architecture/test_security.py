@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fast.data import answers
+
 ROOT = Path(__file__).resolve().parents[2]
-# Arguments with which a library executes or unpickles data. The linter does not know them.
+# Arguments that make a library execute or unpickle data. The linter does not know them.
 UNSAFE = re.compile(
     r"trust_remote_code=True|allow_pickle=True|weights_only=False"
     r"|safe_serialization=False|use_safetensors=False"
@@ -25,30 +27,27 @@ UNSAFE = re.compile(
 
 
 def test_no_call_lets_a_library_execute_or_unpickle_data():
-    for room in ("grpo_fast", "benchmarks"):
-        for path in (ROOT / room).rglob("*.py"):
-            found = UNSAFE.search(path.read_text())
-            assert not found, f"{path}: {found}"
+    for path in (*(ROOT / "grpo_fast").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        found = UNSAFE.search(path.read_text())
+        assert not found, f"{path}: {found}"
 
 
 # ---------------------------------------------------------- regular expressions
 LENGTH, SECONDS = 1 << 16, 0.05
-# Modules that compile patterns from a configuration, with the reason why this is safe.
+# Modules that compile regular expressions from a configuration, each with the reason why it is
+# safe.
 GIVEN = {"grpo_fast.rewards.workers.pattern": "a recipe's, in a process that a timeout ends"}
 UNITS = (
-    *("1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n"),
-    *("<<", "<<a", ">>", "<<1>>", "<", "####", "#### ", "<answer>", "</answer>", "`", "```"),
-    *(
-        "vendor_id", "vendor_id ", "vendor_id\n", "vendor_id :", "\u2212", "\u0661", "\x00",
-        "\ud800",
-    ),
+    "1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n", "<<", "<<a",
+    ">>", "<<1>>", "<", "####", "#### ", "<answer>", "</answer>", "`", "```", "vendor_id",
+    "vendor_id ", "vendor_id\n", "vendor_id :", "\u2212", "\u0661", "\x00", "\ud800",
 )  # fmt: skip
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
     """Yield the location and the pattern of every regular expression in the package.
 
-    The patterns are module globals and constants in calls of functions of `re`.
+    The patterns are module globals, and constants that are passed to functions of `re`.
     """
     for path in sorted((ROOT / "grpo_fast").rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -70,13 +69,6 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
 PATTERNS = list(patterns())
 
 
-def test_the_patterns_are_found():
-    from grpo_fast.data import answers
-
-    assert answers._NUMBER_IN_TEXT in [pattern for _, pattern in PATTERNS]
-    assert len(PATTERNS) >= 7
-
-
 def seconds(pattern: re.Pattern[str], text: str) -> float:
     """Return the CPU time of this thread for matching `text` in three ways.
 
@@ -95,5 +87,6 @@ def test_a_pattern_is_linear_in_hostile_text(where, pattern):
             assert is_quick, f"{where}: {unit!r}"
 
 
-def test_a_pattern_that_backtracks_would_be_seen():
+def test_the_patterns_are_found_and_one_that_backtracks_would_be_seen():
+    assert answers._NUMBER_IN_TEXT in [pattern for _, pattern in PATTERNS] and len(PATTERNS) >= 7
     assert seconds(re.compile(r"(?:a+b?)+c"), "a" * 24) > SECONDS

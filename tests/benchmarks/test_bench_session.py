@@ -37,52 +37,6 @@ def test_the_parts_fit_into_both_visits():
     assert sum(parts.VISIT_SECONDS.values()) + 2 * 120 <= 900, "two machine starts and both visits"
 
 
-class Simulated:
-    """GPU session whose parts run nothing and only advance a simulated clock.
-
-    `durations` has the number of seconds that each part takes. A part that takes longer than its
-    time limit fails. The clock then advances by the time limit.
-    """
-
-    def __init__(self, durations, monkeypatch, tmp_path):
-        self.now = 0.0
-        self.ran = []
-        self.durations = durations
-        monkeypatch.setattr(session, "COMMITTED", tmp_path / "none.json")
-        self.session = session.Session(tmp_path / "out")
-        monkeypatch.setattr(self.session, "run_part", self.run_part)
-
-    def run_part(self, name, part, limit):
-        self.ran.append(name)
-        self.now += min(self.durations.get(name, part.seconds), limit)
-        passed = self.durations.get(name, 0) <= limit
-        self.session.record(name, "done" if passed else "failed", 0, [])
-        return passed
-
-    def visit(self, number):
-        every = parts.parts()
-        options = session.parse_arguments(["--visit", str(number)], list(every))
-        chosen = session.chosen_parts(every, options, self.session)
-        started = self.now
-        status = session.run_all(chosen, options, self.session, clock=lambda: self.now)
-        return status, self.now - started
-
-
-@pytest.mark.parametrize("slow", [(), ("bars",), ("tests",), ("bars", "tests", "step", "peers")])
-def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
-    """Check that a visit ends in time and runs all its parts, even if some parts hang.
-
-    A part that hangs must be stopped at its time limit.
-    """
-    simulated = Simulated(dict.fromkeys(slow, 10_000), monkeypatch, tmp_path)
-    for number, seconds in parts.VISIT_SECONDS.items():
-        status, taken = simulated.visit(number)
-        names = set(parts.of_visit(parts.parts(), number))
-        assert taken <= seconds and status == int(bool(names & set(slow)))
-    asked = [x for v in parts.VISIT_SECONDS for x in parts.of_visit(parts.parts(), v)]
-    assert simulated.ran == asked
-
-
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
     """Check that a dry run fails if a part needs a package that the GPU machine does not have.
 
@@ -111,7 +65,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """Replace the parts of the session by three short parts, and return the output folder.
+    """Replace the parts of the session with three short ones, and return the output folder.
 
     One part writes a report, one fails, and one exceeds its time limit.
     """
@@ -132,14 +86,16 @@ def small(monkeypatch, tmp_path):
 
 
 def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, monkeypatch, capsys):
+    assert session.main(["--deadline", "5"]) == 1
+    assert capsys.readouterr().out.count("no time left; call again") == 3
+    assert not (small / "gpu_session.json").exists()
     started = time.monotonic()
     assert session.main([]) == 1 and time.monotonic() - started < 30
     found = json.loads((small / "gpu_session.json").read_text())["parts"]
-    assert [found[name]["status"] for name in ("good", "bad", "slow")] == ["done", *2 * ["failed"]]
+    assert [part["status"] for part in found.values()] == ["done", "failed", "failed"]
     assert found["good"]["reports"] == [{"cases": [1], "name": "first"}]
     log = (small / "gpu_session.log").read_text()
-    said = "a reason", "begun", "ended after 2 s", "exit codes [3]"
-    assert all(part in log for part in said)
+    assert all(x in log for x in ("a reason", "begun", "ended after 2 s", "exit codes [3]"))
     capsys.readouterr()
     assert session.main(["--part", "good"]) == 0 and "good: done before" in capsys.readouterr().out
     assert session.main(["--part", "good", "--again"]) == 0
@@ -150,15 +106,9 @@ def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, monkeypatc
     assert session.main(["--part", "good"]) == 0 and "done before" in capsys.readouterr().out
 
 
-def test_no_part_is_started_after_the_deadline(small, capsys):
-    assert session.main(["--deadline", "5"]) == 1
-    assert capsys.readouterr().out.count("no time left; call again") == 3
-    assert not (small / "gpu_session.json").exists()
-
-
 @pytest.fixture
 def two_visits(small, monkeypatch):
-    """Replace the parts of the session by a smoke test and one part for each of two visits.
+    """Replace the parts of the session with a smoke test and one part for each of two visits.
 
     Return the path of a file. While the file exists, the smoke test fails.
     """
@@ -211,10 +161,9 @@ def test_what_runs_on_the_gpu_runs_here_at_tiny_sizes(module, tmp_path, capsys):
 
 
 def test_kernel_times_keeps_the_profiles_before_an_error(tmp_path, monkeypatch):
-    """Check that the report has the first profile if the command ends during the second one."""
-    profiles = iter([{"shape": [1, 2, 3]}])
-    monkeypatch.setattr(kernel_times, "SHAPES", [None, None])
+    """Check that the report contains the first profile if the command exits during the second."""
     monkeypatch.setattr(kernel_times.measure, "header", lambda *_: {})
+    profiles = iter([{"shape": [1, 2, 3]}])
     monkeypatch.setattr(kernel_times, "profiled", lambda *_: next(profiles))
     file = tmp_path / "out.json"
     with pytest.raises(StopIteration):
@@ -290,9 +239,8 @@ def test_files_without_gpu_tests_are_refused(gpu_test_file, tmp_path, capsys):
 
 
 def test_the_committed_report_is_of_the_committed_results():
-    assert report.REPORT.read_text() == report.rendered(report.SESSION), (
-        "python -m benchmarks.gpu.report"
-    )
+    expected = report.rendered(report.SESSION)
+    assert report.REPORT.read_text() == expected, "python -m benchmarks.gpu.report"
 
 
 def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
@@ -344,15 +292,10 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     assert "1.05×" not in h100 and "/ 42.0 |" not in h100, "results of one card stay with it"
     assert "NVIDIA H200" in h100
     card = predict.CARDS["H200"]
-    shape = bars.Shape(8192, 4096, 151936)
-    predicted = predict.estimate(card, predict.Case("linear_grpo_loss", shape))
+    predicted = predict.estimate(card, predict.cases()[0])
     ratio = f"{predicted.ours / predicted.limit:.2f}×"
-    head, trl, fastest = (
-        next(line for line in page.splitlines() if line.startswith(f"| {name}"))
-        for name in ("head forward", "faster than TRL", "faster than the fastest")
-    )
-    assert f"| ≤ 1.12× | {ratio} | 1.05× |" in head
-    assert "| 2.86× |" in trl and "| 2.86× |" in fastest
+    assert f"| ≤ 1.12× | {ratio} | 1.05× |" in page
+    assert page.count("| 2.86× |") == 2  # faster than TRL, and than the fastest peer
     assert "| 2.00 GiB |" in page and "| 1.50× |" in page and "/ 42.0 |" in page
     assert "`slice_kernel`" in page and "dH and dW products" in page
     assert "| 1 | bars | 60 | done |" in page

@@ -42,16 +42,9 @@ def test_every_loss_is_drawn_and_equal_curves_share_a_row(tmp_path, monkeypatch,
     titles = [each.get_title(loc="left").replace("\n", " ") for each in axes[::2]]
     assert sorted(name for title in titles for name in title.split(" = ")) == sorted(OBJECTIVES)
     assert "kimi = dro" in titles and any("grpo = bnpo" in title for title in titles)
-
-
-def test_every_line_of_a_panel_can_be_told_apart(tmp_path, monkeypatch):
-    """Check that a panel has a line for each advantage, and that the lines differ."""
-    words = ["grpo,cispo,sapo", "-o", str(tmp_path / "a.png")]
-    for axes in panels_of(words, monkeypatch):
-        lines = [line for line in axes.lines if line.get_linewidth() > 1]
-        assert [line.get_label() for line in lines] == ["A = 1", "A = −1"]
-        assert len({line.get_color() for line in lines}) == 2
-        assert abs(lines[0].get_ydata() - lines[1].get_ydata()).max() > 0.5
+    lines = [line for line in axes[0].lines if line.get_linewidth() > 1]  # not the thin reference
+    assert [line.get_label() for line in lines] == ["A = 1", "A = −1"]
+    assert len({line.get_color() for line in lines}) == 2
 
 
 def test_the_shaded_range_follows_from_the_options():

@@ -16,7 +16,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# Map from old constructions, as patterns for lower-case text, to the words to use instead.
+# Map from old constructions (patterns that match lower-case text) to the words to use instead.
 OLD = {
     r"\bbeside\b": "together with, next to, with",
     r"\bbehind\b": "after",
@@ -50,18 +50,15 @@ def texts(path: Path) -> Iterator[tuple[int, str, str]]:
     if path.suffix != ".py":
         pattern = r"//\s?(.*)" if path.suffix in (".h", ".cpp") else r"^\s*#\s?(.*)"
         for number, line in enumerate(source.splitlines(), 1):
-            found = re.search(pattern, line)
-            if found:
-                yield number, "comment", found[1]
+            for comment in re.findall(pattern, line):
+                yield number, "comment", comment
         return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], "comment", token.string.lstrip("# ")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
-            if text:
-                yield getattr(node, "lineno", 1), "docstring", text
+            yield getattr(node, "lineno", 1), "docstring", ast.get_docstring(node) or ""
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func).rpartition(".")[2]
             if called in MESSAGES or called.endswith("Error"):
@@ -78,8 +75,7 @@ def found(path: Path) -> Iterator[str]:
     for line, kind, text in texts(path):
         small = " ".join(text.lower().split())
         for pattern, better in OLD.items():
-            match = re.search(pattern, small)
-            if match:
+            for match in re.finditer(pattern, small):
                 around = small[max(0, match.start() - 40) : match.end() + 40]
                 yield f"{path}:{line}: {kind}: {match[0]!r} ({better}): …{around}…"
         if kind == "docstring" and small.split(" ")[0].strip(",;:.") in OPENINGS:
@@ -87,7 +83,7 @@ def found(path: Path) -> Iterator[str]:
 
 
 def found_in(roots: Iterable[Path]) -> list[str]:
-    """Return the report lines of `found` for all files in `roots`, a list of files and folders."""
+    """Return the report lines of `found` for all files in `roots`, which may contain folders."""
     paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
     return [line for path in sorted(paths) if path.suffix in KINDS for line in found(path)]
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+import typer.main
 
-from grpo_fast import __version__
+from benchmarks.report.files import cases_of
+from grpo_fast import __version__, rewards
+from grpo_fast.cli import app
 from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.kl import KL_ESTIMATORS
@@ -48,16 +52,15 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     blocks = BLOCK.findall(page.read_text())
     assert blocks
     known: dict = {}
-    if page.stem == "index":  # do not run its code, which uses the reader's variables
-        blocks = [f"{NOT_RUN}them\n{block}" for block in blocks]
     for block in blocks:
         code = compile(block, page.name, "exec")
-        if not block.startswith(NOT_RUN):
+        # Do not run the code of the index, which uses the reader's variables.
+        if page.stem != "index" and not block.startswith(NOT_RUN):
             exec(code, known)
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Check that the quickstart notebook runs with two training steps.
+    """Check that the quickstart notebook runs when it is limited to two training steps.
 
     `make notebook` runs all steps.
     """
@@ -76,53 +79,42 @@ def documented() -> list[str]:
     for module, options in re.findall(r"\.\. automodule:: (\S+)\n((?:   :.*\n)*)", text):
         chosen = re.search(r":members:(?: (.+))?", options)
         if chosen:
-            door = importlib.import_module(module)
-            own = chosen[1].split(", ") if chosen[1] else getattr(door, "__all__", None) or [
-                name for name, value in vars(door).items()
+            loaded = importlib.import_module(module)
+            own = chosen[1].split(", ") if chosen[1] else getattr(loaded, "__all__", None) or [
+                name for name, value in vars(loaded).items()
                 if callable(value) and not name.startswith("_") and value.__module__ == module
             ]  # fmt: skip
             listed += [f"{module}.{name}" for name in own]
     return listed
 
 
-@pytest.mark.parametrize("door", PUBLIC_MODULES)
-def test_the_reference_has_every_public_name(door):
-    module, listed = importlib.import_module(door), documented()
-    missing = [name for name in module.__all__ if f"{door}.{name}" not in listed]
-    assert not missing
-    silent = [
-        name for name in module.__all__
-        if inspect.isroutine(value := getattr(module, name)) or inspect.isclass(value)
-        if not (value.__doc__ or "").strip()
-    ]  # fmt: skip
-    assert not silent, "no docstring"
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_the_reference_has_every_public_name(name):
+    module, listed = importlib.import_module(name), documented()
+    for public in module.__all__:
+        assert f"{name}.{public}" in listed
+        value = getattr(module, public)
+        is_documentable = inspect.isroutine(value) or inspect.isclass(value)
+        assert not is_documentable or (value.__doc__ or "").strip(), f"{public} has no docstring"
 
 
 def test_the_reference_has_every_name_that_a_page_imports():
     """Check that the API reference has every name that a code block imports from grpo_fast."""
-    listed = documented()
     shown = set()
     for page in [*WRITTEN, *READMES]:
-        for block in BLOCK.findall(page.read_text()):
-            for module, what in re.findall(r"^from (grpo_fast\S*) import (.+)$", block, re.M):
-                words = what.split("#")[0].strip("() ").split(",")
-                shown |= {(module, word.split(" as ")[0].strip()) for word in words}
-    assert len(shown) > 8
-    assert not [f"{m}.{n}" for m, n in sorted(shown) if n and f"{m}.{n}" not in listed]
+        blocks = "\n".join(BLOCK.findall(page.read_text()))
+        for module, what in re.findall(r"^from (grpo_fast\S*) import ([^#\n]+)", blocks, re.M):
+            words = re.findall(r"(\w+)(?: as \w+)?", what)
+            shown |= {f"{module}.{word}" for word in words}
+    assert len(shown) > 8 and shown <= {*documented()}
 
 
 def test_the_reference_has_every_built_in_reward():
-    from grpo_fast.rewards import REWARDS, WORKERS
-
     listed = {name.rpartition(".")[2] for name in documented()}
-    assert {*REWARDS, *WORKERS} <= listed
+    assert {*rewards.REWARDS, *rewards.WORKERS} <= listed
 
 
 def test_every_command_that_is_shown_exists():
-    import typer.main
-
-    from grpo_fast.cli import app
-
     commands = set(typer.main.get_command(app).commands)
     seen = set()
     for page in [*WRITTEN, *READMES]:
@@ -174,8 +166,8 @@ def test_links_lead_somewhere_and_prose_has_100_columns(page):
         for entry in listed.split("\n"):
             target = entry.partition("<")[2].rstrip(">") or entry
             assert not entry or entry.startswith(":") or (DOCS / f"{target}.md").is_file(), entry
-    long = [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")]
-    assert page in WRITTEN or not long, long
+    lines = [] if page in WRITTEN else text.splitlines()
+    assert not [line for line in lines if len(line) > 100 and not line.startswith("|")]
 
 
 def test_every_folders_readme_is_a_page_and_none_is_copied():
@@ -191,30 +183,24 @@ def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path, name):
     if not chromium.COMMAND or not page.is_file():
         pytest.skip("needs Chromium, and the site built by `make docs`")
     right = "page => page.querySelector('table')?.getBoundingClientRect().right ?? 0"
-    colors = set()
-    for scheme in chromium.SCHEMES:
-        for width, fits, color, edge in chromium.measured(tmp_path, page, scheme, right):
-            # The table of losses must not be cut off.
-            assert fits and (name != "losses" or 0 < edge <= width), (width, edge)
-            colors.add(color)
-    assert len(colors) == 2
+    measured = [x for y in chromium.SCHEMES for x in chromium.measured(tmp_path, page, y, right)]
+    for width, fits, _, edge in measured:
+        # The table of losses must not be cut off at the edge of the page.
+        assert fits and (name != "losses" or 0 < edge <= width), (width, edge)
+    assert len({color for _, _, color, _ in measured}) == 2
 
 
 # ----------------------------------------------------------
-# READMEs
+# tests of the READMEs
 def rows_of(text: str, heading: str) -> list[list[str]]:
     """Return the cells of the first table below a heading, without its header row."""
     lines = text.partition(heading)[2].splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("|---"))
-    table = []
-    for line in lines[start + 1 :]:
-        if not line.startswith("|"):
-            break
-        table.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-    return table
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 1 :])
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 
 
-def test_the_readme_opens_the_door():
+def test_the_readme_is_short_and_names_the_commands():
     text = README.read_text()
     assert len(text.splitlines()) <= 120
     assert "One GPU so far" in "\n".join(text.splitlines()[:20])
@@ -242,22 +228,18 @@ def test_the_example_runs_as_it_stands(capsys):
 
 
 def test_the_measured_table_is_the_results():
-    cases = [
-        case
-        for name in ("loss", "loss-large", "bf16")
-        for case in json.loads((ROOT / f"benchmarks/results/cpu-{name}.json").read_text())["cases"]
-    ]
+    names = "loss", "loss-large", "bf16"
+    cases = cases_of(ROOT / f"benchmarks/results/cpu-{name}.json" for name in names)
     table = rows_of(README.read_text(), "## Measured")
     assert len(table) == 5
     for what, ours, best in table:
         *shape, last = what.split(", ")
         shape, dtype = [*map(int, shape), int(last.split()[0])], last.split()[1]
         rows = next(c["rows"] for c in cases if c["shape"] == shape and c["dtype"] == dtype)
-        timed = {n: r["ratio_to_limit"] for n, r in rows.items() if "ratio_to_limit" in r}
-        peers = {n: ratio for n, ratio in timed.items() if rows[n]["role"] == "peer"}
-        name = min(peers, key=lambda name: peers[name])
-        assert ours.strip("*") == f"{timed['grpo_fast (auto)']:.2f}×", what
-        assert best == f"{peers[name]:.2f}× {name}", what
+        peers = [(r["ratio_to_limit"], n) for n, r in rows.items() if r["role"] == "peer"
+                 if "ratio_to_limit" in r]  # fmt: skip
+        assert ours.strip("*") == f"{rows['grpo_fast (auto)']['ratio_to_limit']:.2f}×", what
+        assert best == "{:.2f}× {}".format(*min(peers)), what
 
 
 def test_the_table_of_losses_is_the_table_of_the_code():
@@ -266,12 +248,9 @@ def test_the_table_of_losses_is_the_table_of_the_code():
     for names, _, aggregation, _ in rows_of(text, "## Losses"):
         listed |= dict.fromkeys(re.findall(r"`(\w+)`", names), aggregation)
     assert listed == {name: objective.aggregation for name, objective in OBJECTIVES.items()}
-    for heading, known in (
-        ("## KL to a reference", KL_ESTIMATORS),
-        ("## Aggregations", AGGREGATIONS),
-        ("## Advantages", MODES),
-    ):
-        names = [re.match(r"`([^`]+)`", row[0])[1] for row in rows_of(text, heading)]
+    tables = {"KL to a reference": KL_ESTIMATORS, "Aggregations": AGGREGATIONS, "Advantages": MODES}
+    for heading, known in tables.items():
+        names = [re.match(r"`([^`]+)`", row[0])[1] for row in rows_of(text, f"## {heading}")]
         assert names and set(names) == set(known), heading
 
 
@@ -282,6 +261,6 @@ def test_every_recipe_is_listed():
 
 
 def test_texts_have_none_of_the_old_constructions():
-    """Check that docstrings, comments and messages have no construction of plain_english.py."""
+    """Check that docstrings, comments and messages have none of the texts in plain_english.OLD."""
     lines = plain_english.found_in(ROOT / folder for folder in plain_english.FOLDERS)
     assert not lines, "\n".join(lines)

@@ -210,7 +210,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("has_window", [False, True])
 def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_window):
-    """Check that each package receives valid arguments, and that the outputs are right."""
+    """Check that each attention package gets valid arguments and gives the right outputs."""
     path, *_ = SIGNATURES[name]
     module_name, _, function_name = path.rpartition(".")
     module = ModuleType(module_name or "aten")

@@ -149,8 +149,8 @@ def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
 def test_the_test_sees_a_sync(recorded, monkeypatch):
     """Check that the tests of this file notice if the host reads a value of a tensor.
 
-    Without a capture, the same calls read the number of inactive rows, or search for targets of
-    -100. On meta tensors, both must raise an error.
+    Outside of a capture, the same calls read the number of inactive rows or search for targets of
+    -100. On meta tensors, either must raise an error.
     """
     recorded(False)
     # Disable the value checks, because they copy numbers to pinned host memory, which needs a GPU.
@@ -174,8 +174,8 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
 
 
 @pytest.mark.parametrize("return_entropy", [False, True])
-def test_what_is_selected_away(monkeypatch, return_entropy):
-    """Check that a simulated capture on the CPU gives the same results as a normal call.
+def test_a_capture_computes_what_a_normal_call_skips(monkeypatch, return_entropy):
+    """Check that a simulated graph capture on the CPU gives the same results as a normal call.
 
     Some rows have a target of -100 or an advantage of 0. A normal call skips these rows, and a
     capture computes them with a coefficient of 0.

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
 # Sizes (H, V) of an LM head: a weight with unaligned rows, a vocabulary of one block, a realistic
-# size, and an odd vocabulary size, with which the rows of the logits are unaligned.
+# size, and an odd vocabulary size, which makes the rows of the logits unaligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
 # Maximum relative L2 errors of gradients. The bf16 limit is the one that our documentation
 # promises. The fp32 limit is twice the documented one, because the GPU and the CPU reference both
@@ -48,7 +48,7 @@ def make_batch(h: int, v: int, dtype: torch.dtype) -> tuple[dict, dict]:
 
 
 def moved(logps: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Add `offset` to log-probabilities, or subtract its size where the sum would be positive."""
+    """Add `offset` to logps. Where the sum would be positive, subtract `abs(offset)` instead."""
     return torch.where(logps + offset > 0, logps - offset.abs(), logps + offset)
 
 
@@ -150,8 +150,8 @@ def problem(n: int, h: int, v: int) -> tuple:
     return hidden, weight, torch.randint(v, (n,), generator=g), torch.randn(n, generator=g)
 
 
-# Sizes just below, at and above the block sizes of the kernels: a tile (128 x 256, in pieces of 64
-# columns), a slice of the vocabulary (2048 columns) and an aligned row (16 bytes).
+# Use sizes just below, at and above the block sizes of the kernels. The blocks are a tile of 128 x
+# 256 (in pieces of 64 columns), a vocabulary slice of 2048 columns, and an aligned row of 16 bytes.
 @pairs(
     n__h__v=[
         (1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 2047),
@@ -194,10 +194,10 @@ def test_weights_of_unlikely_targets():
 # GEMMs are large.
 @pytest.mark.parametrize(("without_advantage", "read_from"), [(1, 0), (150, 0), (150, 7e11)])
 def test_a_nan_is_seen_in_an_active_row_only(without_advantage, read_from, monkeypatch):
-    """Check that a NaN in `hidden` shows in dH and dW if its row has an advantage of 0.
+    """Check that a NaN in `hidden` propagates to dH and dW even if its row has an advantage of 0.
 
-    The other rows of dH keep their bits, except for element 0, which the GPU may set to NaN to mark
-    a NaN in a skipped row. If the row is masked out, its NaN changes no gradient.
+    The other rows of dH keep their bits. Only element 0 may change, because the GPU sets it to NaN
+    if a skipped row has a NaN. If the row is masked out, its NaN changes no gradient.
     """
     monkeypatch.setattr("grpo_fast.kernels.head.activity.READ_FROM", read_from)
     row = 130

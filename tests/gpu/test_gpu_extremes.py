@@ -1,6 +1,6 @@
 """Stress tests on a real GPU.
 
-They cover repeated calls next to a busy stream, long completions, and more than 2³¹ logits.
+They cover repeated calls while another stream is busy, long completions, and more than 2³¹ logits.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
     scratch = torch.empty_like(noise)
     for _ in range(REPEATS):
-        # Run an independent matrix product at the same time, which changes the timing of the
-        # kernels. If they contain a race, their results then get different bits.
+        # Run an independent matrix product concurrently to change the timing of the kernels. If
+        # they contain a race, their results then differ.
         with torch.cuda.stream(side):
             torch.mm(noise, noise, out=scratch)
         for value, expected in zip(call(), first, strict=True):
@@ -110,9 +110,9 @@ def test_logits_loss_is_exact(rows, vocab):
     g = torch.Generator(DEVICE).manual_seed(1)
     logits = torch.empty(rows, vocab, dtype=torch.bfloat16, device=DEVICE)
     tokens = random_tokens(rows, vocab, g)
-    for block in exact.blocks(rows, logits.device, 1024):
+    for block in exact.blocks(logits):
         logits[block] = 2 * torch.randn(logits[block].shape, generator=g, device=DEVICE)
-    lse = exact.logits_lse(logits, torch.float64)
+    lse = exact.logits_lse(logits)
     logps = logits.gather(-1, tokens["target_ids"][:, None])[:, 0].double() - lse
     old_logps = (logps - tokens["log_ratio"]).float()
     mask, advantages = torch.ones_like(old_logps), tokens["advantages"].expand(rows)
@@ -130,7 +130,7 @@ def test_logits_loss_is_exact(rows, vocab):
 
 def test_linear_loss_of_a_long_completion_is_exact():
     hidden, weight, tokens = linear_inputs(LONG, 64, 4104)
-    logps = exact.logps(hidden, weight, tokens["target_ids"], torch.float64)
+    logps = exact.logps(hidden, weight, tokens["target_ids"])
     old_logps = (logps - tokens["log_ratio"]).float()
     mask, advantages = torch.ones_like(old_logps), tokens["advantages"].expand(LONG)
     loss, slope, scale = exact.dapo(logps, old_logps, advantages, mask, EPSILON)

@@ -26,8 +26,8 @@ CONFIGS = {
 def bar(exact: torch.Tensor, dtype: torch.dtype) -> float:
     """Return the maximum relative L2 error of a gradient in `dtype`.
 
-    In 16 bits, the limit follows the error of rounding the exact gradient, because this error
-    depends on the values. Many gradients are below 6e-5, where the spacing of fp16 is constant.
+    In 16 bits, the limit is based on the rounding error of the exact gradient, which depends on the
+    values. Many gradients are below 6e-5, where the spacing of fp16 is constant.
     """
     if dtype == torch.float32:
         return 2e-5
@@ -64,7 +64,7 @@ def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tupl
 
 
 def call(tensors, tokens, support, config, old, backend):
-    """Compute a loss with a support, and return logps and the gradients of `tensors`.
+    """Compute a loss with `support=`, and return the logps and the gradients of `tensors`.
 
     `tensors` is (hidden, weight) or (logits,).
     """
@@ -121,7 +121,7 @@ def test_given_logits(dtype):
 
 
 def test_the_same_bits():
-    """Check that repeated runs give the same bits, and that gradients do not change the logps."""
+    """Check that repeated runs give the same bits, and so do logps without gradients."""
     hidden, weight, tokens, support = problem(4096, torch.bfloat16)
     old = old_logps((hidden, weight), tokens, support, CONFIGS["plain"])
     runs = [

@@ -1,28 +1,20 @@
-"""Providers, which are the implementations that a benchmark compares."""
+"""Providers, which are the implementations that a benchmark runs: grpo_fast, peers and limits."""
 
 from __future__ import annotations
-
-import functools
 
 from benchmarks.kernels.providers import limits, ours, peers
 from benchmarks.kernels.providers.base import Provider
 
 
 def providers_of(operation: str) -> list[Provider]:
-    """Return the providers of an operation: the limits, grpo_fast and other libraries."""
+    """Return the providers of an operation: its limits, grpo_fast and other libraries."""
     if operation == "linear_grpo_loss":
         return [*limits.gemm_limits(3), *ours.providers(ours.loss), *peers.loss_peers()]
     if operation in ("linear_logps", "linear_logps_backward"):
         gradient = operation.endswith("backward")
-        make = functools.partial(ours.logps, gradient=gradient)
-        return [
-            *limits.gemm_limits(3 if gradient else 1),
-            *ours.providers(make),
-            *peers.logps_peers(gradient),
-        ]
+        found = limits.gemm_limits(3 if gradient else 1)
+        found += ours.providers(ours.logps, gradient=gradient)
+        return found + peers.logps_peers(gradient)
     inplace = operation.endswith("inplace")
-    make = functools.partial(ours.logits_loss, inplace=inplace)
-    return [limits.COPY, *ours.providers(make), *peers.logits_peers(inplace)]
-
-
-__all__ = ["Provider", "providers_of"]
+    found = ours.providers(ours.logits_loss, inplace=inplace)
+    return [limits.COPY, *found, *peers.logits_peers(inplace)]

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.exact import free_bytes
 from benchmarks.kernels.problem import EPSILON, Problem
 from benchmarks.kernels.shapes import Shape
 from benchmarks.measure import Result, Step
 
 GIB = 2**30
+
+
+def free_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
+    return None
 
 
 class Provider(NamedTuple):
@@ -25,8 +37,8 @@ class Provider(NamedTuple):
         role: "ours" (grpo_fast), "peer" (a different library) or "limit".
         prepare: function that returns the `Step` of a `Problem`.
         needs: package that the provider imports, or None.
-        why_not: function of a device type and a dtype. It returns why the provider cannot run
-            there, or None.
+        why_not: function of a device type and a dtype. It returns the reason why the provider
+            cannot run, or None if it can.
         wide_logits: number of fp32 buffers of N·V elements that the provider has in memory at the
             same time. The provider is skipped if they do not fit.
     """
@@ -35,18 +47,21 @@ class Provider(NamedTuple):
     role: str
     prepare: Callable[[Problem], Step]
     needs: str | None = None
-    why_not: Callable[[str, torch.dtype], str | None] = lambda device, dtype: None
+    why_not: Callable[[str, torch.dtype], str | None] = runs_anywhere
     wide_logits: float = 0.0
 
     def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
-        """Return why the provider cannot run, or None. With a shape, also check the free memory."""
+        """Return the reason why the provider cannot run, or None if it can.
+
+        With a shape, the free memory is checked, too.
+        """
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         reason = self.why_not(device, dtype)
         if reason or shape is None:
             return reason
         needed = self.wide_logits * 4 * shape.n * shape.v
-        free = free_bytes(torch.device(device))
+        free = free_bytes(device)
         if needed <= 0.9 * free:
             return None
         return f"needs about {needed / GIB:.0f} GiB for its logits, {free / GIB:.0f} GiB are free"
@@ -63,8 +78,18 @@ def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
     return Step(run)
 
 
-def differentiate_logps(problem: Problem, logps_of: Callable[[], Tensor]) -> Step:
-    """Return a step that computes logps and back-propagates `problem.grad_logps` through them."""
+def logps_step(problem: Problem, logps_of: Callable[[], Tensor], gradient: bool) -> Step:
+    """Return a step that computes logps.
+
+    If `gradient` is True, the step back-propagates `problem.grad_logps` through the logps.
+    """
+
+    def without_gradient() -> Result:
+        with torch.no_grad():
+            return {"logps": logps_of()}
+
+    if not gradient:
+        return Step(without_gradient)
     upstream = problem.grad_logps
 
     def run() -> Result:
@@ -92,16 +117,9 @@ def differentiate_logits(
         (gradient,) = torch.autograd.grad(loss, logits)
         return {"loss": loss.detach(), "grad_logits": gradient.flatten(0, 1)}
 
-    reset = (lambda: buffer.copy_(problem.logits)) if inplace else None
-    return Step(run, reset, buffer.nbytes if inplace else 0)  # type: ignore[arg-type]
-
-
-def without_gradient(logps_of: Callable[[], Tensor]) -> Step:
-    def run() -> Result:
-        with torch.no_grad():
-            return {"logps": logps_of()}
-
-    return Step(run)
+    if not inplace:
+        return Step(run)
+    return Step(run, lambda: buffer.copy_(problem.logits), buffer.nbytes)
 
 
 def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lower limits for the time of an operation.
+"""Lower bounds on the time of an operation, which are called limits.
 
 A limit is the time of the matrix products that the operation needs, or the time of a copy of its
 logits.
@@ -6,7 +6,7 @@ logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,8 +15,8 @@ from benchmarks.kernels.providers.base import Provider
 from benchmarks.measure import Result, Step
 
 
-def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], Step]:
-    """Return the `prepare` function of a limit that runs matrix products.
+def gemms(count: int, compute_dtype: torch.dtype | None, problem: Problem) -> Step:
+    """Return a step that runs matrix products.
 
     The products write to buffers that are allocated before the timing. If the logits are too large,
     they are computed in blocks of rows.
@@ -24,31 +24,28 @@ def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], 
     Args:
         count: 1 for hidden·Wᵀ, or 3 for hidden·Wᵀ and the two products of the backward pass.
         compute_dtype: dtype of the products, or None for the dtype of the inputs. With float32,
-            16-bit inputs are converted before the timing. On some CPUs, fp32 products are faster
-            than 16-bit products, and are therefore the limit.
+            16-bit inputs are converted before the timing. Some CPUs compute fp32 products faster
+            than 16-bit products.
+        problem: its inputs give the operands.
     """
+    dtype = compute_dtype or problem.hidden.dtype
+    hidden, weight = problem.hidden.detach().to(dtype), problem.weight.detach().to(dtype)
+    n, _, v = problem.shape
+    rows = min(n, max(512, 2**34 // (v * dtype.itemsize)))
+    logits = torch.empty(rows, v, dtype=dtype, device=hidden.device)
+    grad_logits = torch.empty_like(logits).normal_(std=1e-3) if count == 3 else logits
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
-    def prepare(problem: Problem) -> Step:
-        dtype = compute_dtype or problem.hidden.dtype
-        hidden, weight = problem.hidden.detach().to(dtype), problem.weight.detach().to(dtype)
-        n, _, v = problem.shape
-        rows = min(n, max(512, 2**34 // (v * dtype.itemsize)))
-        logits = torch.empty(rows, v, dtype=dtype, device=hidden.device)
-        grad_logits = torch.empty_like(logits).normal_(std=1e-3) if count == 3 else logits
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+    def run() -> Result:
+        for start in range(0, n, rows):
+            h = hidden[start : start + rows]
+            torch.mm(h, weight.T, out=logits[: len(h)])
+            if count == 3:
+                torch.mm(grad_logits[: len(h)], weight, out=grad_hidden[start : start + rows])
+                torch.mm(grad_logits[: len(h)].T, h, out=grad_weight)
+        return {}
 
-        def run() -> Result:
-            for start in range(0, n, rows):
-                h = hidden[start : start + rows]
-                torch.mm(h, weight.T, out=logits[: len(h)])
-                if count == 3:
-                    torch.mm(grad_logits[: len(h)], weight, out=grad_hidden[start : start + rows])
-                    torch.mm(grad_logits[: len(h)].T, h, out=grad_weight)
-            return {}
-
-        return Step(run)
-
-    return prepare
+    return Step(run)
 
 
 def copy(problem: Problem) -> Step:
@@ -72,8 +69,8 @@ def only_16_bit(device: str, dtype: torch.dtype) -> str | None:
 def gemm_limits(count: int) -> list[Provider]:
     name = {1: "one GEMM", 3: "three GEMMs"}[count]
     return [
-        Provider(name, "limit", gemms(count, None)),
-        Provider(f"{name}, fp32", "limit", gemms(count, torch.float32), why_not=only_16_bit),
+        Provider(name, "limit", partial(gemms, count, None)),
+        Provider(f"{name}, fp32", "limit", partial(gemms, count, torch.float32), None, only_16_bit),
     ]
 
 

@@ -3,115 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 
 from benchmarks.kernels.problem import EPSILON, Problem, spread
-from benchmarks.kernels.providers.base import (
-    Provider,
-    differentiate,
-    differentiate_logits,
-    differentiate_logps,
-    without_gradient,
-)
+from benchmarks.kernels.providers import base
 from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
+from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
+from grpo_fast.kernels import route
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
+CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
 
-def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
-    """Return the `why_not` function of a provider that uses this backend."""
-
-    def why_not(device: str, dtype: torch.dtype) -> str | None:
-        from grpo_fast.kernels import route as backends
-
-        if backend == "triton" and device == "cpu":
-            return "its kernels need a GPU"
-        return backends.unavailable(backend, device) if backend not in ("auto", "torch") else None
-
-    return why_not
+def why_not(backend: str, device: str, dtype: torch.dtype) -> str | None:
+    if backend == "triton" and device == "cpu":
+        return "its kernels need a GPU"
+    return route.unavailable(backend, device) if backend not in ("auto", "torch") else None
 
 
-def config() -> Any:
-    from grpo_fast import LossConfig
-
-    return LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
-
-
-def loss(backend: str) -> Callable[[Problem], Step]:
-    """Return the `prepare` function that measures `linear_grpo_loss` with its backward pass."""
-
-    def prepare(problem: Problem) -> Step:
-        from grpo_fast import linear_grpo_loss
-
-        chosen, mask = config(), problem.mask_or_none
-        return differentiate(
-            problem,
-            lambda: linear_grpo_loss(
-                problem.hidden, problem.weight, problem.target_ids, problem.advantages, chosen,
-                completion_mask=mask, cu_seqlens=problem.cu_seqlens, old_logps=problem.old_logps,
-                num_items_in_batch=problem.count, backend=backend,
-            ).loss,
-        )  # fmt: skip
-
-    return prepare
+def loss(problem: Problem, backend: str) -> Step:
+    """Return a step that runs `linear_grpo_loss` and its backward pass."""
+    mask = problem.mask_or_none
+    return base.differentiate(
+        problem,
+        lambda: linear_grpo_loss(
+            problem.hidden, problem.weight, problem.target_ids, problem.advantages, CONFIG,
+            completion_mask=mask, cu_seqlens=problem.cu_seqlens, old_logps=problem.old_logps,
+            num_items_in_batch=problem.count, backend=backend,
+        ).loss,
+    )  # fmt: skip
 
 
-def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function that measures `linear_logps`.
-
-    Masked rows get the target id -100.
-    """
-
-    def prepare(problem: Problem) -> Step:
-        from grpo_fast import linear_logps
-
-        targets = problem.target_ids
-        if problem.mask_or_none is not None:
-            targets = targets.masked_fill(~problem.mask_or_none, -100)
-
-        def call() -> torch.Tensor:
-            return linear_logps(problem.hidden, problem.weight, targets, backend=backend)
-
-        return differentiate_logps(problem, call) if gradient else without_gradient(call)
-
-    return prepare
+def logps(problem: Problem, backend: str, gradient: bool) -> Step:
+    """Return a step that runs `linear_logps`. Masked rows get the target id -100."""
+    targets = problem.labels
+    return base.logps_step(
+        problem,
+        lambda: linear_logps(problem.hidden, problem.weight, targets, backend=backend),
+        gradient,
+    )
 
 
-def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function that measures `logits_grpo_loss` on logits (B, L + 1, V).
+def logits_loss(problem: Problem, backend: str, inplace: bool) -> Step:
+    """Return a step that runs `logits_grpo_loss` on logits (B, L + 1, V).
 
     The unused last row of each completion is masked.
     """
+    shape = (COMPLETIONS, -1)
+    targets, old_logps, mask = (
+        spread(x).view(shape) for x in (problem.target_ids, problem.old_logps, problem.mask.bool())
+    )
 
-    def prepare(problem: Problem) -> Step:
-        from grpo_fast import logits_grpo_loss
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return logits_grpo_loss(
+            logits, targets, problem.advantages, CONFIG, completion_mask=mask,
+            old_logps=old_logps, num_items_in_batch=problem.count, backend=backend,
+            inplace=inplace,
+        ).loss  # fmt: skip
 
-        chosen, shape = config(), (COMPLETIONS, -1)
-        targets, old_logps, mask = (
-            spread(x).view(shape)
-            for x in (problem.target_ids, problem.old_logps, problem.mask.bool())
-        )
-
-        def loss_of(logits: torch.Tensor) -> torch.Tensor:
-            return logits_grpo_loss(
-                logits, targets, problem.advantages, chosen, completion_mask=mask,
-                old_logps=old_logps, num_items_in_batch=problem.count, backend=backend,
-                inplace=inplace,
-            ).loss  # fmt: skip
-
-        return differentiate_logits(problem, loss_of, inplace)
-
-    return prepare
+    return base.differentiate_logits(problem, loss_of, inplace)
 
 
-def providers(
-    make: Callable[[str], Callable[[Problem], Step]], chosen: tuple[str, ...] = BACKENDS
-) -> list[Provider]:
-    """Return one provider for each backend. Its `prepare` function is `make(backend)`."""
+def providers(prepare: Callable[..., Step], **options: bool) -> list[base.Provider]:
+    """Return one provider for each backend. It calls `prepare` with the backend and `options`."""
     return [
-        Provider(f"grpo_fast ({name})", "ours", make(name), why_not=unavailable(name))
-        for name in chosen
-    ]
+        base.Provider(
+            f"grpo_fast ({name})", "ours", partial(prepare, backend=name, **options),
+            why_not=partial(why_not, name),
+        )
+        for name in BACKENDS
+    ]  # fmt: skip

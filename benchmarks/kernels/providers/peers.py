@@ -1,4 +1,4 @@
-"""Providers that run other libraries, which are called as their documentation says.
+"""Providers that run other libraries, each called as its documentation recommends.
 
 Most of these libraries only compute logps. Plain torch code then computes the loss from the logps.
 If a library is not installed, or does not support the device or dtype, it is not timed, and the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,31 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.problem import EPSILON, Problem, spread
-from benchmarks.kernels.providers.base import (
-    Provider,
-    dapo,
-    dapo_arguments,
-    differentiate,
-    differentiate_logits,
-    differentiate_logps,
-    without_gradient,
-)
+from benchmarks.kernels.providers import base
+from benchmarks.kernels.providers.base import Provider, runs_anywhere
 from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
 
-IGNORED = -100
 # Type of a function that prepares a problem. It returns a function without arguments that computes
 # the logps, (N,). The logps of masked rows are not compared.
 Logps = Callable[[Problem], Callable[[], Tensor]]
 
 
 def plain_logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """Compute all logits at once, and return the logps of the targets in fp32, (N,)."""
+    """Return the fp32 logps (N,) of the targets, computed from all logits at once."""
     return -F.cross_entropy((hidden @ weight.T).float(), target_ids, reduction="none")
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, target_ids: Tensor, *arguments: Any) -> Tensor:
-    return dapo(plain_logps(hidden, weight, target_ids), *arguments)
+    return base.dapo(plain_logps(hidden, weight, target_ids), *arguments)
 
 
 def plain(problem: Problem) -> Callable[[], Tensor]:
@@ -54,8 +47,8 @@ def compiled(problem: Problem) -> Callable[[], Tensor]:
 
 def compiled_loss(problem: Problem) -> Step:
     """Return a step in which torch.compile compiles the logps and the loss as one graph."""
-    function, arguments = torch.compile(plain_loss, dynamic=False), dapo_arguments(problem)
-    return differentiate(
+    function, arguments = torch.compile(plain_loss, dynamic=False), base.dapo_arguments(problem)
+    return base.differentiate(
         problem, lambda: function(problem.hidden, problem.weight, problem.target_ids, *arguments)
     )
 
@@ -88,7 +81,7 @@ def cce(problem: Problem) -> Callable[[], Tensor]:
     from cut_cross_entropy import linear_cross_entropy
 
     implementation = "cce" if problem.hidden.is_cuda else "torch_compile"
-    targets = ignored(problem)
+    targets = problem.labels
 
     def call() -> Tensor:
         inputs = (problem.hidden, problem.weight, targets)
@@ -103,24 +96,19 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
         LigerFusedLinearScaledCrossEntropyFunction,
     )
 
-    targets = ignored(problem)
+    targets = problem.labels
     return lambda: (
         -LigerFusedLinearScaledCrossEntropyFunction.apply(problem.hidden, problem.weight, targets)
     )
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with verl's Triton kernel, which always computes the entropy, too."""
+    """Compute logps with verl's Triton kernel, which always computes the entropy as well."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     return lambda: linear_cross_entropy(
         problem.hidden, problem.weight, problem.target_ids, 1.0, "none"
     )[0]
-
-
-def ignored(problem: Problem) -> Tensor:
-    mask = problem.mask_or_none
-    return problem.target_ids if mask is None else problem.target_ids.masked_fill(~mask, IGNORED)
 
 
 def liger_loss(problem: Problem) -> Step:
@@ -130,13 +118,16 @@ def liger_loss(problem: Problem) -> Step:
     head = LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, epsilon_low=EPSILON, epsilon_high=EPSILON, loss_type="dapo"
     )
-    padded = (COMPLETIONS, -1)
-    hidden = problem.hidden.unflatten(0, padded)
-    target_ids, old_logps, mask = (
-        x.view(padded) for x in (problem.target_ids, problem.old_logps, problem.mask)
-    )
+    hidden = problem.hidden.unflatten(0, (COMPLETIONS, -1))
+    target_ids, old_logps, mask = by_completion(problem)
     inputs = (hidden, problem.weight, target_ids, mask, problem.advantages)
-    return differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
+    return base.differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
+
+
+def by_completion(problem: Problem) -> list[Tensor]:
+    """Return the target ids, old logps and mask of a problem, each (B, L)."""
+    tensors = problem.target_ids, problem.old_logps, problem.mask
+    return [x.view(COMPLETIONS, -1) for x in tensors]
 
 
 # ---- from logits ----
@@ -145,49 +136,36 @@ def liger_loss(problem: Problem) -> Step:
 def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | int) -> Tensor:
     """Compute the loss from logits (B, L + 1, V) in plain torch.
 
-    The last row of each completion is masked, because slicing it off would copy the logits.
+    The last of the L + 1 rows is masked instead of sliced off, because slicing would copy the
+    logits.
     """
     logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
-    return dapo(logps, *arguments)  # type: ignore[arg-type]
+    return base.dapo(logps, *arguments)  # type: ignore[arg-type]
 
 
-def logits_arguments(problem: Problem) -> tuple:
-    old, advantages, mask, count = dapo_arguments(problem)
-    return spread(problem.target_ids), spread(old), spread(advantages), spread(mask), count
+def plain_logits(compile_it: bool, problem: Problem) -> Step:
+    function: Callable[..., Tensor] = plain_logits_loss
+    if compile_it:
+        function = torch.compile(plain_logits_loss, dynamic=False)
+    *tensors, count = problem.target_ids, *base.dapo_arguments(problem)
+    arguments = (*map(spread, tensors), count)
+    return base.differentiate_logits(problem, lambda logits: function(logits, *arguments))
 
 
-def plain_logits(compile_it: bool) -> Callable[[Problem], Step]:
-    def prepare(problem: Problem) -> Step:
-        function: Callable[..., Tensor] = plain_logits_loss
-        if compile_it:
-            function = torch.compile(plain_logits_loss, dynamic=False)
-        arguments = logits_arguments(problem)
-        return differentiate_logits(problem, lambda logits: function(logits, *arguments))
+def liger_triton(inplace: bool, problem: Problem) -> Step:
+    """Return a step of Liger's Triton loss on logits (B, L + 1, V)."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    return prepare
+    target_ids, old_logps, mask = by_completion(problem)
 
+    def loss(logits: Tensor) -> Tensor:
+        return triton_grpo_loss(
+            logits, old_logps, None, target_ids, problem.advantages, mask, temperature=1.0,
+            beta=0.0, eps_low=EPSILON, eps_high=EPSILON, inplace=inplace, loss_type="dapo",
+            reduce=True, num_items_in_batch=problem.count,
+        )[0]  # fmt: skip
 
-def liger_triton(inplace: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function for Liger's Triton loss on logits (B, L + 1, V)."""
-
-    def prepare(problem: Problem) -> Step:
-        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-
-        padded = (COMPLETIONS, -1)
-        target_ids, old_logps, mask = (
-            x.view(padded) for x in (problem.target_ids, problem.old_logps, problem.mask)
-        )
-
-        def loss(logits: Tensor) -> Tensor:
-            return triton_grpo_loss(
-                logits, old_logps, None, target_ids, problem.advantages, mask, temperature=1.0,
-                beta=0.0, eps_low=EPSILON, eps_high=EPSILON, inplace=inplace, loss_type="dapo",
-                reduce=True, num_items_in_batch=problem.count,
-            )[0]  # fmt: skip
-
-        return differentiate_logits(problem, loss, inplace)
-
-    return prepare
+    return base.differentiate_logits(problem, loss, inplace)
 
 
 # ---- reasons why a peer cannot run ----
@@ -206,24 +184,13 @@ def needs_hopper(device: str, dtype: torch.dtype) -> str | None:
     return None if dtype == torch.bfloat16 else "takes bf16 only"
 
 
-def as_loss(logps: Logps) -> Callable[[Problem], Step]:
-    def prepare(problem: Problem) -> Step:
-        call, arguments = logps(problem), dapo_arguments(problem)
-        return differentiate(problem, lambda: dapo(call(), *arguments))
-
-    return prepare
+def as_loss(logps: Logps, problem: Problem) -> Step:
+    call, arguments = logps(problem), base.dapo_arguments(problem)
+    return base.differentiate(problem, lambda: base.dapo(call(), *arguments))
 
 
-def as_logps(logps: Logps, gradient: bool) -> Callable[[Problem], Step]:
-    def prepare(problem: Problem) -> Step:
-        call = logps(problem)
-        return differentiate_logps(problem, call) if gradient else without_gradient(call)
-
-    return prepare
-
-
-def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
-    return None
+def as_logps(logps: Logps, gradient: bool, problem: Problem) -> Step:
+    return base.logps_step(problem, logps(problem), gradient)
 
 
 # Libraries that compute logps. For each name: the function that prepares the logps, the required
@@ -241,7 +208,7 @@ LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | Non
 def logps_peers(gradient: bool) -> list[Provider]:
     less = 0 if gradient else 1  # without a gradient, one buffer less
     return [
-        Provider(name, "peer", as_logps(logps, gradient), needs, why_not, wide - less)
+        Provider(name, "peer", partial(as_logps, logps, gradient), needs, why_not, wide - less)
         for name, (logps, needs, why_not, wide) in LOGPS.items()
     ]
 
@@ -249,17 +216,18 @@ def logps_peers(gradient: bool) -> list[Provider]:
 def loss_peers() -> list[Provider]:
     found = []
     for name, (logps, needs, why_not, wide) in LOGPS.items():
-        prepare = compiled_loss if name == "torch.compile" else as_loss(logps)
+        prepare = compiled_loss if name == "torch.compile" else partial(as_loss, logps)
         found.append(Provider(name, "peer", prepare, needs, why_not, wide))
     return [*found, Provider("Liger", "peer", liger_loss, needs="liger_kernel")]
 
 
 def logits_peers(inplace: bool) -> list[Provider]:
-    liger = Provider("Liger Triton", "peer", liger_triton(inplace), "liger_kernel", needs_gpu)
+    triton = partial(liger_triton, inplace)
+    liger = Provider("Liger Triton", "peer", triton, "liger_kernel", needs_gpu)
     if inplace:
         return [liger]
     return [
-        Provider("plain torch", "peer", plain_logits(compile_it=False), wide_logits=2.0),
-        Provider("torch.compile", "peer", plain_logits(compile_it=True), wide_logits=1.0),
+        Provider("plain torch", "peer", partial(plain_logits, False), wide_logits=2.0),
+        Provider("torch.compile", "peer", partial(plain_logits, True), wide_logits=1.0),
         liger,
     ]

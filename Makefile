@@ -63,7 +63,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help hub setup csrc demo real test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-readme mutation mutation-python docs links notebook packages clean
+.PHONY: help hub setup csrc demo real test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -213,7 +213,7 @@ types: $(SETUP)
 
 # One thread per pytest process: the processes share the cores, and the results do not depend on the thread count.
 PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-  $(BIN)/pytest -n $(WORKERS) --dist loadfile $(RANDOM_ORDER) $(PYTEST_ARGS)
+  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(RANDOM_ORDER) $(PYTEST_ARGS)
 
 unit: $(SETUP) csrc
 	@$(STEP) 'pytest'
@@ -267,7 +267,7 @@ test-trl: $(SETUP) csrc
 	@'$(TRL_ENV)/bin/python' -m pip install -qq --no-compile --disable-pip-version-check --upgrade 'trl==$(VERSION)'
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' '$(TRL_ENV)/bin/python' -c 'import trl; print("trl", trl.__version__)'
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' \
-	  '$(TRL_ENV)/bin/python' -m pytest tests/integrations/test_trl_*.py $(PYTEST_ARGS)
+	  '$(TRL_ENV)/bin/python' -m pytest --benchmark-disable tests/integrations/test_trl_*.py $(PYTEST_ARGS)
 
 # vLLM pins its own releases of torch and transformers: an environment of its own. What it would import of these three
 # fits its torch only in a CUDA build.
@@ -288,7 +288,7 @@ test-real: $(SETUP) csrc
 	@$(STEP) 'the fused head on SmolLM2-135M-Instruct'
 	@$(MAKE) $(REAL_MODEL) || echo 'SmolLM2 did not install: its tests will be skipped, and say so'
 	@if [ -f $(REAL_MODEL) ]; then export GRPO_FAST_REAL_MODEL='$(abspath $(dir $(REAL_MODEL)))'; fi; \
-	  OMP_NUM_THREADS=$(WORKERS) TOKENIZERS_PARALLELISM=false $(BIN)/pytest -rsP tests/loss/test_real_model.py $(PYTEST_ARGS)
+	  OMP_NUM_THREADS=$(WORKERS) TOKENIZERS_PARALLELISM=false $(BIN)/pytest -rsP --benchmark-disable tests/loss/test_real_model.py $(PYTEST_ARGS)
 
 # Tiny models of all families, against transformers' own attention; ARGS=--write renews the table in the README.
 sweep: $(SETUP) csrc
@@ -322,6 +322,9 @@ bench-loop: $(PEERS) csrc
 bench-gate: $(SETUP) csrc
 	@$(STEP) 'regression gate of the CPU path'
 	@$(PY) -m benchmarks.kernels.gate
+
+bench-small: $(PEERS) csrc
+	@$(BIN)/pytest -q benchmarks/kernels/test_small.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
 
 # The tables and the picture of benchmarks/README.md. On a quiet machine; a quarter of an hour.
 bench-readme: $(PEERS) csrc
@@ -380,5 +383,5 @@ format: $(SETUP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -197,7 +197,7 @@ def recording() -> Iterator[Recorder]:
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
-    from grpo_fast.loss import values
+    from grpo_fast.loss import support_rows, value_checks
 
     recorder = Recorder()
 
@@ -226,9 +226,9 @@ def recording() -> Iterator[Recorder]:
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
         """Record that the host waits for two sizes, and return assumed sizes.
 
-        This replaces `values._sizes`, which reads the number of rows with a support and the number
-        of ids in all supports. Fake tensors have no values, so assume that every row has SET_SIZE
-        ids.
+        This replaces `support_rows._sizes`, which reads the number of rows with a support and the
+        number of ids in all supports. Fake tensors have no values, so assume that every row has
+        SET_SIZE ids.
         """
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE
@@ -255,7 +255,8 @@ def recording() -> Iterator[Recorder]:
             (linear, {"architecture": lambda device: "sm_90"}),
             (activity, {"read_later": later}),
             (activity.Activity, {"keep": keep}),
-            (values, {"copy_to_host_async": copied, "_pending": [], "_sizes": sizes}),
+            (value_checks, {"copy_to_host_async": copied, "_pending": []}),
+            (support_rows, {"_sizes": sizes}),
             (support, {"is_aligned": lambda x: True}),
             (loop.LinearHead, {"_rows_of": rows_of, "_finished": finished, "logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),

@@ -18,7 +18,8 @@ from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors, Targets
-from grpo_fast.loss.values import ValueChecks
+from grpo_fast.loss.support_rows import support_rows
+from grpo_fast.loss.value_checks import ValueChecks
 from grpo_fast.objective.aggregation import step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
@@ -38,7 +39,7 @@ class TokenBatch(NamedTuple):
     ) -> TokenBatch:
         """Check the values of the arguments, and build the batch.
 
-        The caller must check the shapes of the arguments before.
+        The caller must have checked the shapes of the arguments.
 
         Args:
             tensors: (hidden, weight, bias), (logits,) or (logps, entropy), flattened to N rows.
@@ -96,8 +97,8 @@ def active_target_rows(
     """Return the active rows of `linear_logps` or `logits_logps`, and a mask of ignored rows.
 
     Outside of a CUDA graph, rows with target -100 are removed and the mask is None. In a CUDA
-    graph, the number of rows must not depend on values. All rows then remain, and the mask marks
-    the rows with target -100. The caller must set the results of these rows to 0.
+    graph, the number of rows must not depend on the values of the targets. All rows then remain,
+    the mask marks the rows with target -100, and the caller must set their results to 0.
 
     Args:
         tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
@@ -109,8 +110,8 @@ def active_target_rows(
     checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
     records = is_capturing(flat)
-    # Keep all rows in a CUDA graph, which cannot record nonzero(), because the size of its result
-    # depends on values.
+    # Keep all rows in a CUDA graph. `_unless_all` cannot run there, because the size of the result
+    # of nonzero() depends on the values of its argument.
     index = None if records else _unless_all(flat != values.IGNORED_TARGET)
     places = ActiveTokens(len(flat), index, flat, flat, checks)
     if isinstance(transform.temperature, Tensor):
@@ -143,8 +144,8 @@ class ActiveTokens(NamedTuple):
         """
         x = x.detach().reshape(-1)
         if self.active_index is None:
-            # Copy numbers even if they have the requested dtype. The metrics are computed later,
-            # when the caller may have changed x.
+            # Copy float tensors even if they have the requested dtype. The metrics are computed
+            # later, when the caller may have changed x.
             return x.to(dtype, copy=dtype != torch.int64)
         return x.index_select(0, self.active_index).to(dtype)
 
@@ -156,13 +157,13 @@ class ActiveTokens(NamedTuple):
     ) -> ActiveRows:
         """Return the active rows in the form that the kernels expect.
 
-        This is the last step that adds value checks, so it also sends them.
+        This is the last step that adds value checks, so it also starts their copy to the host.
         """
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
         if targets is not None and targets.support is not None:
-            support = values.support_rows(
+            support = support_rows(
                 targets.support, self.active_index, target_ids, targets.vocab_size, self.checks
             )
             rows = rows._replace(support=support)
@@ -184,8 +185,9 @@ def _active_tokens(inputs: BatchInputs, checks: ValueChecks) -> ActiveTokens:
     lengths, segments = _segments(like, inputs.cu_seqlens, count, checks)
     if index is not None:
         segments = segments.index_select(0, index)
-        # The length of a completion is the number of its active tokens. The segments ascend, so
-        # search for the first token of each completion. bincount would wait for the GPU twice.
+        # The length of a completion is the number of its active tokens. Find the first token of
+        # each completion by a binary search, because the segments are in ascending order. bincount
+        # would cost two GPU syncs.
         numbers = torch.arange(count + 1, device=like.device)
         lengths = torch.searchsorted(segments, numbers).diff()
     return ActiveTokens(like.numel(), index, lengths, segments, checks)

@@ -33,8 +33,8 @@ class BatchInputs(NamedTuple):
 class Options(NamedTuple):
     """Options of a loss call that are not part of `LossConfig`.
 
-    A torch.compile graph can carry only the fields that are listed in `schema.TYPES`. All other
-    fields must have their default values when a graph is traced.
+    Only the fields that are listed in `schema.TYPES` can be arguments of a custom operator. All
+    other fields must have their default values when torch.compile traces a call.
     """
 
     wanted: list[bool]  # for each differentiable tensor, whether it needs a gradient
@@ -51,7 +51,7 @@ class Options(NamedTuple):
 class RowOptions(NamedTuple):
     """Options of a logps call.
 
-    A torch.compile graph can carry only the fields that are listed in `schema.TYPES`.
+    Only the fields that are listed in `schema.TYPES` can be arguments of a custom operator.
     """
 
     target_ids: Tensor  # (B, L) or (T,)

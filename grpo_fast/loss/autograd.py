@@ -51,8 +51,8 @@ class LossFunction(torch.autograd.Function):
 
     Args:
         run: computes the loss and its gradients, `run(*tensors) -> LossResult`.
-        overwrites: True if `run` writes the gradient over its only tensor. A second backward is
-            then impossible, because the input no longer exists.
+        overwrites: True if `run` writes the gradient over its only tensor. A second backward pass
+            is then impossible, because the input has been overwritten.
         inputs: the differentiable tensors.
     """
 
@@ -98,9 +98,9 @@ apply_loss: Callable[..., LossValues] = LossFunction.apply
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
     """Return one pair (gradient, unit) for each tensor of a call.
 
-    The unit is a power of two by which the backward pass must multiply the gradient. A unit of None
-    stands for 1. The gradient is None if it is not needed. The loss pass then returned an empty
-    tensor.
+    The unit is a power of two by which the backward pass must multiply the gradient. None means
+    that the unit is 1. A gradient that is not needed, which is an empty tensor in `gradients`, is
+    None in the result.
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
@@ -222,7 +222,8 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        # Check the logps, because only they show that a target has the logit -inf.
+        # Check the logps, because an infinite logp is the only sign of a target whose logit is
+        # -inf.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -263,7 +264,11 @@ class LogpsPass:
 
 
 class LogpsFunction(torch.autograd.Function):
-    """Autograd function of logps. The first backward uses the logits cached by the forward pass."""
+    """Autograd function of logps.
+
+    The first backward pass uses the logits that the forward pass has cached. Later backward passes
+    compute all logits again.
+    """
 
     @staticmethod
     def forward(
@@ -303,8 +308,8 @@ class LogpsFunction(torch.autograd.Function):
             and d_entropy is not None
             and not cached[0].sweep.has_entropy_gradient
         ):
-            # Cached exponentials do not suffice for a gradient of the entropies, which is computed
-            # from logits. Compute the logits again.
+            # The cache holds exponentials, but the gradient of the entropies needs the logits.
+            # Compute the logits again.
             cached = None
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if cached is None:

@@ -1,4 +1,4 @@
-"""Test the numerical contract, which bounds the errors of logps, gradients and confident tokens."""
+"""Test the promised bounds on the errors of logps and gradients, also for confident tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
     return hidden, weight, ids, advantages
 
 
-# 896 and 2048 are the hidden sizes of the models in our recipes. 8192 is the largest size of the
-# contract, and 33 is not a multiple of any vector width.
+# 896 and 2048 are the hidden sizes of the models in our recipes. 8192 is the largest hidden size
+# for which the bounds are promised, and 33 is not a multiple of any vector width.
 @pairs(
     backend=BACKENDS, H=[33, 896, 2048, 8192], dtype=[torch.bfloat16, torch.float16, torch.float32]
 )
@@ -124,9 +124,10 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
        one_minus_p=[1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])  # fmt: skip
 def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
-    """Check that the gradient of the logit of a target is −(1 − p) within 0.4%, up to p = 1 − 1e-6.
+    """Check that the gradient with respect to a target's logit is −(1 − p), within 0.4%.
 
-    At p = 1 − 1e-6, the difference 1 − p in fp32 would have only two correct digits.
+    The largest p is 1 − 1e-6. If 1 − p were computed in fp32, it would have only two correct
+    digits.
     """
     V, T = 257, 8
     g = torch.Generator().manual_seed(0)
@@ -150,11 +151,11 @@ def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
 @pytest.mark.parametrize("all_active", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rival_that_resembles_the_target_in_bf16(backend, all_active):
-    """Check that dH is accurate if the most likely other id has nearly the weight of the target.
+    """Check that dH is accurate if the weight vectors of the two most likely ids nearly agree.
 
-    dH = g·p·(w_other − w_target) is then ten times smaller than its two terms, so a p that is
-    rounded to bf16 would cause an error of 1%. With `all_active=False`, the code gathers the active
-    rows and their dominant columns.
+    One of the two ids is the target. dH = g·p·(w_other − w_target) is then ten times smaller than
+    its two terms, so rounding p to bf16 would cause an error of 1%. With `all_active=False`, the
+    code gathers the active rows and their dominant columns.
     """
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 64, generator=g)

@@ -17,7 +17,7 @@ from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = [x.id for x in ENGINES if not x.marks]
-# Each entry has a dtype, a backend and a tolerance, which is larger for fp32 than for fp64.
+# Each entry has a dtype, a backend and a tolerance. The tolerance is larger for fp32 than for fp64.
 WAYS = {"fp64": (torch.float64, "torch", 1e-12),
         **{b: (torch.float32, b, 2e-6) for b in BACKENDS}}  # fmt: skip
 ROWS = 6 if IS_INTERPRETER else 37  # Triton's interpreter runs one program per row
@@ -126,7 +126,7 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
-    """Check that a teacher with top-k ids gives the divergence of the textbook formula.
+    """Check that the divergence from a top-k teacher agrees with the textbook formula.
 
     With a tail, one additional category has the remaining probability. Without a tail, the K
     probabilities sum to 1. In two rows, some of the K entries are unused and have id 0.
@@ -180,10 +180,10 @@ def test_a_nan_outside_of_the_k_is_seen(has_tail):
 
 
 def test_leaves_of_near_logits_keep_their_digits():
-    """Check that divergence functions of one token are accurate in fp32 for nearly equal logits.
+    """Check that the functions in DIVERGENCES are accurate in fp32 for nearly equal logits.
 
-    At a logit difference of d = 1e-5 the divergence is p·d²/2. If the code computed it as a
-    difference of fp32 products, no correct digit would remain.
+    At a logit difference of d = 1e-5, the divergence is p·d²/2. A difference of fp32 products would
+    have no correct digit.
     """
     p, d = torch.tensor([0.3, 0.9]), torch.tensor([1e-5, -2e-5])
     q = p.double() * (-d.double()).exp()
@@ -220,10 +220,10 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
-    """Check that values and gradients are accurate if one token has the probability 1 − `gap`.
+    """Check that values and gradients are accurate if the student is nearly certain of one token.
 
-    In fp32, the terms p·log(p/q) and 1 − p must not cancel. `doubt` is the number of nats by which
-    the teacher's logit of this token is lower than the student's.
+    The student gives this token the probability 1 − `gap`. The teacher's logit of the token is
+    lower by `doubt` nats. In fp32, the terms p·log(p/q) and 1 − p must not cancel.
     """
     g = torch.Generator().manual_seed(0)
     V, N = 2049, 4 if IS_INTERPRETER else 16  # V needs several blocks of columns
@@ -307,7 +307,7 @@ def test_nan_is_seen(backend, side):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype):
-    """Check that values of 16-bit inputs are as accurate as in fp32.
+    """Check that values computed from 16-bit inputs are as accurate as values from fp32 inputs.
 
     test_gradient_range.py checks the gradients.
     """
@@ -325,7 +325,7 @@ def test_a_teacher_of_another_dtype():
 
 
 def test_hidden_rows_padded_rows_and_no_rows():
-    """Check that hidden_rows works with the padded layout, and that a call without rows gives 0."""
+    """Check `hidden_rows` with the padded layout, and that loss and dW are 0 without rows."""
     sides = sides_of(N=6)
     rows = torch.tensor([[0, 0, 3], [1, 0, 5]])
     teacher = TeacherHead(sides[3].reshape(2, 3, 9), sides[4], sides[5])
@@ -376,9 +376,10 @@ def test_a_graph_of_torch_compile_refuses_it():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
-    """Check that a call with 32 chunks needs at most 9 bytes per logit of one chunk.
+    """Check the peak memory of a call with 32 chunks of (32, 32768) logits.
 
-    Each chunk has (32, 32768) logits. The bound excludes the memory of the LM head and of dW.
+    The call may use 9 bytes for each logit of a single chunk, in addition to the memory of the LM
+    head and of dW.
     """
     from torch.profiler import ProfilerActivity, profile
 

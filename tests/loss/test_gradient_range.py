@@ -48,8 +48,8 @@ def plain(
 ) -> tuple[Tensor, ...]:
     """Return the gradients that plain torch computes for inputs of the given dtype.
 
-    Only the loss is computed by `grpo_loss`, from the logps of torch. torch computes log_softmax in
-    at least fp32.
+    torch computes the logps, with log_softmax in at least fp32. `grpo_loss` computes the loss from
+    these logps.
     """
     leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
     logits = torch.nn.functional.linear(*leaves)
@@ -127,11 +127,16 @@ TERMS = ("policy", "head", "top-k", "support")
 def loss_of(
     term: str, x: dict[str, Tensor], weights: Tensor, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss of tokens with the given weights, and the tensors that require grad.
+    """Return the loss of one kind, and its tensors that require grad.
 
-    `term` is "policy" for the policy loss, which uses only the first weight. For a divergence, it
-    names the teacher: a full head ("head"), its most likely ids ("top-k"), or a full head with
-    supports ("support").
+    Args:
+        term: "policy" for the policy loss, or the teacher of a divergence. "head" is a teacher with
+            a full head, "top-k" a teacher with its most likely ids, and "support" a teacher with a
+            full head in a call with a support.
+        x: the result of `problem`.
+        weights: (N,), the weight of each token. The policy loss uses the first for all tokens.
+        dtype: dtype of hidden states, weight and bias.
+        backend: backend of the call.
     """
     leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
     if term == "policy":

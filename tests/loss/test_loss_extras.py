@@ -113,8 +113,8 @@ def test_weights_and_metrics_of_corrections(
 ):
     """Check the weight of each token, and how many tokens the metrics count as masked and clipped.
 
-    "effective_sample_size" is a share of the tokens, (Σw)²/(n·Σw²). The slope of the loss "kimi" is
-    not 0 for a token with advantage 0.
+    "effective_sample_size" is a share of the tokens, (Σw)²/(n·Σw²). The loss "kimi" is tested
+    because its gradient shows the weight of a token even if the advantage is 0.
     """
     config = grpo_fast.LossConfig(
         loss_type, corrections=corrections, beta=1.0 if loss_type == "kimi" else 0.0
@@ -136,7 +136,7 @@ def test_weights_and_metrics_of_corrections(
 def test_sampling_correction_without_old_logps_is_a_constant(correction):
     """Check that the correction weight is a constant factor of the loss if old_logps is missing.
 
-    The weight is then exp(logp − sampling_logp), and its logp must be detached.
+    The weight is then exp(logp − sampling_logp), where logp must be detached.
     """
     case = make_case(
         32, sampling=True, **options_for("grpo"), corrections=CORRECTIONS[correction]

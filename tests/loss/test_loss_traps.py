@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024])
 def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype, backend):
-    """Check that results are finite if the first block of vocabulary columns has only logits -inf.
+    """Check that results are finite if all logits in the first block of columns are -inf.
 
     Other libraries compute exp(−inf − (−inf)), which is NaN, for such a block.
     """
@@ -45,9 +45,10 @@ def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype,
 
 
 def of_unlikely_targets(case, gap):
-    """Return the case with a likely last vocabulary column, so that all targets are unlikely.
+    """Return a copy of the case in which all targets are unlikely.
 
-    The last column is never a target. The logps of the targets fall by roughly `gap` nats.
+    The bias makes the last vocabulary id very likely, and this id is never a target. The logps of
+    the targets fall by roughly `gap` nats.
     """
     V, before = len(case.weight), reference_logps(case)[0]
     bias = case.bias.clone()

@@ -35,7 +35,11 @@ FORMS = (*COST, "logits")
 
 
 def take(form: str, monkeypatch) -> str:
-    """Force the implementation `form` for all sizes, and return "logits" or "linear" for `run`."""
+    """Force the implementation `form` for all sizes.
+
+    Returns:
+        The function that `run` must call for this implementation, "logits" or "linear".
+    """
     for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
         monkeypatch.setattr(head_support, name, COST.get(form, 0))
     return "logits" if form == "logits" else "linear"
@@ -133,7 +137,7 @@ def test_sixteen_bits(form, dtype, backend, monkeypatch):
     loss_cases.check(function, case, backend=backend, loss_tol=2e-6, grad_tol=tol)
 
 
-# Use smaller sizes in Triton's interpreter, because it runs one program for each id of dW.
+# Use smaller sizes in Triton's interpreter, because it runs one program for each row of dW.
 V, H, T = (130, 41, 24) if IS_INTERPRETER else (300, 41, 70)
 
 
@@ -160,7 +164,7 @@ def masked_truth(hidden, weight, bias, ids, kept, **rule):
     """Compute logps and entropies from masked logits in fp64.
 
     Returns:
-        The fp64 leaves (hidden, weight, bias), the logps and the entropies.
+        The leaf tensors (hidden, weight, bias) in fp64, the logps and the entropies.
     """
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     raw = leaves[0] @ leaves[1].T + leaves[2]
@@ -179,8 +183,8 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
     true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
     up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    # The first backward uses the cache of the forward pass, with and without a gradient of the
-    # entropies.
+    # The first backward pass uses the cache of the forward pass, and the second does not. Test both
+    # with and without a gradient of the entropies.
     for weight_of_entropy in (up_entropy, None):
         lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
         torch.testing.assert_close(lp.double(), true_lp, rtol=2e-6, atol=2e-6)
@@ -241,9 +245,9 @@ def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, 
 @pytest.mark.parametrize("form", COST)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):
-    """Check that a support with all ids, and an empty support, give the result without a support.
+    """Check that a support with all ids and a support with empty sets change nothing.
 
-    An empty support means that the sampler did not restrict the row.
+    An empty set means that the sampler did not restrict the row.
     """
     take(form, monkeypatch)
     hidden, weight, bias, ids, _ = rows(3)

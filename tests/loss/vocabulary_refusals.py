@@ -1,4 +1,4 @@
-"""Calls with invalid arguments on ranks that share a head, which must raise the same error."""
+"""Calls with invalid arguments on ranks that share a head. All ranks must raise the same error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals(world: World, who: str) -> Found:
-    """Return this rank's errors if the first, the last or every rank has a bad argument."""
+    """Return this rank's errors for calls in which some ranks pass a bad argument.
+
+    `who` selects these ranks: "first", "last" or "all".
+    """
     one = {"first": 0, "last": world.size - 1}.get(who)
     told = {}
     for name, changes in wrong_arguments(world).items():
@@ -90,7 +93,8 @@ def refusals(world: World, who: str) -> Found:
 def compiled_in_one_graph(world: World) -> str:
     """Return the error of torch.compile for a call with `group` and fullgraph=True.
 
-    Also check that without fullgraph the call gives the eager result, outside of the graph.
+    Also check that without fullgraph, the call runs outside of the graph and gives the eager
+    result.
     """
     case = world.shard(make_case(14, **options_for("grpo")))
 
@@ -108,7 +112,7 @@ def compiled_in_one_graph(world: World) -> str:
 
 
 def wrong_groups(world: World) -> Found:
-    """Return the errors for a `group` or a DTensor that does not match the ranks of the head."""
+    """Return the errors of calls whose `group` or DTensor does not match the ranks of the head."""
     other = distributed.new_group([0])
     weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))

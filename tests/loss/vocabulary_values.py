@@ -38,7 +38,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def columns_at_minus_infinity(world: World) -> Found:
-    """Compare sharded and full head if some vocabulary columns have the logit -inf.
+    """Compare the sharded and the full head if some vocabulary columns have the logit -inf.
 
     All columns of the last rank are -inf, so that this rank has no finite logit.
     """
@@ -76,7 +76,7 @@ def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str
 
 
 def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
-    """Compare sharded and full head if a row of `hidden` may predict several targets."""
+    """Compare the sharded and the full head if a row of `hidden` may predict several targets."""
     case = make_case(10, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     rows = torch.randint(0, 50, case.ids.shape, generator=torch.Generator().manual_seed(1))
 
@@ -211,7 +211,7 @@ def bits(world: World, backend: str) -> Found:
 
 
 def collectives(world: World) -> Found:
-    """Record the collective calls of the forward and the backward pass, for several functions."""
+    """Record the collective calls in the forward and backward passes of losses and logps."""
     called: list[str] = []
     real = {n: getattr(distributed, n) for n in dir(distributed) if n in COLLECTIVES}
 

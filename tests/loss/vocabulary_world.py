@@ -1,7 +1,7 @@
 """Class `World` for one rank of a process group that shares a head, and comparisons of results.
 
-A comparison returns a dictionary. Its key "off" has the error of each value, "told" has error
-messages, and "same" has values that must be equal on all ranks.
+A comparison returns a dictionary. "off" maps the name of each value to its error. "told" maps each
+faulty call to its error message. "same" holds values that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor
 
 
 def as_one(world: World, case: Case, **more: Any) -> Found:
-    """Compare values, metrics and gradients of a sharded head with the results of one process."""
+    """Return the errors of a sharded head relative to one process.
+
+    Values, metrics and gradients are compared.
+    """
     return beside_one(
         world, case, lambda x, group: flat(loss_cases.run("linear", x, group=group, **more))
     )
@@ -71,7 +74,7 @@ def as_one(world: World, case: Case, **more: Any) -> Found:
 def as_truth(world: World, case: Case, **more: Any) -> Found:
     """Compare loss, logps and gradients of a sharded head with the fp64 oracle.
 
-    The key "own" of the result has the errors of one process with the full head.
+    "own" in the result holds the errors of one process with the full head.
     """
     result, truth = world.run(case, **more), loss_cases.truth("linear", case)
     one = loss_cases.run("linear", case, **more)

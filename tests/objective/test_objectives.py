@@ -29,9 +29,9 @@ def test_default_bounds_of_the_ratio():
 
 
 def single_token(loss_type, lp, lr, A, options):
-    """Return the loss of the oracle for a completion of one token.
+    """Return the oracle's loss for a completion of one token.
 
-    A loss function computes one token, so only completions of one token are comparable.
+    The oracle computes whole completions, but the functions in OBJECTIVES compute single tokens.
     """
     c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
     return oracles.ORACLES[loss_type](c, oracles.resolve(options))

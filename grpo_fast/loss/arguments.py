@@ -74,27 +74,3 @@ class RowOptions(NamedTuple):
     def entropy_over_vocabulary(self) -> bool:
         """Return whether entropies are computed over the full vocabulary, even with a support."""
         return self.return_entropy and self.entropy_over == "vocabulary"
-
-
-class Targets(NamedTuple):
-    """The hidden row and the support of each target, the vocabulary size and the number of rows."""
-
-    vocab_size: int
-    num_hidden: int  # rows of `hidden`
-    hidden_rows: Tensor | None  # the shape of target_ids; None: row t predicts target t
-    support: Support | None
-
-    @classmethod
-    def of(cls, tensors: RowTensors, options: Options | RowOptions) -> Targets | None:
-        """Build the targets of a call. Return None for `grpo_loss`, which has no logits.
-
-        Args:
-            tensors: (hidden, weight, bias), (logits,) or (logps, entropy), flattened to N rows.
-            options: the options of the call.
-        """
-        if len(tensors) == 2:
-            return None
-        vocab_size = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
-        if options.shard is not None:
-            vocab_size = options.shard.vocabulary
-        return cls(vocab_size, len(tensors[0]), options.hidden_rows, options.support)

@@ -190,8 +190,7 @@ class LogpsPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.places = places or active_target_rows(tensors, options)
-        self.rows, self.left_out = self.places
+        self.rows, self.left_out = places or active_target_rows(tensors, options)
         self.sweep: Sweep
         # A call from given logits has one tensor. A call from hidden states has three: the hidden
         # states, the weight and the bias.
@@ -230,7 +229,11 @@ class LogpsPass:
         return (spread(self._selected(logps)), flat, spread(lse)), stats
 
     def gradients(
-        self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
+        self,
+        stats: RowStats,
+        d_logps: Tensor | None,
+        d_entropy: Tensor | None,
+        wanted: Sequence[bool],
     ) -> tuple[Tensor, ...]:
         """Compute the gradients of the call's tensors from the gradients of its outputs.
 
@@ -247,8 +250,9 @@ class LogpsPass:
         if g is None:
             assert g_entropy is not None
             g = torch.zeros_like(g_entropy)
+        of_head = Wanted(*wanted, *[False] * (3 - len(wanted)))
         with kernel_precision(self.device):
-            return self.sweep.gradients(g, g_entropy, stats, wanted)
+            return self.sweep.gradients(g, g_entropy, stats, of_head)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
         """Return the statistics of the active rows, from the outputs of the forward pass."""
@@ -283,7 +287,7 @@ class LogpsFunction(torch.autograd.Function):
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options = options
-        ctx.places = work.places
+        ctx.places = places
         ctx.cached = (work, stats) if work.sweep.cached is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
@@ -311,7 +315,6 @@ class LogpsFunction(torch.autograd.Function):
             # The cache holds exponentials, but the gradient of the entropies needs the logits.
             # Compute the logits again.
             cached = None
-        wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if cached is None:
             tensors = saved[:-3]
             outputs = saved[-3:]
@@ -321,7 +324,7 @@ class LogpsFunction(torch.autograd.Function):
             )  # fmt: skip
             cached = work, work.saved_stats(*outputs)
         work, stats = cached
-        gradients = work.gradients(stats, d_logps, d_entropy, wanted)
+        gradients = work.gradients(stats, d_logps, d_entropy, needs)
         # Autograd expects None for a gradient that is not needed, but `gradients` then contains an
         # empty tensor.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))

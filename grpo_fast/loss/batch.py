@@ -17,7 +17,7 @@ from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import values
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors, Targets
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors
 from grpo_fast.loss.support_rows import support_rows
 from grpo_fast.loss.value_checks import ValueChecks
 from grpo_fast.objective.aggregation import step_weights
@@ -48,24 +48,25 @@ class TokenBatch(NamedTuple):
             inputs: tensors per token and per completion, in the caller's layout.
         """
         checks = ValueChecks(options.validate)
-        targets = Targets.of(tensors, options)
+        has_logits = len(tensors) != 2
         places = _active_tokens(inputs, checks)
         tokens = _tokens(places, config, inputs)
-        temperature = 1.0 if targets is None else config.temperature
+        temperature = config.temperature if has_logits else 1.0
         if isinstance(temperature, Tensor):
             temperature = places.select(temperature, torch.float32)
         values.check_numbers(
-            checks, values.RULES if targets is None else values.LOGPS_RULES,
+            checks, values.LOGPS_RULES if has_logits else values.RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
         )  # fmt: skip
         transform = LogitTransform(config.logit_scale, config.softcap, temperature)
-        ids = places.segments if targets is None else places.select(inputs.like)
-        if targets is not None:
-            end = targets.vocab_size
+        ids = places.segments
+        if has_logits:
+            end = vocabulary_size(tensors, options)
             expected = f"ids in [0, {end}) at the active tokens"
+            ids = places.select(inputs.like)
             ids = values.checked_ids("target_ids", ids, end, checks, expected=expected)
-        return cls(places.rows(ids, transform, targets), tokens, config)
+        return cls(places.rows(ids, transform, tensors, options), tokens, config)
 
     def with_scaled_weights(self) -> TokenBatch:
         """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
@@ -104,8 +105,6 @@ def active_target_rows(
         tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
         options: the options of the call.
     """
-    targets = Targets.of(tensors, options)
-    assert targets is not None
     transform = options.transform
     checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
@@ -118,13 +117,13 @@ def active_target_rows(
         temperatures = places.select(transform.temperature, torch.float32)
         values.check_numbers(checks, temperature=temperatures)
         transform = transform._replace(temperature=temperatures)
-    end = targets.vocab_size
+    end = vocabulary_size(tensors, options)
     expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
     ids = values.checked_ids("target_ids", places.select(flat), end, checks, expected=expected)
     if records:
-        rows = places.rows(ids.clamp(0, end - 1), transform, targets)
+        rows = places.rows(ids.clamp(0, end - 1), transform, tensors, options)
         return rows, flat == values.IGNORED_TARGET
-    return places.rows(ids, transform, targets), None
+    return places.rows(ids, transform, tensors, options), None
 
 
 class ActiveTokens(NamedTuple):
@@ -153,7 +152,11 @@ class ActiveTokens(NamedTuple):
         return None if x is None else self.select(x, torch.float32)
 
     def rows(
-        self, target_ids: Tensor, transform: LogitTransform, targets: Targets | None
+        self,
+        target_ids: Tensor,  # (T,)
+        transform: LogitTransform,
+        tensors: RowTensors,
+        options: Options | RowOptions,
     ) -> ActiveRows:
         """Return the active rows in the form that the kernels expect.
 
@@ -162,20 +165,28 @@ class ActiveTokens(NamedTuple):
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
-        if targets is not None and targets.support is not None:
+        if options.support is not None:
+            vocab_size = vocabulary_size(tensors, options)
             support = support_rows(
-                targets.support, self.active_index, target_ids, targets.vocab_size, self.checks
+                options.support, self.active_index, target_ids, vocab_size, self.checks
             )
             rows = rows._replace(support=support)
-        if targets is not None and targets.hidden_rows is not None:
-            end = targets.num_hidden
+        if options.hidden_rows is not None:
+            end = len(tensors[0])
             predicting = values.checked_ids(
-                "hidden_rows", self.select(targets.hidden_rows), end, self.checks, kind="rows",
+                "hidden_rows", self.select(options.hidden_rows), end, self.checks, kind="rows",
                 expected=f"rows in [0, {end}) at the active tokens",
             )  # fmt: skip
             rows = rows._replace(hidden_index=predicting, repeats=True)
         self.checks.send()
         return rows
+
+
+def vocabulary_size(tensors: RowTensors, options: Options | RowOptions) -> int:
+    """Return V, the vocabulary size of a call with (hidden, weight, bias) or (logits,)."""
+    if options.shard is not None:
+        return options.shard.vocabulary
+    return len(tensors[1]) if len(tensors) == 3 else int(tensors[0].shape[1])
 
 
 def _active_tokens(inputs: BatchInputs, checks: ValueChecks) -> ActiveTokens:

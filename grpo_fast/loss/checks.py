@@ -164,17 +164,21 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
         raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
 
 
-def transform(x: LogitTransform, like: Tensor) -> None:
-    """Check a logit transform. A temperature tensor must have the shape of `like`."""
+def transform(x: LogitTransform, like: Tensor | None = None) -> None:
+    """Check a logit transform.
+
+    The temperature must be a number, or a tensor of the shape of `like`. If `like` is None, it must
+    be a number.
+    """
     number("logit_scale", x.logit_scale, "a finite number, not 0", lambda x: x != 0)
     if x.softcap is not None:
         number("softcap", x.softcap, "None or a finite number > 0", lambda x: x > 0)
     temperature(x.temperature, like)
 
 
-def temperature(x: float | Tensor, like: Tensor) -> None:
-    """Check a temperature, which is a number or a tensor of the shape of `like`."""
-    if isinstance(x, Tensor):
+def temperature(x: float | Tensor, like: Tensor | None) -> None:
+    """Check a temperature, as described in `transform`."""
+    if isinstance(x, Tensor) and like is not None:
         like_logps("temperature", x, like)
         constant("temperature", x)
     else:

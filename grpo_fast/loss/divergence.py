@@ -16,7 +16,7 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks
-from grpo_fast.loss.arguments import Options, RowTensors, Targets
+from grpo_fast.loss.arguments import Options, RowTensors
 from grpo_fast.loss.batch import ActiveTokens
 from grpo_fast.loss.passes import LossResult, kernel_precision, rescaled
 from grpo_fast.loss.ranks import Agreement, local_rows
@@ -140,9 +140,8 @@ def linear_divergence(
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         # Pass `like` in place of target_ids, because only its shape and device matter here.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
-        number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
         transform = LogitTransform(logit_scale, softcap, temperature)
-        checks.transform(transform, like)
+        checks.transform(transform)
         term = DivergenceTerm(teacher, kind, beta=beta)
         options = Options(
             autograd.needs_gradient(*tensors), backend, hidden_rows=hidden_rows, support=support,
@@ -258,7 +257,7 @@ def _checked_teacher(
     require(fits, "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
-    checks.transform(teacher.transform, like)
+    checks.transform(teacher.transform)
     return teacher._replace(hidden=hidden)
 
 
@@ -333,9 +332,8 @@ def _rows(
     support = options.support
     if support is not None and len(support.ids):
         ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
-    targets = Targets.of(tensors, options)
     places = ActiveTokens(len(ids), None, ids, ids, ValueChecks("auto"))
-    return places.rows(ids, transform, targets)
+    return places.rows(ids, transform, tensors, options)
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import NAMESPACE
 from grpo_fast.kernels.head.half_range import needs_scaling
-from grpo_fast.kernels.types import Context, Wanted
+from grpo_fast.kernels.types import Context
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors
 from grpo_fast.loss.autograd import (
     NO_DOUBLE_BACKWARD,
@@ -260,7 +260,6 @@ def _register_logps(name: str, tensors: str) -> None:
         options = from_graph(RowOptions, rest[count:-3])
         has_entropy = d_entropy is not None
         work = LogpsPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
-        wanted = Wanted(*wanted, *[False] * (3 - count))
         return as_output(work.gradients(work.saved_stats(*outputs), d_logps, d_entropy, wanted))
 
     def fake_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:

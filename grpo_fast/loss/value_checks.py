@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import is_capturing
 from grpo_fast.kernels.workspace import copy_to_host_async
 
-# A function that receives the results of `Tensor.tolist` and returns an error message, or "" if the
-# numbers are allowed.
+# A function that receives numbers, or tensors on the CPU, and returns an error message, or "" if
+# the values are allowed.
 Judge = Callable[..., str]
 
 
@@ -49,10 +50,13 @@ class ValueChecks:
         return x.is_cuda and self.validate == "auto"
 
     def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
-        """Check the values of some tensors with `judge`. All tensors must be on one device."""
+        """Check the values of some tensors with `judge`. All tensors must be on one device.
+
+        `judge` receives a number for each 0-d tensor, and a copy on the CPU for other tensors.
+        """
         if self.are_late(tensors[0]):
             self.kept.append((judge, tensors))
-        elif not is_capturing(tensors[0]) and (message := judge(*(x.tolist() for x in tensors))):
+        elif not is_capturing(tensors[0]) and (message := judge(*map(_on_host, tensors))):
             raise ValueError(message)
         return self
 
@@ -81,7 +85,11 @@ class ValueChecks:
         # dtype's size.
         parts = (x.clone() for x in self.numbers.split(sizes))
         for judge, tensors in self.kept:
-            yield judge(*(next(parts).view(x.dtype).view(x.shape).tolist() for x in tensors))
+            yield judge(*(_on_host(next(parts).view(x.dtype).view(x.shape)) for x in tensors))
+
+
+def _on_host(x: Tensor) -> Any:
+    return x.cpu() if x.dim() else x.item()
 
 
 _pending: list[ValueChecks] = []

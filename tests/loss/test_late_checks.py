@@ -153,24 +153,12 @@ def test_a_call_sends_its_checks_before_and_after_the_forward_pass(late):
 
 
 @pytest.mark.parametrize(("position", "offset"), [(0, 1), (700, 3), (19999, 20001), (-1, 19999)])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_many_offsets(late, is_late, position, offset):
-    """Check that a wrong offset among 20001 is found, and that only a few numbers are copied.
-
-    The offsets of a support are that many, because it has one offset for each token.
-    """
+def test_the_message_about_many_offsets_is_short(position, offset):
     cu = torch.arange(20001)
     cu[position] = offset
-    checks = ValueChecks("auto" if is_late else "full")
-    message = r"^cu_seqlens: .* to T = 20000, got \[\d, '...', \d{5}\]"
+    message = r"^cu_seqlens: .* to T = 20000, got \[\d, '...', \d{5}\]$"
     with pytest.raises(ValueError, match=message):
-        checked_offsets(cu, 20000, checks)
-        checks.send()
-        assert checks.numbers.nbytes < 100
-        value_checks.raise_pending()
-    checked_offsets(torch.arange(20001), 20000, checks)
-    checks.send()
-    assert late == ([checks] if is_late else [])
+        checked_offsets(cu, 20000, ValueChecks("auto"))
 
 
 def test_one_offset_with_a_stride(late):

@@ -18,30 +18,27 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024])
-def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype, backend):
-    """Check that results are finite if all logits in the first block of columns are -inf.
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024],
+       function=["linear", "logits"])  # fmt: skip
+def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(function, leading, dtype, backend):
+    """Check that columns with logit −inf have no influence, even if they fill the first block.
 
     Other libraries compute exp(−inf − (−inf)), which is NaN, for such a block.
     """
-    V, T = leading + 40, 6
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(T, V, generator=g).to(dtype)
-    ids = torch.randint(leading, V, (T,), generator=g)
-    logits[:, :leading] = logits[1, leading + 3 :] = -torch.inf
-    ids[1] = leading + 1
-    options = {"return_entropy": True, "backend": backend}
-    whole = grpo_fast.logits_logps(logits, ids, **options)
-    part = grpo_fast.logits_logps(logits[:, leading:].clone(), ids - leading, **options)
-    for x, y in zip(whole, part, strict=True):
-        assert torch.isfinite(x).all()
-        torch.testing.assert_close(x, y, rtol=0, atol=2e-6)
-    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.1)
-    x = logits.clone().requires_grad_()
-    grpo_fast.logits_grpo_loss(
-        x, ids, torch.ones(1), config, cu_seqlens=torch.tensor([0, T]), backend=backend
-    ).loss.backward()
-    assert torch.isfinite(x.grad).all() and (x.grad[logits == -torch.inf] == 0).all()
+    options = options_for("reinforce", entropy_coef=0.1)
+    part = make_case(74, V=40, dtype=dtype, **options)
+    before = torch.ones(leading, 8, dtype=dtype)
+    whole = part.but(ids=part.ids + leading, weight=torch.cat([before, part.weight]),
+                     bias=torch.cat([before[:, 0] * -torch.inf, part.bias]))  # fmt: skip
+    ours, expected = (run(function, x, backend=backend) for x in (whole, part))
+    assert (ours.logps - expected.logps).abs().max() <= 2e-6
+    assert (ours.entropy - expected.entropy)[part.mask].abs().max() <= 2e-6
+    for name, grad in ours.grads.items():
+        if name != "hidden":
+            added = grad.movedim(-1, 0)[:leading] if name == "logits" else grad[:leading]
+            assert (added == 0).all(), name
+            grad = grad[..., leading:] if name == "logits" else grad[leading:]
+        torch.testing.assert_close(grad, expected.grads[name], rtol=1e-5, atol=1e-6)
 
 
 def of_unlikely_targets(case, gap):

@@ -85,7 +85,8 @@ def test_a_slope_in_fp32_keeps_its_digits(loss_type):
 
 @pytest.mark.parametrize("kl_estimator", oracles.KL_ORACLES)
 def test_kl_value_and_slope(kl_estimator):
-    d = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-30.0, 19.9, 20.1, 25.0])]).double()
+    far = torch.tensor([-30.0, 19.9, 20.1, 25.0, 89.0, 1e4])  # k3 is its tangent above 20
+    d = torch.cat([torch.linspace(-6, 6, 97), far]).double()
     lp = torch.zeros_like(d, requires_grad=True)
     expected = oracles.KL_ORACLES[kl_estimator](d - lp)
     (slope,) = torch.autograd.grad(expected.sum(), lp)
@@ -120,14 +121,6 @@ def test_k3_is_never_negative_and_exactly_zero_on_policy():
         value, slope = KL_ESTIMATORS["k3"](d.to(dtype))
         assert torch.isfinite(value).all() and (value >= 0).all()
         assert value[-1] == 0 and slope[-1] == 0
-
-
-@pytest.mark.parametrize("d", [20.5, 50.0, 88.0, 89.0, 100.0, 1e4])
-def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
-    value, slope = KL_ESTIMATORS["k3"](torch.tensor([d]))
-    pull = math.expm1(20.0)  # raising lp towards the reference lowers the KL
-    assert slope.item() == pytest.approx(-pull, rel=1e-5)
-    assert value.item() == pytest.approx(pull - 20.0 + pull * (d - 20.0), rel=1e-5)
 
 
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():

@@ -417,6 +417,13 @@ def relative_l2(value: Tensor, true: Tensor) -> float:
     return error / size if size > 0 else error
 
 
+def worst_row(value: Tensor, true: Tensor) -> float:
+    """Compute the largest relative L2 error of a row. Rows in which `true` is 0 are ignored."""
+    error = (value.double() - true).reshape(len(true), -1).norm(dim=1)
+    size = true.double().reshape(len(true), -1).norm(dim=1)
+    return (error / size)[size > 0].max().item()
+
+
 def check(
     function: str, case: Case, *, loss_tol: float = 2e-6, grad_tol: float = 1e-5, **how: Any
 ) -> Result:

@@ -74,7 +74,9 @@ class TokenBatch(NamedTuple):
         The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is
         stored in `tokens.unit`, so that the loss and the gradients can be divided by it later.
         """
-        return self._replace(tokens=self.tokens.scaled(weight_unit(self.tokens.token_weights)))
+        unit = weight_unit(self.tokens.token_weights)
+        weights = self.tokens.token_weights * unit
+        return self._replace(tokens=self.tokens._replace(token_weights=weights, unit=unit))
 
     def metrics(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
         """Compute the metrics of a call under the names that TRL uses.

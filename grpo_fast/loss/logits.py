@@ -158,6 +158,3 @@ class LogitsSweep:
             of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.transform.rows(b)
             self.kernels.row_grad_(self.logits[b], self.targets[b], *of_rows, out=out[b])
         return (out,)
-
-    def release(self) -> None:
-        """Do nothing. The caller owns the logits, and this pass has no other buffers to free."""

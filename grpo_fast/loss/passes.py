@@ -185,10 +185,11 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
         # A loss that is not token-level needs the logps of all rows before it can compute a
         # gradient. A call without gradients also uses this path.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
-        values.check_logps(stats[1], options.validate)
-        result = token_loss(stats[1], stats[2], tokens, config)
+        _, logps, entropy = stats
+        values.check_logps(logps, options.validate)
+        result = token_loss(logps, entropy, tokens, config)
         gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
-        return _result(result.loss, stats[1], stats[2], gradients, batch, sweep.filtered)
+        return _result(result.loss, logps, entropy, gradients, batch, sweep.filtered)
 
 
 def logps_loss(

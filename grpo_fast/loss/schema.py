@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from grpo_fast.errors import argument_error
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 
@@ -44,11 +43,8 @@ def graph_fields(options: Options | RowOptions) -> list[Argument]:
     """Return the option fields as arguments of an operator, in the order of its schema.
 
     A `support` becomes two arguments, its ids and its offsets. A `temperature` becomes a tensor and
-    a number. If the temperature is a number, the tensor is None.
-
-    Raises:
-        ValueError: a field that is not in `TYPES` does not have its default value. `call.public`
-            runs such calls outside of graphs.
+    a number. If the temperature is a number, the tensor is None. Fields that are not in `TYPES`
+    have their default values, because `call.public` runs other calls outside of graphs.
     """
     fields: list[Argument] = []
     for name in options._fields:
@@ -60,10 +56,6 @@ def graph_fields(options: Options | RowOptions) -> list[Argument]:
             fields += (value, 1.0) if isinstance(value, Tensor) else (None, value)
         elif name in TYPES:
             fields.append(value)
-        elif value:
-            raise argument_error(
-                name, "its default in a graph of torch.compile", type(value).__name__
-            )
     return fields
 
 

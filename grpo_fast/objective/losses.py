@@ -150,7 +150,10 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def kimi(logp, log_ratio, advantage, beta):
-    """Compute the loss -(A·logp - β/2·log_ratio²), which Kimi k1.5 and DRO use."""
+    """Compute the loss -(A·logp - β/2·log_ratio²), which Kimi k1.5 and DRO use.
+
+    A log ratio above LOG_RATIO_MAX counts as LOG_RATIO_MAX.
+    """
     return -advantage * logp + 0.5 * beta * log_ratio * log_ratio, beta * log_ratio - advantage
 
 
@@ -227,14 +230,10 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def unchanged(function: TokenFunction) -> TokenFunction:
-    return function
-
-
 def bind(
     function: TokenFunction,
     tl: object,
-    wrap: Callable[[TokenFunction], TokenFunction] = unchanged,
+    wrap: Callable[[TokenFunction], TokenFunction] = lambda x: x,
     words: Mapping[str, object] | None = None,
 ) -> TokenFunction:
     """Return a copy of a loss function and of its helpers with a different module as `tl`.

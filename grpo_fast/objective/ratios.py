@@ -69,6 +69,9 @@ def importance_ratio(
         # instead.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
+    if kind == "geometric":
+        # `token_loss` clamps the mean of the log ratios. Clamping each of them would change it.
+        return Ratio(raw, raw)
     pool = POOLS.get(config.importance_sampling_level)
     if pool is not None:
         return Ratio(raw, tokens.to_tokens(pool(tokens, raw).clamp(max=LOG_RATIO_MAX)), pool)

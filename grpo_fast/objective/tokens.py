@@ -28,10 +28,6 @@ class Tokens(NamedTuple):
     # gradients do not underflow. None: 1.
     unit: Tensor | None = None
 
-    def scaled(self, unit: Tensor) -> Tokens:
-        """Return a copy whose token weights are multiplied by `unit`, and whose unit is `unit`."""
-        return self._replace(token_weights=self.token_weights * unit, unit=unit)
-
     def completion_sum(self, x: Tensor) -> Tensor:
         """Return the sum of x (T,) over each completion, (B,) fp64.
 

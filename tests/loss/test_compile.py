@@ -7,7 +7,6 @@ import torch
 
 import grpo_fast
 from grpo_fast.loss import operators, schema
-from grpo_fast.loss.arguments import Options
 from grpo_fast.loss.batch import TokenBatch
 from tests.loss_cases import (
     BACKENDS,
@@ -68,15 +67,6 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
     with pytest.raises(Exception, match="target_ids"):
         fast(case.ids + 10**6)
     fast(case.ids)
-
-
-def test_options_without_a_schema_type_are_refused():
-    """Check that an option that cannot be an argument of a custom operator raises an error."""
-    plain = Options([True], grad_filter=0.1)
-    assert schema.from_graph(Options, schema.graph_fields(plain)) == plain
-    for name in ("shard", "inplace", "divergence"):
-        with pytest.raises(ValueError, match=f"{name}: expected its default in a graph"):
-            schema.graph_fields(plain._replace(**{name: True}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,8 @@ from torch import Tensor
 from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, linear_divergence
 from grpo_fast.kernels import route
 from grpo_fast.objective.divergences import DIVERGENCES
-from tests.loss_cases import ENGINES, IS_INTERPRETER
+from tests.loss_cases import ENGINES, IS_INTERPRETER, relative_l2
+from tests.oracle_inputs import scaled_logits
 from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
@@ -28,13 +29,6 @@ RULES = {
                          dict(logit_scale=1.0, softcap=3.0, temperature=1.3)),
     "softcap": (dict(logit_scale=1.5, softcap=2.0, temperature=0.9), PLAIN),
 }  # fmt: skip
-
-
-def final(raw: Tensor, rule: dict) -> Tensor:
-    z = rule["logit_scale"] * raw
-    if rule["softcap"] is not None:
-        z = rule["softcap"] * torch.tanh(z / rule["softcap"])
-    return z / rule["temperature"]
 
 
 def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
@@ -91,16 +85,12 @@ def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
 def truth(sides, kind, beta, rules, weights, distributions=lambda z, y: (z, y)):
     wide = [x.detach().double() for x in sides]
     leaves = [x.requires_grad_() for x in wide[:3]]
-    z = final(leaves[0] @ leaves[1].T + leaves[2], rules[0])
-    y = final(wide[3] @ wide[4].T + wide[5], rules[1])
+    z = scaled_logits(leaves[0] @ leaves[1].T + leaves[2], **rules[0])
+    y = scaled_logits(wide[3] @ wide[4].T + wide[5], **rules[1])
     lp, lq = (x.log_softmax(-1) for x in distributions(z, y))
     values = textbook(lp, lq, kind, beta)
     (values * weights.double()).sum().backward()
     return values.detach(), [x.grad for x in leaves]
-
-
-def off(found: Tensor, true: Tensor) -> float:
-    return ((found.double() - true).norm() / true.norm().clamp(min=1e-300)).item()
 
 
 def weights_of(count=37, dtype=torch.float64):
@@ -117,10 +107,10 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
     dtype, backend, bar = WAYS[way]
     found = ours(sides_of(dtype=dtype), kind, beta, RULES[name], weights=weights.to(dtype),
                  backend=backend)  # fmt: skip
-    assert found[1].dtype == dtype and off(found[1], true) < bar
-    assert off(found[0], (true * weights).sum()) < 10 * bar
+    assert found[1].dtype == dtype and relative_l2(found[1], true) < bar
+    assert relative_l2(found[0], (true * weights).sum()) < 10 * bar
     for grad, wanted in zip(found[2], expected, strict=True):
-        assert grad.dtype == dtype and off(grad, wanted) < bar
+        assert grad.dtype == dtype and relative_l2(grad, wanted) < bar
     assert (found[2][0][::5] == 0).all()
 
 
@@ -165,9 +155,9 @@ def test_a_teachers_top_k(kind, beta, backend, K):
             cast = [x.to(dtype) for x in sides]
             found = ours(cast, kind, beta, teacher=teacher, weights=weights.to(dtype),
                          backend=backend)  # fmt: skip
-            assert off(found[1] + 1e-3, true + 1e-3) < bar
+            assert relative_l2(found[1] + 1e-3, true + 1e-3) < bar
             for grad, wanted in zip(found[2], expected, strict=True):
-                assert off(grad, wanted) < bar or wanted.norm() < 1e-12 > grad.norm()
+                assert relative_l2(grad, wanted) < bar or wanted.norm() < 1e-12 > grad.norm()
 
 
 @pytest.mark.parametrize("has_tail", [True, False])
@@ -191,9 +181,9 @@ def test_leaves_of_near_logits_keep_their_digits():
         leaf, wide = DIVERGENCES[kind], (p.double(), q, d.double(), torch.expm1(-d.double().abs()))
         value, slope = leaf(p, q.float(), d, torch.expm1(-d.abs()), beta)
         true, slope_true = leaf(*wide, beta)
-        assert off(value, true) < 1e-5 and off(slope, slope_true) < 1e-5
+        assert relative_l2(value, true) < 1e-5 and relative_l2(slope, slope_true) < 1e-5
         half = (beta * (1 - beta) if kind == "jsd" else 1.0) * p.double() * d.double().square() / 2
-        assert off(true, half) < 1e-4
+        assert relative_l2(true, half) < 1e-4
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the C++ kernels")
@@ -215,7 +205,7 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
             )
             out.loss.backward()
             gradients.append(x.grad)
-        assert off(gradients[1], gradients[0].double()) < 1e-5
+        assert relative_l2(gradients[1], gradients[0].double()) < 1e-5
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
@@ -237,7 +227,10 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
     true, expected = truth(sides, kind, beta, (PLAIN, PLAIN), torch.ones(N))
     _, values, grads = ours(sides, kind, beta, weights=torch.ones(N), backend=backend)
     assert (values >= 0).all() and ((values - true).abs() <= 1e-4 * true).all()
-    assert off(grads[1][3], expected[1][3]) < 1e-4 and off(grads[1], expected[1]) < 1e-4
+    assert (
+        relative_l2(grads[1][3], expected[1][3]) < 1e-4
+        and relative_l2(grads[1], expected[1]) < 1e-4
+    )
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
@@ -288,7 +281,7 @@ def test_columns_that_one_side_excludes(kind, beta, backend):
             continue
         lp, lq = (h.double() @ w.double().T + b for h, w, b in (sides[:3], sides[3:]))
         true = textbook(lp.log_softmax(-1), lq.log_softmax(-1), kind, beta)
-        assert off(values, true) < 2e-6 and all(grad.isfinite().all() for grad in grads)
+        assert relative_l2(values, true) < 2e-6 and all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -314,14 +307,14 @@ def test_16_bits(dtype):
     sides = sides_of(dtype=dtype)
     _, values, _ = ours(sides, "jsd")
     true, _ = truth(sides, "jsd", 0.5, (PLAIN, PLAIN), torch.ones(37))
-    assert values.dtype == torch.float32 and off(values, true) < 2e-6
+    assert values.dtype == torch.float32 and relative_l2(values, true) < 2e-6
 
 
 def test_a_teacher_of_another_dtype():
     sides = sides_of()
     narrow = [x.float() for x in sides]
     mixed = ours([*narrow[:3], *sides[3:]], "reverse_kl")[1]
-    assert off(mixed, ours(sides, "reverse_kl")[1]) < 1e-6
+    assert relative_l2(mixed, ours(sides, "reverse_kl")[1]) < 1e-6
 
 
 def test_hidden_rows_padded_rows_and_no_rows():
@@ -337,8 +330,8 @@ def test_hidden_rows_padded_rows_and_no_rows():
     flat = [sides[0][rows.flatten()], *sides[1:]]
     true, expected = truth(flat, "forward_kl", 0.5, (PLAIN, PLAIN), weights.flatten())
     total = torch.zeros(6, 6, dtype=torch.float64).index_add_(0, rows.flatten(), expected[0])
-    assert out.values.shape == (2, 3) and off(out.values.flatten(), true) < 1e-12
-    assert off(leaf.grad, total) < 1e-12
+    assert out.values.shape == (2, 3) and relative_l2(out.values.flatten(), true) < 1e-12
+    assert relative_l2(leaf.grad, total) < 1e-12
     empty = [x[:0] if i in (0, 3) else x for i, x in enumerate(sides)]
     loss, values, grads = ours(empty, "jsd")
     assert loss == 0 and values.shape == (0,) and (grads[1] == 0).all()
@@ -487,7 +480,7 @@ def test_over_a_samplers_sets(way):
         dtype, backend, bar = WAYS[way]
         found = ours(sides_of(dtype=dtype), kind, beta, rules, weights=weights.to(dtype),
                      support=support, backend=backend)  # fmt: skip
-        assert found[1][1] == 0 and off(found[1], true) < bar
-        assert all(off(x, y) < bar for x, y in zip(found[2], expected, strict=True))
+        assert found[1][1] == 0 and relative_l2(found[1], true) < bar
+        assert all(relative_l2(x, y) < bar for x, y in zip(found[2], expected, strict=True))
     with pytest.raises(ValueError, match=r"support.offsets: expected shape .* = \(38,\), got"):
         ours(sides_of(), "jsd", support=Support(sets[1], torch.arange(3)))

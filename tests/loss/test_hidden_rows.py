@@ -10,6 +10,7 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
+from tests.kernels.formulas import torch_threads
 from tests.loss_cases import BACKENDS
 from tests.pairs import pairs
 
@@ -127,14 +128,11 @@ def test_two_threads_sum_in_one_order():
         torch.randn(50, 64, generator=g),
     )
     ids, rows = torch.randint(50, (4096,), generator=g), torch.randint(7, (4096,), generator=g)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 2, 2, 2, 2):
-            torch.set_num_threads(count)
+    found = []
+    for count in (1, 2, 2, 2, 2, 2):
+        with torch_threads(count):
             logps = grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=rows)
             found += torch.autograd.grad(logps.sum(), hidden)
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(x, found[0]) for x in found)
 
 

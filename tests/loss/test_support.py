@@ -13,6 +13,7 @@ from grpo_fast import Support, linear_logps, logits_logps
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
 from tests import loss_cases, oracle_inputs, oracles
+from tests.kernels.formulas import torch_threads
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
@@ -319,15 +320,11 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
 def test_the_same_bits_for_any_number_of_threads(form, monkeypatch):
     take(form, monkeypatch)
     *leaves, ids, kept = rows(7)
-    support, threads = support_of(kept, EVERYTHING), torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    support, found = support_of(kept, EVERYTHING), []
+    for count in (1, 2, 3):
+        with torch_threads(count):
             lp = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], support=support)
             found.append([lp.detach(), *torch.autograd.grad(lp.sum(), leaves)])
-    finally:
-        torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 

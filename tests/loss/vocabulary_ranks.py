@@ -80,7 +80,6 @@ for _backend in BACKENDS:
         "fp32-logps": partial(values.logps, wants="hwb", dtype=SINGLE),
         "fp32-divergence": partial(values.divergence, kind="jsd", dtype=SINGLE),
         "confident": values.confident,
-        "inert": values.masked_slots_are_inert,
         "bits": values.bits,
         "nan-hidden": partial(values.nan_is_seen, where="hidden"),
         "nan-weight": partial(values.nan_is_seen, where="weight"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed
@@ -53,13 +53,6 @@ def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
     }
 
 
-@contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    before, os.environ[name] = os.environ.get(name, ""), value
-    yield
-    os.environ[name] = before
-
-
 def said(work: Callable[[], Any]) -> str:
     try:
         work()
@@ -82,7 +75,7 @@ def refusals(world: World, who: str) -> Found:
         told[name] = said(lambda c=changes if is_here else {}: plain_call(world, **c))
         assert torch.isfinite(plain_call(world).loss)  # a valid call must still work
     is_here = world.rank == (one or 0)
-    with environment("GRPO_FAST_WORKSPACE_MIB", "7" if is_here else "8"):
+    with mock.patch.dict(os.environ, {"GRPO_FAST_WORKSPACE_MIB": "7" if is_here else "8"}):
         told["GRPO_FAST_WORKSPACE_MIB: expected the same"] = said(lambda: plain_call(world))
     told["lm_head_weight: expected at least one vocabulary row on"] = said(
         lambda: plain_call(world, lm_head_weight=torch.zeros(0, 8), bias=None)

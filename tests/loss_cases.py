@@ -282,6 +282,14 @@ class Result:
     grads: dict[str, Tensor]
     raw: Any  # the `LossOutput`, whose tensors are in the layout of the call
 
+    def named(self) -> dict[str, Tensor]:
+        """Return all outputs, metrics and gradients, keyed by name."""
+        found = {"loss": self.loss, "logps": self.logps}
+        if self.entropy is not None:
+            found["entropy"] = self.entropy
+        found |= {f"metrics/{name}": x for name, x in self.metrics.items()}
+        return found | {f"d{name}": x for name, x in self.grads.items()}
+
 
 # Maps each function to the names of the arguments that receive gradients. `Result.grads` uses the
 # shorter name "weight" for `lm_head_weight`.

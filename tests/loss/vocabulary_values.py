@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import grpo_fast
 from tests import loss_cases, oracles
-from tests.loss.vocabulary_world import SIZES, Found, World, as_one, beside_one, flat, off
+from tests.loss.vocabulary_world import SIZES, Found, World, as_one, beside_one, off
 from tests.loss_cases import IS_INTERPRETER, Case, make_case, options_for
 
 INF, NAN = float("inf"), float("nan")
@@ -165,7 +165,7 @@ def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto
         found = gradients(out.loss, leaves, loss=out.loss, values=out.values)
         term = grpo_fast.DivergenceTerm(teacher._replace(softcap=None), kind, 0.3)
         more = {"divergence": term, "backend": backend, "group": group}
-        of_term = flat(loss_cases.run("linear", case, **more))
+        of_term = loss_cases.run("linear", case, **more).named()
         return found | {f"term {n}": x for n, x in of_term.items()}
 
     return beside_one(world, case, compute)

@@ -38,14 +38,6 @@ class World(NamedTuple):
         return loss_cases.run("linear", self.shard(case), group=group, **more)
 
 
-def flat(result: Result) -> dict[str, Tensor]:
-    """Return all outputs of a call in one dictionary, keyed by name."""
-    found = {"loss": result.loss, "logps": result.logps, **result.metrics}
-    if result.entropy is not None:
-        found["entropies"] = result.entropy
-    return found | {f"d{n}": x for n, x in result.grads.items()}
-
-
 def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Found:
     assert found.keys() == wanted.keys(), (sorted(found), sorted(wanted))
     return {"off": {name: relative_l2(x, wanted[name]) for name, x in found.items()}}
@@ -67,7 +59,7 @@ def as_one(world: World, case: Case, **more: Any) -> Found:
     Values, metrics and gradients are compared.
     """
     return beside_one(
-        world, case, lambda x, group: flat(loss_cases.run("linear", x, group=group, **more))
+        world, case, lambda x, group: loss_cases.run("linear", x, group=group, **more).named()
     )
 
 

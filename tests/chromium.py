@@ -10,7 +10,7 @@ from typing import Any
 COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDTHS = (390, 1280)  # CSS pixels of a phone and of a desktop screen
 SCHEMES = {"dark": 0, "light": 1}
-# The page is a `srcdoc`, because scripts cannot access a frame that shows another file.
+# Embed the measured page as a `srcdoc`, because scripts cannot access a frame with another file.
 HARNESS = """<base href="BASE"><body><script>
 const rows = [];
 const measure = MEASURE;
@@ -36,7 +36,7 @@ def measured(
         folder: Folder for temporary files.
         page: The HTML file.
         scheme: The color scheme, "dark" or "light".
-        measure: JavaScript function of the frame's document that returns a JSON value.
+        measure: JavaScript function that takes the frame's document and returns a JSON value.
 
     Returns:
         For each of the widths in `WIDTHS`: the width, whether the content fits into the width, the

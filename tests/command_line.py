@@ -53,7 +53,7 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
 def in_a_process(
     *words: str, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m grpo_fast` with the given words in a subprocess. Return its result."""
+    """Run `python -m grpo_fast` with these arguments in a subprocess. Return its result."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},

@@ -1,7 +1,6 @@
 """Simple reference implementation of GRPO in plain torch.
 
-The reference computes all logits of a transformers model. Tests compare the results of the package
-with the results of this reference.
+The reference computes all logits of a transformers model. Tests compare the package with it.
 """
 
 from typing import Any
@@ -11,10 +10,10 @@ from torch import Tensor
 
 
 def token_logps(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the log-probabilities, the entropies and the mask of the labels of a batch.
+    """Compute the log-probabilities and the entropies of a batch.
 
     Returns:
-        (logps, entropy, mask), each of shape (B, L-1). The mask is False at labels of -100.
+        (logps, entropy, mask), each (B, L-1). The mask is False where the label is -100.
     """
     targets = batch["labels"][:, 1:]
     logits = (

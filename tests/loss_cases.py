@@ -1,6 +1,6 @@
 """Small test batches for the loss functions, and a function that calls any of these functions.
 
-Each batch contains the difficult inputs. Its completions have different lengths, one completion is
+Each batch contains difficult inputs. Its completions have different lengths, one completion is
 empty, and one has masked tokens between active tokens, like the output of a tool. The advantages
 are positive, negative and 0. The log ratios are on both sides of every clip bound, and so far from
 the bounds that fp32 rounding cannot change whether a token is clipped.
@@ -38,9 +38,9 @@ LOSS_LEVELS = (
     *((x, "sequence") for x in SEQUENCE_LOSSES),
     *((x, "sequence_sum") for x in SEQUENCE_LOSSES if x != "gspo"),
 )
-# To save time, kernel tests use only one loss type for each per-token loss function. Loss types
-# with the same per-token function differ only in their aggregation, and no kernel computes the
-# aggregation. For importance sampling levels with one ratio per completion, kernel tests use
+# Loss types with the same per-token function differ only in their aggregation, and no kernel
+# computes the aggregation. To save time, kernel tests therefore use one loss type for each
+# per-token function at the level "token". At the levels with one ratio per completion, they use
 # `grpo` and `gspo`.
 OF_A_LEAF = {OBJECTIVES[x].function: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
 LEAVES_AND_LEVELS = tuple(
@@ -53,7 +53,7 @@ FUNCTIONS = ("logps", "logits", "linear")
 
 
 class Fused(str):
-    """Name of a backend, for tests of the fused kernels that start from hidden states.
+    """Name of a backend that tests use to reach the fused kernels, which take hidden states.
 
     conftest.py selects these kernels even for small heads.
     """
@@ -78,7 +78,7 @@ def row_backends() -> list:
 
 
 BACKENDS = row_backends()
-# Backends for tests of functions whose input is not hidden states.
+# Backends for tests of functions that do not take hidden states.
 ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]
 
 # These log ratios have both signs and are inside and outside the clip range. None is close to 0 or
@@ -130,7 +130,7 @@ class Case:
 def options_for(
     loss_type: str, level: str = "token", aggregation: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return loss options with which a batch of `make_case` reaches every branch of the loss."""
+    """Return loss options that make a batch of `make_case` reach every branch of the loss."""
     options: dict[str, Any] = {"loss_type": loss_type, "epsilon_low": 0.2, "epsilon_high": 0.28}
     if loss_type == "cispo":
         options["epsilon_high"] = 1.5
@@ -282,6 +282,14 @@ class Result:
     grads: dict[str, Tensor]
     raw: Any  # the `LossOutput`, whose tensors are in the layout of the call
 
+    def named(self) -> dict[str, Tensor]:
+        """Return all outputs, metrics and gradients, keyed by name."""
+        found = {"loss": self.loss, "logps": self.logps}
+        if self.entropy is not None:
+            found["entropy"] = self.entropy
+        found |= {f"metrics/{name}": x for name, x in self.metrics.items()}
+        return found | {f"d{name}": x for name, x in self.grads.items()}
+
 
 # Maps each function to the names of the arguments that receive gradients. `Result.grads` uses the
 # shorter name "weight" for `lm_head_weight`.
@@ -415,6 +423,13 @@ def relative_l2(value: Tensor, true: Tensor) -> float:
     error = (value.double() - true.double()).norm().item()
     size = true.double().norm().item()
     return error / size if size > 0 else error
+
+
+def worst_row(value: Tensor, true: Tensor) -> float:
+    """Compute the largest relative L2 error of a row. Rows in which `true` is 0 are ignored."""
+    error = (value.double() - true).reshape(len(true), -1).norm(dim=1)
+    size = true.double().reshape(len(true), -1).norm(dim=1)
+    return (error / size)[size > 0].max().item()
 
 
 def check(

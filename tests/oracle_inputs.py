@@ -33,7 +33,7 @@ def logps_and_entropy(
     """Compute the log-probabilities of `ids` and the entropies in fp64, each of shape (n,).
 
     A token id has probability 0 if its logit is −inf or its element of `kept` is False. `raw` and
-    `kept` have shape (n, V). `rule` has the keywords of `scaled_logits`.
+    `kept` have shape (n, V). `rule` contains keyword arguments for `scaled_logits`.
     """
     z = scaled_logits(raw, **rule)
     log_p = torch.log_softmax(z if kept is None else z.masked_fill(~kept, -torch.inf), dim=-1)

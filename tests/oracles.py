@@ -78,7 +78,7 @@ def resolve(options: dict[str, Any]) -> SimpleNamespace:
 # ----------------------------------------------------------
 # Log ratios and importance ratios
 def guarded(log_ratio: Tensor) -> Tensor:
-    """Return min(log ratio, 20) with a derivative of 1, also where the log ratio exceeds 20."""
+    """Return min(log ratio, 20) with a derivative of 1 everywhere, even above 20."""
     return torch.where(
         log_ratio > LOG_RATIO_MAX, LOG_RATIO_MAX + (log_ratio - log_ratio.detach()), log_ratio
     )
@@ -307,7 +307,9 @@ def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
 
 
 def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """Return the importance weight of the first correction that truncates or masks.
+    """Return the importance weight of the corrections.
+
+    It comes from the first correction of kind "truncate" or "mask".
 
     Returns:
         The weight of each token (n,) or of the completion (1,). None if no correction has a weight.
@@ -324,7 +326,7 @@ def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
 
 
 def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
-    """Return a mask (n,) that is True at the tokens that no correction rejects."""
+    """Return a mask (n,) that is False at the tokens that a correction rejects."""
     keep = torch.ones(len(c.logp), dtype=torch.bool)
     for x in o.corrections:
         r = correction_ratio(c, x)
@@ -344,8 +346,8 @@ def completion_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the loss of each token of one completion.
 
-    Corrections, entropy filter and KL term are applied in the documented order. The entropy filter
-    sets the loss of tokens with an entropy below `entropy_floor` to 0.
+    The corrections, the entropy filter and the KL term are applied in the documented order. The
+    entropy filter sets the loss of tokens with an entropy below `entropy_floor` to 0.
 
     Returns:
         The loss (n,), and the KL divergence (n,) or None if the loss has no KL term.

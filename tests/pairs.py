@@ -31,7 +31,10 @@ def pairs(**axes: Iterable) -> pytest.MarkDecorator:
 
 
 def _params(names: str, axis: Iterable) -> list:
-    """Return the values of an axis as `pytest.param`s with ids."""
+    """Return each value of the axis as a `pytest.param` with an id.
+
+    `names` is the name of the axis, such as `a` or `a__b`.
+    """
     named = axis if isinstance(axis, ItemsView) else ((None, value) for value in axis)
     params = []
     for name, value in named:
@@ -49,12 +52,12 @@ def _word(value: Any, otherwise: str) -> str:
 
 
 def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return combinations that contain every pair of values of any two axes.
+    """Return rows of indices such that any two axes have every pair of their values in some row.
 
-    `sizes` has the number of values of each axis, and a combination (a row) has one index per axis.
-    The algorithm starts with all pairs of the two longest axes. It then adds the other axes one at
-    a time, and gives each row the index that adds the most new pairs. Missing pairs get additional
-    rows. The result is deterministic.
+    `sizes` has the number of values of each axis, and a row has one index per axis. The algorithm
+    starts with all pairs of the two longest axes. It then adds the other axes one at a time, and
+    gives each row the index that covers the most new pairs. Pairs that are still missing get
+    additional rows. The result is deterministic.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     rows = [list(row) for row in itertools.product(*(range(sizes[axis]) for axis in order[:2]))]
@@ -74,10 +77,10 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _rows_of(missing: set[tuple[int, int, int]], k: int) -> list[list[int]]:
-    """Return a small number of additional rows that contain all missing pairs.
+    """Return a small number of rows that together contain all missing pairs.
 
-    A missing pair (a, i, j) has index i on axis a and index j on axis k. A row has one index for
-    each of the axes 0 to k. Its index is 0 on the axes that no missing pair needs.
+    A row has one index for each of the axes 0 to k. A missing pair (a, i, j) requires a row with
+    index i on axis a and index j on axis k. Axes that no pair of a row requires get index 0.
     """
     rows: list[dict[int, int]] = []
     for a, i, j in sorted(missing):

@@ -58,7 +58,7 @@ Cases = Iterator[tuple[str, Callable[[], dict[str, Tensor | None]]]]
 
 
 def fingerprint() -> str:
-    """Return a description of the CPU and the torch version, on which the hashes depend."""
+    """Return a description of the CPU and the torch version. The hashes depend on both."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     facts = dict(line.replace("\t", "").split(": ", 1) for line in reversed(lines) if ": " in line)
     flags = " ".join(word for word in CPU_WORDS if word in facts.get("flags", "").split())
@@ -95,7 +95,7 @@ def small_cases(
 ) -> Cases:
     """Yield cases with every loss, in every layout, for every loss function of the backend.
 
-    Each element of `losses` has a loss type and an importance sampling level.
+    Each element of `losses` is a pair (loss type, importance sampling level).
     """
     functions = ["linear", "logits", *(["logps"] if backend == "torch" else [])]
     for loss_type, level in losses:

@@ -6,7 +6,7 @@ The final weights and metrics must be bitwise equal to the results of an uninter
 
 Each kill is a SIGKILL signal to a child process. The signal arrives while a random file of a
 checkpoint is saved, at a random token of a rollout, or at a random time. In a run with several
-ranks, one rank is killed, and the other ranks must then end too.
+ranks, one rank is killed, and the other ranks must then exit, too.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
 def attempt(
     folder: Path, options: list[str], arm: Callable[[], None], ranks: int = 1, victim: int = 0
 ) -> bool:
-    """Start or resume the training run in `ranks` child processes, and wait for their end.
+    """Start or resume the training run in `ranks` child processes, and wait for them to exit.
 
     Args:
         folder: The output folder of the run.

@@ -9,8 +9,8 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-# Maps each model family to its changes of the default configuration. A comment names the property
-# for which tests use the family.
+# Maps each model family to its changes to the default configuration. The comments name the property
+# that makes a family useful for tests.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},  # no special property except grouped-query attention
     "qwen2": {"tie_word_embeddings": True},  # biased projections, tied head

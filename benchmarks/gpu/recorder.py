@@ -184,7 +184,7 @@ def recording() -> Iterator[Recorder]:
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
-    from grpo_fast.loss import values
+    from grpo_fast.loss import support_rows, value_checks
 
     recorder = Recorder()
 
@@ -213,7 +213,7 @@ def recording() -> Iterator[Recorder]:
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
         """Record a wait of the host, and assume that the support of every row has SET_SIZE ids.
 
-        This replaces `values._sizes`, which reads the number of rows with a support and the number
+        This replaces `support_rows._sizes`, which reads the number of rows with a support and the number
         of ids in all supports. Fake tensors have no values to read.
         """
         recorder.syncs.append("sizes of the support")
@@ -242,7 +242,8 @@ def recording() -> Iterator[Recorder]:
             (linear, {"architecture": lambda device: "sm_90"}),
             (activity, {"read_later": later}),
             (activity.Activity, {"keep": keep}),
-            (values, {"copy_to_host_async": copied, "_pending": [], "_sizes": sizes}),
+            (value_checks, {"copy_to_host_async": copied, "_pending": []}),
+            (support_rows, {"_sizes": sizes}),
             (support, {"is_aligned": lambda x: True}),
             (loop.LinearHead, {"_rows_of": rows_of, "_finished": finished, "logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),

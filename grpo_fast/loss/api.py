@@ -14,7 +14,7 @@ from grpo_fast.loss.autograd import needs_gradient
 from grpo_fast.loss.call import LossOutput as LossOutput
 from grpo_fast.loss.divergence import checked_term
 from grpo_fast.loss.ranks import Agreement
-from grpo_fast.loss.values import raise_pending
+from grpo_fast.loss.value_checks import raise_pending
 from grpo_fast.objective.config import LossConfig
 
 

@@ -33,8 +33,8 @@ class BatchInputs(NamedTuple):
 class Options(NamedTuple):
     """Options of a loss call that are not part of `LossConfig`.
 
-    A torch.compile graph can carry only the fields that are listed in `schema.TYPES`. All other
-    fields must have their default values when a graph is traced.
+    Only the fields that are listed in `schema.TYPES` can be arguments of a custom operator. All
+    other fields must have their default values when torch.compile traces a call.
     """
 
     wanted: list[bool]  # for each differentiable tensor, whether it needs a gradient
@@ -51,7 +51,7 @@ class Options(NamedTuple):
 class RowOptions(NamedTuple):
     """Options of a logps call.
 
-    A torch.compile graph can carry only the fields that are listed in `schema.TYPES`.
+    Only the fields that are listed in `schema.TYPES` can be arguments of a custom operator.
     """
 
     target_ids: Tensor  # (B, L) or (T,)
@@ -74,27 +74,3 @@ class RowOptions(NamedTuple):
     def entropy_over_vocabulary(self) -> bool:
         """Return whether entropies are computed over the full vocabulary, even with a support."""
         return self.return_entropy and self.entropy_over == "vocabulary"
-
-
-class Targets(NamedTuple):
-    """The hidden row and the support of each target, the vocabulary size and the number of rows."""
-
-    vocab_size: int
-    num_hidden: int  # rows of `hidden`
-    hidden_rows: Tensor | None  # the shape of target_ids; None: row t predicts target t
-    support: Support | None
-
-    @classmethod
-    def of(cls, tensors: RowTensors, options: Options | RowOptions) -> Targets | None:
-        """Build the targets of a call. Return None for `grpo_loss`, which has no logits.
-
-        Args:
-            tensors: (hidden, weight, bias), (logits,) or (logps, entropy), flattened to N rows.
-            options: the options of the call.
-        """
-        if len(tensors) == 2:
-            return None
-        vocab_size = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
-        if options.shard is not None:
-            vocab_size = options.shard.vocabulary
-        return cls(vocab_size, len(tensors[0]), options.hidden_rows, options.support)

@@ -51,8 +51,8 @@ class LossFunction(torch.autograd.Function):
 
     Args:
         run: computes the loss and its gradients, `run(*tensors) -> LossResult`.
-        overwrites: True if `run` writes the gradient over its only tensor. A second backward is
-            then impossible, because the input no longer exists.
+        overwrites: True if `run` writes the gradient over its only tensor. A second backward pass
+            is then impossible, because the input has been overwritten.
         inputs: the differentiable tensors.
     """
 
@@ -98,9 +98,9 @@ apply_loss: Callable[..., LossValues] = LossFunction.apply
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
     """Return one pair (gradient, unit) for each tensor of a call.
 
-    The unit is a power of two by which the backward pass must multiply the gradient. A unit of None
-    stands for 1. The gradient is None if it is not needed. The loss pass then returned an empty
-    tensor.
+    The unit is a power of two by which the backward pass must multiply the gradient. None means
+    that the unit is 1. A gradient that is not needed, which is an empty tensor in `gradients`, is
+    None in the result.
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
@@ -190,8 +190,7 @@ class LogpsPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.places = places or active_target_rows(tensors, options)
-        self.rows, self.left_out = self.places
+        self.rows, self.left_out = places or active_target_rows(tensors, options)
         self.sweep: Sweep
         # A call from given logits has one tensor. A call from hidden states has three: the hidden
         # states, the weight and the bias.
@@ -222,14 +221,19 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        # Check the logps, because only they show that a target has the logit -inf.
+        # Check the logps, because an infinite logp is the only sign of a target whose logit is
+        # -inf.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
         return (spread(self._selected(logps)), flat, spread(lse)), stats
 
     def gradients(
-        self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
+        self,
+        stats: RowStats,
+        d_logps: Tensor | None,
+        d_entropy: Tensor | None,
+        wanted: Sequence[bool],
     ) -> tuple[Tensor, ...]:
         """Compute the gradients of the call's tensors from the gradients of its outputs.
 
@@ -246,8 +250,9 @@ class LogpsPass:
         if g is None:
             assert g_entropy is not None
             g = torch.zeros_like(g_entropy)
+        of_head = Wanted(*wanted, *[False] * (3 - len(wanted)))
         with kernel_precision(self.device):
-            return self.sweep.gradients(g, g_entropy, stats, wanted)
+            return self.sweep.gradients(g, g_entropy, stats, of_head)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
         """Return the statistics of the active rows, from the outputs of the forward pass."""
@@ -263,7 +268,11 @@ class LogpsPass:
 
 
 class LogpsFunction(torch.autograd.Function):
-    """Autograd function of logps. The first backward uses the logits cached by the forward pass."""
+    """Autograd function of logps.
+
+    The first backward pass uses the logits that the forward pass has cached. Later backward passes
+    compute all logits again.
+    """
 
     @staticmethod
     def forward(
@@ -278,7 +287,7 @@ class LogpsFunction(torch.autograd.Function):
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options = options
-        ctx.places = work.places
+        ctx.places = places
         ctx.cached = (work, stats) if work.sweep.cached is not None else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
@@ -303,10 +312,9 @@ class LogpsFunction(torch.autograd.Function):
             and d_entropy is not None
             and not cached[0].sweep.has_entropy_gradient
         ):
-            # Cached exponentials do not suffice for a gradient of the entropies, which is computed
-            # from logits. Compute the logits again.
+            # The cache holds exponentials, but the gradient of the entropies needs the logits.
+            # Compute the logits again.
             cached = None
-        wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if cached is None:
             tensors = saved[:-3]
             outputs = saved[-3:]
@@ -316,7 +324,7 @@ class LogpsFunction(torch.autograd.Function):
             )  # fmt: skip
             cached = work, work.saved_stats(*outputs)
         work, stats = cached
-        gradients = work.gradients(stats, d_logps, d_entropy, wanted)
+        gradients = work.gradients(stats, d_logps, d_entropy, needs)
         # Autograd expects None for a gradient that is not needed, but `gradients` then contains an
         # empty tensor.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))

@@ -17,8 +17,9 @@ from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import values
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors, Targets
-from grpo_fast.loss.values import ValueChecks
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors
+from grpo_fast.loss.support_rows import support_rows
+from grpo_fast.loss.value_checks import ValueChecks
 from grpo_fast.objective.aggregation import step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
@@ -38,7 +39,7 @@ class TokenBatch(NamedTuple):
     ) -> TokenBatch:
         """Check the values of the arguments, and build the batch.
 
-        The caller must check the shapes of the arguments before.
+        The caller must have checked the shapes of the arguments.
 
         Args:
             tensors: (hidden, weight, bias), (logits,) or (logps, entropy), flattened to N rows.
@@ -47,24 +48,25 @@ class TokenBatch(NamedTuple):
             inputs: tensors per token and per completion, in the caller's layout.
         """
         checks = ValueChecks(options.validate)
-        targets = Targets.of(tensors, options)
+        has_logits = len(tensors) != 2
         places = _active_tokens(inputs, checks)
         tokens = _tokens(places, config, inputs)
-        temperature = 1.0 if targets is None else config.temperature
+        temperature = config.temperature if has_logits else 1.0
         if isinstance(temperature, Tensor):
             temperature = places.select(temperature, torch.float32)
         values.check_numbers(
-            checks, values.RULES if targets is None else values.LOGPS_RULES,
+            checks, values.LOGPS_RULES if has_logits else values.RULES,
             advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
             sampling_logps=tokens.sampling_logps, temperature=temperature,
         )  # fmt: skip
         transform = LogitTransform(config.logit_scale, config.softcap, temperature)
-        ids = places.segments if targets is None else places.select(inputs.like)
-        if targets is not None:
-            end = targets.vocab_size
+        ids = places.segments
+        if has_logits:
+            end = vocabulary_size(tensors, options)
             expected = f"ids in [0, {end}) at the active tokens"
+            ids = places.select(inputs.like)
             ids = values.checked_ids("target_ids", ids, end, checks, expected=expected)
-        return cls(places.rows(ids, transform, targets), tokens, config)
+        return cls(places.rows(ids, transform, tensors, options), tokens, config)
 
     def with_scaled_weights(self) -> TokenBatch:
         """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
@@ -72,7 +74,9 @@ class TokenBatch(NamedTuple):
         The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is
         stored in `tokens.unit`, so that the loss and the gradients can be divided by it later.
         """
-        return self._replace(tokens=self.tokens.scaled(weight_unit(self.tokens.token_weights)))
+        unit = weight_unit(self.tokens.token_weights)
+        weights = self.tokens.token_weights * unit
+        return self._replace(tokens=self.tokens._replace(token_weights=weights, unit=unit))
 
     def metrics(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
         """Compute the metrics of a call under the names that TRL uses.
@@ -96,34 +100,32 @@ def active_target_rows(
     """Return the active rows of `linear_logps` or `logits_logps`, and a mask of ignored rows.
 
     Outside of a CUDA graph, rows with target -100 are removed and the mask is None. In a CUDA
-    graph, the number of rows must not depend on values. All rows then remain, and the mask marks
-    the rows with target -100. The caller must set the results of these rows to 0.
+    graph, the number of rows must not depend on the values of the targets. All rows then remain,
+    the mask marks the rows with target -100, and the caller must set their results to 0.
 
     Args:
         tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
         options: the options of the call.
     """
-    targets = Targets.of(tensors, options)
-    assert targets is not None
     transform = options.transform
     checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
     records = is_capturing(flat)
-    # Keep all rows in a CUDA graph, which cannot record nonzero(), because the size of its result
-    # depends on values.
+    # Keep all rows in a CUDA graph. `_unless_all` cannot run there, because the size of the result
+    # of nonzero() depends on the values of its argument.
     index = None if records else _unless_all(flat != values.IGNORED_TARGET)
     places = ActiveTokens(len(flat), index, flat, flat, checks)
     if isinstance(transform.temperature, Tensor):
         temperatures = places.select(transform.temperature, torch.float32)
         values.check_numbers(checks, temperature=temperatures)
         transform = transform._replace(temperature=temperatures)
-    end = targets.vocab_size
+    end = vocabulary_size(tensors, options)
     expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
     ids = values.checked_ids("target_ids", places.select(flat), end, checks, expected=expected)
     if records:
-        rows = places.rows(ids.clamp(0, end - 1), transform, targets)
+        rows = places.rows(ids.clamp(0, end - 1), transform, tensors, options)
         return rows, flat == values.IGNORED_TARGET
-    return places.rows(ids, transform, targets), None
+    return places.rows(ids, transform, tensors, options), None
 
 
 class ActiveTokens(NamedTuple):
@@ -143,8 +145,8 @@ class ActiveTokens(NamedTuple):
         """
         x = x.detach().reshape(-1)
         if self.active_index is None:
-            # Copy numbers even if they have the requested dtype. The metrics are computed later,
-            # when the caller may have changed x.
+            # Copy float tensors even if they have the requested dtype. The metrics are computed
+            # later, when the caller may have changed x.
             return x.to(dtype, copy=dtype != torch.int64)
         return x.index_select(0, self.active_index).to(dtype)
 
@@ -152,29 +154,41 @@ class ActiveTokens(NamedTuple):
         return None if x is None else self.select(x, torch.float32)
 
     def rows(
-        self, target_ids: Tensor, transform: LogitTransform, targets: Targets | None
+        self,
+        target_ids: Tensor,  # (T,)
+        transform: LogitTransform,
+        tensors: RowTensors,
+        options: Options | RowOptions,
     ) -> ActiveRows:
         """Return the active rows in the form that the kernels expect.
 
-        This is the last step that adds value checks, so it also sends them.
+        This is the last step that adds value checks, so it also starts their copy to the host.
         """
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
-        if targets is not None and targets.support is not None:
-            support = values.support_rows(
-                targets.support, self.active_index, target_ids, targets.vocab_size, self.checks
+        if options.support is not None:
+            vocab_size = vocabulary_size(tensors, options)
+            support = support_rows(
+                options.support, self.active_index, target_ids, vocab_size, self.checks
             )
             rows = rows._replace(support=support)
-        if targets is not None and targets.hidden_rows is not None:
-            end = targets.num_hidden
+        if options.hidden_rows is not None:
+            end = len(tensors[0])
             predicting = values.checked_ids(
-                "hidden_rows", self.select(targets.hidden_rows), end, self.checks, kind="rows",
+                "hidden_rows", self.select(options.hidden_rows), end, self.checks, kind="rows",
                 expected=f"rows in [0, {end}) at the active tokens",
             )  # fmt: skip
             rows = rows._replace(hidden_index=predicting, repeats=True)
         self.checks.send()
         return rows
+
+
+def vocabulary_size(tensors: RowTensors, options: Options | RowOptions) -> int:
+    """Return V, the vocabulary size of a call with (hidden, weight, bias) or (logits,)."""
+    if options.shard is not None:
+        return options.shard.vocabulary
+    return len(tensors[1]) if len(tensors) == 3 else int(tensors[0].shape[1])
 
 
 def _active_tokens(inputs: BatchInputs, checks: ValueChecks) -> ActiveTokens:
@@ -184,8 +198,9 @@ def _active_tokens(inputs: BatchInputs, checks: ValueChecks) -> ActiveTokens:
     lengths, segments = _segments(like, inputs.cu_seqlens, count, checks)
     if index is not None:
         segments = segments.index_select(0, index)
-        # The length of a completion is the number of its active tokens. The segments ascend, so
-        # search for the first token of each completion. bincount would wait for the GPU twice.
+        # The length of a completion is the number of its active tokens. Find the first token of
+        # each completion by a binary search, because the segments are in ascending order. bincount
+        # would cost two GPU syncs.
         numbers = torch.arange(count + 1, device=like.device)
         lengths = torch.searchsorted(segments, numbers).diff()
     return ActiveTokens(like.numel(), index, lengths, segments, checks)

@@ -33,12 +33,12 @@ FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a public function so that torch.compile can handle all its calls.
 
-    The decorated function also raises an error for an unknown keyword, which suggests the nearest
-    known keyword.
+    If a call has an unknown keyword, the decorated function raises an error that suggests the
+    nearest known keyword.
 
     Args:
-        outside: keywords that a graph of torch.compile cannot carry. A call that passes one of them
-            runs outside of the graph.
+        outside: keywords that are not available in a graph of torch.compile. A call that passes one
+            of them runs outside of the graph.
         is_traceable: False if no call of the function can be part of a graph.
     """
 
@@ -51,8 +51,8 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
             word = next((x for x in outside if keywords.get(x)), None)
             if torch.compiler.is_compiling():
                 # Raise an error to break the graph. With fullgraph=True, the user sees the error.
-                # Otherwise, dynamo runs this wrapper again without tracing and reaches the code
-                # below.
+                # Otherwise, dynamo runs this wrapper again without tracing. is_compiling() is then
+                # False, so the wrapper calls the function outside of the graph.
                 if word is not None:
                     expected = f"{parameters[word].default} in a graph of torch.compile"
                     raise argument_error(word, expected, type(keywords[word]).__name__)
@@ -129,7 +129,7 @@ class LossOutput:
 def head_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the shapes of an LM head, and return the tensors with which this rank computes.
+    """Check the shapes of an LM head, and return the tensors that this rank uses.
 
     A weight that FSDP2 has sharded is gathered, which is a collective call.
 
@@ -193,8 +193,8 @@ def loss(
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
-        # Average the divergence over the active tokens. Inactive tokens have a divergence of 0, so
-        # they do not change the sum.
+        # Inactive tokens have a divergence of 0, so the sum over all tokens is also the sum over
+        # the `count` active tokens.
         total = divergence.detach().sum(dtype=torch.float64).float()
         more["divergence"] = total / max(count, 1)
     shaped = _shaped(detached(logps), like)

@@ -15,6 +15,8 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.ranks import is_sharded
+from grpo_fast.loss.values import TOTALS
+from grpo_fast.objective.aggregation import LEAST_TOTAL
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
@@ -51,7 +53,7 @@ def tensor(
         kind: a key of KINDS.
         shape: the required shape. None allows any shape.
         meaning: the required shape in symbols such as "(V,)", for the message.
-        same_device: the name and the tensor of a different argument, on whose device x must be.
+        same_device: the name and the tensor of another argument. x must be on its device.
     """
     if is_sharded(x):
         raise argument_error(name, "a plain tensor", f"a {type(x).__name__}")
@@ -123,7 +125,10 @@ def head(
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
-    """Check that `hidden` has the layout of target_ids, or is (R, H) with `hidden_rows`."""
+    """Check the shapes of hidden, target_ids and hidden_rows.
+
+    `hidden` must have the layout of target_ids. With `hidden_rows`, it must have shape (R, H).
+    """
     if hidden_rows is None:
         _layout("hidden", hidden, target_ids)
         return
@@ -147,7 +152,7 @@ def logits(x: Tensor, target_ids: Tensor) -> None:
 
 
 def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> None:
-    """Check the logps, and the entropy if the config needs it."""
+    """Check the logps and the entropy. The entropy must not be None if the config needs it."""
     tensor("logps", logps)
     if logps.dim() not in (1, 2):
         raise argument_error("logps", "shape (B, L) or (T,)", tuple(logps.shape))
@@ -159,17 +164,21 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
         raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
 
 
-def transform(x: LogitTransform, like: Tensor) -> None:
-    """Check a logit transform. A temperature tensor must have the shape of `like`."""
+def transform(x: LogitTransform, like: Tensor | None = None) -> None:
+    """Check a logit transform.
+
+    The temperature must be a number, or a tensor of the shape of `like`. If `like` is None, it must
+    be a number.
+    """
     number("logit_scale", x.logit_scale, "a finite number, not 0", lambda x: x != 0)
     if x.softcap is not None:
         number("softcap", x.softcap, "None or a finite number > 0", lambda x: x > 0)
     temperature(x.temperature, like)
 
 
-def temperature(x: float | Tensor, like: Tensor) -> None:
-    """Check a temperature, which is a number or a tensor of the shape of `like`."""
-    if isinstance(x, Tensor):
+def temperature(x: float | Tensor, like: Tensor | None) -> None:
+    """Check a temperature, as described in `transform`."""
+    if isinstance(x, Tensor) and like is not None:
         like_logps("temperature", x, like)
         constant("temperature", x)
     else:
@@ -238,9 +247,9 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
             _prompt_items(value, count, config)
         elif isinstance(value, Tensor) and value.numel() != 1:
-            raise argument_error(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
+            raise argument_error(name, TOTALS, f"a tensor of shape {tuple(value.shape)}")
         elif value is not None and not isinstance(value, Tensor):
-            number(name, value, "a number > 0", lambda x: x > 0)
+            number(name, value, TOTALS, lambda x: x >= LEAST_TOTAL)
 
 
 def options(x: Options, target_ids: Tensor) -> None:
@@ -261,7 +270,7 @@ def options(x: Options, target_ids: Tensor) -> None:
 
 
 def support(support: object, target_ids: Tensor, *, is_shard: bool) -> None:
-    """Check that a `Support` fits the targets. A head that is split over ranks cannot have one."""
+    """Check that a `Support` fits the targets, and that the head is not split over ranks."""
     if support is None:
         return
     if not isinstance(support, Support):

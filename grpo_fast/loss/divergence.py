@@ -16,11 +16,12 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks
-from grpo_fast.loss.arguments import Options, RowTensors, Targets
+from grpo_fast.loss.arguments import Options, RowTensors
 from grpo_fast.loss.batch import ActiveTokens
 from grpo_fast.loss.passes import LossResult, kernel_precision, rescaled
 from grpo_fast.loss.ranks import Agreement, local_rows
-from grpo_fast.loss.values import ValueChecks, check_numbers, flag_check, raise_pending
+from grpo_fast.loss.value_checks import ValueChecks, raise_pending
+from grpo_fast.loss.values import check_numbers
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Largest sum of a teacher's K probabilities that is accepted. It is slightly more than 1, because
@@ -79,7 +80,8 @@ def linear_divergence(
     p = 0 and q > 0.
 
     Gradients are computed in the forward pass. The call costs 8·N·V·H flops, or 6·N·V·H with a
-    `TeacherTopK`. Double backward raises an error. Not available inside torch.compile.
+    `TeacherTopK`. Double backward raises an error. The function is not available inside
+    torch.compile.
 
     The Jensen-Shannon divergence follows GKD (https://arxiv.org/abs/2306.13649).
 
@@ -101,8 +103,9 @@ def linear_divergence(
         temperature: temperature of the student, a number > 0.
         softcap: bound of the student's logits, a number > 0. None: no bound.
         logit_scale: factor by which the student's logits are multiplied, not 0.
-        hidden_rows: (N,) or (B, L), int64 or int32. The row of `hidden` (R, H) for each row of the
-            teacher. None: row t of `hidden` belongs to row t of the teacher.
+        hidden_rows: (N,) or (B, L), int64 or int32. For each row of the teacher, the index of the
+            student's row in `hidden` (R, H). None: row t of `hidden` is compared with row t of the
+            teacher.
         support: the ids to which both distributions are restricted, one set for each row (see
             `Support`). None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
@@ -137,9 +140,8 @@ def linear_divergence(
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         # Pass `like` in place of target_ids, because only its shape and device matter here.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
-        number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
         transform = LogitTransform(logit_scale, softcap, temperature)
-        checks.transform(transform, like)
+        checks.transform(transform)
         term = DivergenceTerm(teacher, kind, beta=beta)
         options = Options(
             autograd.needs_gradient(*tensors), backend, hidden_rows=hidden_rows, support=support,
@@ -255,7 +257,7 @@ def _checked_teacher(
     require(fits, "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
-    checks.transform(teacher.transform, like)
+    checks.transform(teacher.transform)
     return teacher._replace(hidden=hidden)
 
 
@@ -268,39 +270,42 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
-    # 2. Check that ids are valid, and that a softmax can have computed the log-probabilities.
+    # 2. Check that the ids are valid, and that the probabilities of a row can be part of a
+    # distribution. A log-probability of -inf marks an unused entry.
     has_id = logps > -torch.inf
     is_whole = has_id.all(1) if K == vocab else has_id.new_zeros(len(logps))
     largest = logps.amax(1)
     sums = logps.double().exp().sum(1)
-    # Give unused entries distinct negative ids, so that they do not count as duplicates. A
-    # log-probability of -inf marks an unused entry.
+    # Give unused entries distinct negative ids, so that they do not count as duplicates.
     places = torch.where(has_id, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
     outside = has_id & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
     few = sums < 2 - MAX_PROBABILITY_SUM
-    flags = [
-        (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
-        (twice, "teacher.ids: expected no id twice in a row, got a repeated one"),
-        (~(sums <= MAX_PROBABILITY_SUM).all(), "teacher.logps: expected log-probabilities, whose "
-         f"probabilities sum to at most {MAX_PROBABILITY_SUM}, got a row with more, or NaN"),
-        ((is_whole & few).any(), f"teacher.logps: expected rows of all {vocab} ids to sum to 1, "
-         "got one that does not"),
-        (((largest > -torch.inf) & (largest < LEAST_LOGP)).any(), "teacher.logps: expected a "
-         f"largest log-probability of at least {LEAST_LOGP:g} in each row (servers write -9999 "
-         "for -inf), got a smaller one"),
-    ]  # fmt: skip
-    if not teacher.has_tail:
-        message = (
-            "teacher.logps: expected rows renormalised over their ids where has_tail=False, "
-            "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1"
-        )
-        flags.append((few.any(), message))
     found = ValueChecks("auto")
-    for flag, message in flags:
-        found.add(flag_check(message), flag)
+    found.add_flag(outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others")
+    found.add_flag(twice, "teacher.ids: expected no id twice in a row, got a repeated one")
+    found.add_flag(
+        ~(sums <= MAX_PROBABILITY_SUM).all(),
+        "teacher.logps: expected log-probabilities, whose probabilities sum to at most "
+        f"{MAX_PROBABILITY_SUM}, got a row with more, or NaN",
+    )
+    found.add_flag(
+        (is_whole & few).any(),
+        f"teacher.logps: expected rows of all {vocab} ids to sum to 1, got one that does not",
+    )
+    found.add_flag(
+        ((largest > -torch.inf) & (largest < LEAST_LOGP)).any(),
+        f"teacher.logps: expected a largest log-probability of at least {LEAST_LOGP:g} in each row "
+        "(servers write -9999 for -inf), got a smaller one",
+    )
+    if not teacher.has_tail:
+        found.add_flag(
+            few.any(),
+            "teacher.logps: expected rows renormalised over their ids where has_tail=False, "
+            "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1",
+        )
     found.send()
-    # 3. Replace the ids of unused entries by a valid id, because the kernels use ids as memory
+    # 3. Replace the ids of unused entries with a valid id, because the kernels use ids as memory
     # indices.
     ids = torch.where(has_id, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
@@ -327,9 +332,8 @@ def _rows(
     support = options.support
     if support is not None and len(support.ids):
         ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
-    targets = Targets.of(tensors, options)
     places = ActiveTokens(len(ids), None, ids, ids, ValueChecks("auto"))
-    return places.rows(ids, transform, targets)
+    return places.rows(ids, transform, tensors, options)
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Passes over given logits, with the same methods as the passes over an LM head (`LinearHead`)."""
+"""Passes over precomputed logits. They have the methods of `LinearHead`, a pass over an LM head."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from grpo_fast.loss import values
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Size in bytes of a block of logits on the CPU. A block of this size stays in the cache of the CPU,
-# so that the kernel reads it quickly a second time.
+# Size in bytes of a block of logits on the CPU. A block of this size stays in the CPU cache, so
+# that the kernel can read it quickly a second time.
 CPU_BLOCK_BYTES = 4 << 20
 
 
 class LogitsSweep:
-    """Pass over given logits, which calls the row kernels for one block of rows after another.
+    """A pass over precomputed logits, which calls the row kernels for one block of rows at a time.
 
     For a token-level loss, one pass over the logits computes the loss and the gradient. Other
     losses need two passes. Inactive rows get zero gradients.
@@ -49,7 +49,11 @@ class LogitsSweep:
         route: Route,
         full_entropy: bool = False,
     ) -> LogitsSweep | SupportSweep | FullEntropySweep:
-        """Create a pass over these rows, of the class that fits their support."""
+        """Create a pass over these rows.
+
+        The class of the pass depends on whether the rows have a support, and on whether entropies
+        are over the full vocabulary (`full_entropy`).
+        """
         if rows.support is None:
             return cls(logits, out, rows, route)
         if full_entropy:
@@ -135,13 +139,16 @@ class LogitsSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor]:
-        """Compute (d-logits,), the gradient of Σ g·logp + g_entropy·entropy.
+        """Compute the gradient of Σ g·logp + g_entropy·entropy with respect to the logits.
 
         Args:
             g: (T,), upstream gradients of the logps.
             g_entropy: (T,), upstream gradients of the entropies, or None.
             known: the result of `logps`.
-            wanted: flags of the gradients. If none is set, an empty tensor is returned.
+            wanted: which gradients are needed. If none is needed, the result is an empty tensor.
+
+        Returns:
+            A tuple with one element, the gradient.
         """
         if not any(wanted):
             return (self.logits.new_empty(0),)
@@ -151,6 +158,3 @@ class LogitsSweep:
             of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.transform.rows(b)
             self.kernels.row_grad_(self.logits[b], self.targets[b], *of_rows, out=out[b])
         return (out,)
-
-    def release(self) -> None:
-        """Do nothing. The caller owns the logits, and this pass caches no other memory."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import NAMESPACE
 from grpo_fast.kernels.head.half_range import needs_scaling
-from grpo_fast.kernels.types import Context, Wanted
+from grpo_fast.kernels.types import Context
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors
 from grpo_fast.loss.autograd import (
     NO_DOUBLE_BACKWARD,
@@ -45,8 +45,8 @@ from grpo_fast.objective.metrics import metric_names
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
 LOGITS = "Tensor logits"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
-# Every loss operator has these outputs before the gradients: loss, logps, entropies, metrics of
-# grad_filter, other metrics, and units.
+# Number of outputs of a loss operator before the gradients: loss, logps, entropies, metrics of
+# grad_filter, other metrics, and the `units` of `LossResult`.
 NUM_OUTPUTS = 6
 
 
@@ -78,7 +78,7 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Call the operator of logps.
+    """Call the operator for logps from hidden states or from logits.
 
     Returns:
         The logps (N,), and the entropies (N,), or (0,) if they are not requested.
@@ -102,7 +102,7 @@ def _pack_arguments(config: LossConfig, inputs: BatchInputs) -> Row:
 
 
 def _unpack_arguments(row: Row) -> tuple[LossConfig, BatchInputs]:
-    """Return the config and the inputs of a list that `_pack_arguments` packed."""
+    """Return the config and the inputs from a list that `_pack_arguments` created."""
     *inputs, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)
@@ -118,7 +118,7 @@ def _empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def _gradient(x: Tensor, is_wanted: bool) -> Tensor:
-    """Return an uninitialised gradient for x, or an empty tensor if the gradient is not needed."""
+    """Return an uninitialised tensor with the shape of x, or an empty one if it is not needed."""
     if not is_wanted:
         return x.new_empty(0)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -139,8 +139,8 @@ def _register(
         schema: arguments and outputs of the operator.
         run: the implementation.
         fake: returns outputs with the right shapes and without data, for tracing.
-        backward: `backward(ctx, inputs, grads)` returns the gradients of the first inputs. None if
-            the operator is not differentiable.
+        backward: `backward(ctx, inputs, grads)` returns the gradients of the leading inputs, which
+            are the differentiable ones. None if the operator is not differentiable.
     """
     library.define(f"{name}{schema}")
     library.impl(name, run, "CompositeExplicitAutograd")
@@ -225,7 +225,7 @@ def _register_loss(name: str, tensors: str) -> None:
         def recompute() -> Gradients:
             return gradients_of(getattr(operators, f"{name}_loss")(*inputs))
 
-        # Use the gradients that the forward operator returned only once, because `scaled_gradients`
+        # Use the gradients of the forward operator at most once, because `scaled_gradients`
         # multiplies them in place. A second backward computes them again.
         output = ctx.output
         ctx.output = None
@@ -260,7 +260,6 @@ def _register_logps(name: str, tensors: str) -> None:
         options = from_graph(RowOptions, rest[count:-3])
         has_entropy = d_entropy is not None
         work = LogpsPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
-        wanted = Wanted(*wanted, *[False] * (3 - count))
         return as_output(work.gradients(work.saved_stats(*outputs), d_logps, d_entropy, wanted))
 
     def fake_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:

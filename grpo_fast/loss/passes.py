@@ -100,8 +100,8 @@ def _with_divergence(
 ) -> LossResult:
     """Compute a policy loss plus coef·Σ w·D, the weighted divergence from a teacher.
 
-    Both terms are computed in one pass over the head. If the call has a support, two passes are
-    necessary, and their gradients are added.
+    Both terms are computed in one pass over the head. If the call has a support, each term needs a
+    separate pass, and the gradients of the two passes are added.
     """
     # Pass is_shard=True to select the kernels that work on rows of logits. Divergences cannot use
     # the kernels that compute logps directly from hidden states.
@@ -182,13 +182,14 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
-        # Other losses need the logps of all rows before they can compute a gradient. A call without
-        # gradients also uses this path.
+        # A loss that is not token-level needs the logps of all rows before it can compute a
+        # gradient. A call without gradients also uses this path.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
-        values.check_logps(stats[1], options.validate)
-        result = token_loss(stats[1], stats[2], tokens, config)
+        _, logps, entropy = stats
+        values.check_logps(logps, options.validate)
+        result = token_loss(logps, entropy, tokens, config)
         gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
-        return _result(result.loss, stats[1], stats[2], gradients, batch, sweep.filtered)
+        return _result(result.loss, logps, entropy, gradients, batch, sweep.filtered)
 
 
 def logps_loss(

@@ -38,7 +38,8 @@ ERROR = b"-"
 
 def is_sharded(x: object) -> TypeGuard[DTensor]:
     """Return whether x is a DTensor, without importing torch.distributed.tensor."""
-    # Test an attribute that only DTensors have, because importing torch.distributed.tensor is slow.
+    # Look for an attribute that only DTensors have, because importing torch.distributed.tensor is
+    # slow.
     return hasattr(type(x), "full_tensor")
 
 
@@ -56,16 +57,19 @@ def process_group(group: Any) -> distributed.ProcessGroup:
 
 
 def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) -> Parameter:
-    """Return the rows of a parameter with which this rank computes.
+    """Return the rows of a parameter that this rank uses.
 
-    A tensor that is not a DTensor is returned unchanged. A DTensor with other placements than these
-    raises a ValueError:
+    A tensor that is not a DTensor is returned unchanged. For a DTensor, the placements must be one
+    of these two:
 
     - With a group, it must be sharded by rows over the ranks of the group. Its local rows are
       returned.
     - Without a group, it must be sharded or replicated over one data-parallel mesh dimension. The
       full tensor is returned, by a collective call. The backward pass averages the gradient over
       the ranks, and scatters it into the shards.
+
+    Raises:
+        ValueError: a DTensor has different placements.
     """
     if not is_sharded(x):
         return x
@@ -99,7 +103,7 @@ def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) 
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of a sharded parameter. Its backward averages and scatters the gradient."""
+    """All-gather of a sharded parameter. The backward pass averages and scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Context, x: DTensor) -> Tensor:
@@ -145,7 +149,7 @@ class Agreement:
             self._exchange(ERROR, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """Return which part of the vocabulary this rank has. Return None if there is no group.
+        """Return this rank's part of the vocabulary, or None if the context has no group.
 
         The call is collective, because each rank sends the number of its rows to the other ranks.
 
@@ -185,7 +189,7 @@ class Agreement:
         """
         if self.group is None:
             return
-        # 1. Describe this call by strings, which must be equal on all ranks.
+        # 1. Describe this call as strings, which must be equal on all ranks.
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
         head_route(backend, weight, is_shard=True)  # raises if the backend is not available here
@@ -207,9 +211,9 @@ class Agreement:
                 require(first == other, name, "the same on every rank of group", came)
 
     def _exchange(self, verdict: bytes, text: str) -> list[str]:
-        """Gather one message from each rank, in rank order.
+        """Send a message to all ranks, and return the messages of all ranks in rank order.
 
-        If any rank sent an error, all ranks raise it.
+        `verdict` is OK or ERROR. If any rank sent ERROR, all ranks raise its message as an error.
         """
         assert self.group is not None
         self.is_open = False  # if the collective fails, no rank waits for another message

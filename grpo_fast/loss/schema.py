@@ -1,4 +1,4 @@
-"""Schemas of the custom operators: the arguments that a graph of torch.compile can carry."""
+"""Schemas of the custom operators, and conversion of option containers to operator arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from grpo_fast.errors import argument_error
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 
@@ -15,9 +14,9 @@ Argument = Any  # of an operator: a tensor, number, string, or list of bools
 Row = Sequence[Argument]
 SomeOptions = TypeVar("SomeOptions", Options, RowOptions)
 
-# Schema types of the fields that a graph can carry. `shard` and `divergence` are missing because a
-# schema has no type for process groups or teachers. `inplace` is missing because autograd does not
-# support operators that overwrite their input.
+# Schema types of the fields that can be arguments of an operator. `shard` and `divergence` are
+# missing because a schema has no type for process groups or teachers. `inplace` is missing because
+# autograd does not support operators that overwrite their input.
 TYPES = {
     "like": "Tensor", "advantages": "Tensor", "completion_mask": "Tensor?",
     "cu_seqlens": "Tensor?", "old_logps": "Tensor?", "ref_logps": "Tensor?",
@@ -41,28 +40,22 @@ NUM_OPTIONS = OPTIONS.count(",") + 1
 
 
 def graph_fields(options: Options | RowOptions) -> list[Argument]:
-    """Return the fields that a graph can carry, as the arguments of an operator in their order.
+    """Return the option fields as arguments of an operator, in the order of its schema.
 
-    A support is split into two tensors. A temperature is split into a tensor and a number. The
-    tensor is None if the temperature is a number.
-
-    Raises a ValueError if a field that a graph cannot carry does not have its default value.
-    `call.public` runs such calls outside of graphs.
+    A `support` becomes two arguments, its ids and its offsets. A `temperature` becomes a tensor and
+    a number. If the temperature is a number, the tensor is None. Fields that are not in `TYPES`
+    have their default values, because `call.public` runs other calls outside of graphs.
     """
     fields: list[Argument] = []
     for name in options._fields:
         value: Any = getattr(options, name)
         if name == "support":
-            # Name the two tensors. Dynamo of torch 2.11 cannot add a NamedTuple to a list.
+            # List the two tensors. In torch 2.11, dynamo cannot extend a list by a NamedTuple.
             fields += (None, None) if value is None else (value.ids, value.offsets)
         elif name == "temperature":
             fields += (value, 1.0) if isinstance(value, Tensor) else (None, value)
         elif name in TYPES:
             fields.append(value)
-        elif value:
-            raise argument_error(
-                name, "its default in a graph of torch.compile", type(value).__name__
-            )
     return fields
 
 

@@ -1,4 +1,4 @@
-"""Group-relative advantages. Each formula, called a mode, has one function."""
+"""Group-relative advantages, with one function for each formula. A formula is called a mode."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from grpo_fast.errors import argument_error, choice, kind_of, nearest_hint, number, require
 
 Options = Mapping[str, Any]  # options of a mode
-# The function of a mode receives (N, G) fp64 rewards, where NaN marks a completion without a
-# reward. Such completions are excluded from means, deviations and counts. The function may return
-# any advantage for them, because `group_advantages` replaces it with 0.
+
+# All mode functions receive (N, G) fp64 rewards, where NaN marks a completion without a reward. A
+# function excludes these completions from means, deviations and counts. It may return any advantage
+# for them, because `group_advantages` replaces it with 0.
 
 
 def count(r: Tensor) -> Tensor:
@@ -69,8 +70,8 @@ def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor
 def maximum(r: Tensor) -> Tensor:
     """Compute A = r - mean of the group for the best completions, and A = 0 for all others.
 
-    The best completions have the highest reward of their group. The formula is in the text of the
-    CS336 assignment.
+    The best completions have the highest reward of their group. The formula comes from the text of
+    the CS336 assignment.
     """
     return torch.where(r == highest(r), centered(r), 0.0)
 
@@ -78,7 +79,7 @@ def maximum(r: Tensor) -> Tensor:
 def maximum_reward(r: Tensor) -> Tensor:
     """Compute A = r for the completions with the highest reward of their group, and 0 for others.
 
-    The code of the CS336 assignment uses this formula.
+    The formula comes from the code of the CS336 assignment.
     """
     return torch.where(r == highest(r), r, 0.0)
 
@@ -100,8 +101,9 @@ def rloo(r: Tensor) -> Tensor:
 def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Compute A = (r - mean of the others) / (std of the others + eps), as NeMo-RL does.
 
-    Mean and standard deviation are over the rewards of the other completions of the group. If these
-    rewards are all equal, or there is only one, A is not divided by the standard deviation.
+    The mean and the standard deviation are computed over the rewards of the other completions in
+    the group. If these rewards are all equal, or only one other reward exists, A is not divided by
+    the standard deviation.
     """
     diagonal = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
     # Build an (N, G, G) tensor in which row i has the rewards of the group, with NaN instead of the
@@ -152,8 +154,8 @@ def gdpo(
 def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
-    # Compare the rewards and not the advantages. A rounded mean can leave a tiny advantage, which
-    # the division by eps amplifies.
+    # Compare the rewards and not the advantages. If the mean of equal rewards is rounded, the
+    # advantages are tiny but not 0, and the division by eps amplifies them.
     return torch.where(lowest == highest(r), 0.0, a)
 
 
@@ -249,8 +251,9 @@ def group_advantages(
             with the modes "rewards" and "baseline".
         clip_low: lower bound of the advantages, a number <= 0. None: no bound.
         clip_high: upper bound of the advantages, a number >= 0. None: no bound.
-        options: options of the mode. `eps` and `unbiased` belong to "normalized", "batch" and
-            others, `value` to "baseline", `lengths` to "opo", and `weights` and `each` to "gdpo".
+        options: options of the mode. "normalized" and "batch" have `eps` and `unbiased`.
+            "rloo_normalized", "maxrl", "gdpo" and "reinforce_pp_baseline" have `eps`. "baseline"
+            has `value`, "opo" has `lengths`, and "gdpo" also has `weights` and `each`.
 
     Returns:
         Advantages, (N*G,), fp32.
@@ -316,7 +319,7 @@ def group_advantages(
 
 
 def check_group_size(mode: str, group_size: int) -> None:
-    """Raise a ValueError if groups have one completion and the mode compares within groups."""
+    """Raise a ValueError if the mode compares completions within a group of only one completion."""
     fits = group_size > 1 or mode in WITHOUT_GROUPS
     expected = f"at least 2 of mode {mode!r}"
     require(fits, "group_size", expected, "1: all advantages would be 0")

@@ -1,9 +1,10 @@
 """Aggregations, which define the weight w_t of every token in loss = Σ_t w_t·ℓ_t.
 
-ℓ_t is the loss of token t. The weights are known before the forward pass. If `num_items_in_batch`
-and `num_completions_in_batch` are the totals of the whole optimizer step, loss and gradient do not
-depend on how the step is split into micro-batches and ranks. Only "token_mean_local" does depend on
-the split.
+ℓ_t is the loss of token t. The weights are known before the forward pass.
+
+`num_items_in_batch` and `num_completions_in_batch` are totals. If they cover the whole optimizer
+step, the loss and the gradient do not depend on how the step is split into micro-batches and ranks.
+The aggregation "token_mean_local" does not use them, so it does depend on the split.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Total = float | Tensor  # a number, or a 0-d tensor on a device
-
+# The number of tokens or of completions in a whole optimizer step: a number, or a 0-d tensor.
+Total = float | Tensor
+LEAST_TOTAL = 1e-30  # the weights of a smaller total would be infinite in fp32
 
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "prompt_mean",
@@ -37,10 +39,10 @@ def step_weights(
         lengths: (B,), active tokens of each completion of this call. 0 is allowed.
         active: the sum of lengths, known on the host.
         max_completion_length: maximum number of tokens, for "fixed_length".
-        num_items_in_batch: active tokens of the whole optimizer step. None: the tokens of this
-            call. For "prompt_mean", a (B,) tensor that holds for each completion the number of
-            active tokens of all completions of its prompt. If it is None, this call must have all
-            completions of each prompt, next to each other.
+        num_items_in_batch: number of active tokens in the whole optimizer step. None: the tokens of
+            this call. For "prompt_mean", it is a (B,) tensor instead. Its element for a completion
+            is the number of active tokens in all completions of the same prompt. None then requires
+            that this call has all completions of each prompt, next to each other.
         num_completions_in_batch: completions of the whole optimizer step. None: the completions of
             this call.
         group_size: completions per prompt, for "prompt_mean".
@@ -54,15 +56,16 @@ def step_weights(
     if num_completions_in_batch is not None:
         total = num_completions_in_batch
     divisors: Tensor | None = None  # (B,); None: all divisors are 1
-    # "sequence_sum" has no case below. Its weight is 1/(completions), so the loss is the mean over
-    # completions of their token sums (LUSPO).
+    # "sequence_sum" has no case below. Its weight is 1/(number of completions). The loss is summed
+    # over the tokens of each completion, and then averaged over the completions (LUSPO).
     match aggregation:
         case "sequence_mean":
-            # The weight is 1/(completions·length of the completion), so the loss is the mean over
-            # completions of their token means (DeepSeekMath).
+            # The weight is 1/(number of completions · length of the completion). The loss is
+            # averaged over the tokens of each completion, and then over the completions
+            # (DeepSeekMath).
             divisors = lengths.clamp(min=1)
         case "fixed_length":
-            # The weight is 1/(completions·max_completion_length), as in Dr. GRPO.
+            # The weight is 1/(number of completions · max_completion_length), as in Dr. GRPO.
             total = total * (max_completion_length or 1)
         case "token_mean_local":
             # The weight is 1/(active tokens of this call), so the loss is the mean over them (TRL).
@@ -71,8 +74,8 @@ def step_weights(
             # The weight is 1/(active tokens of the whole optimizer step), as in DAPO.
             total = max(active, 1) if items is None else items
         case "prompt_mean":
-            # The weight is 1/(prompts·active tokens of the prompt), so the loss is the mean over
-            # prompts of their token means (SkyRL).
+            # The weight is 1/(number of prompts · active tokens of the prompt). The loss is
+            # averaged over the tokens of each prompt, and then over the prompts (SkyRL).
             if not isinstance(items, Tensor):
                 items = lengths.view(-1, group).sum(1).repeat_interleave(group)
             divisors = items.clamp(min=1)

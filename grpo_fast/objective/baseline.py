@@ -34,9 +34,9 @@ class RunningBaseline:
         return self.start if self.mean is None else self.mean
 
     def update(self, rewards: Tensor) -> None:
-        """Update the running mean with the rewards of a step, (N,).
+        """Update the running mean with the rewards (N,) of a step.
 
-        NaN marks a completion without a reward, which is ignored.
+        NaN marks a completion without a reward. Such completions are ignored.
         """
         mean = float(rewards.double().nanmean())
         if math.isnan(mean):
@@ -52,9 +52,10 @@ class RunningBaseline:
 
 
 def running_baseline(mode: str, options: Options) -> RunningBaseline | None:
-    """Return the running baseline of a mode, or None if its options select no running baseline.
+    """Return the running baseline of a mode, or None if the mode has no running baseline.
 
-    Mode "baseline" has a running baseline by default. The option `value` alone selects a constant.
+    Only mode "baseline" can have one. The option `running` decides. Without `running`, the baseline
+    is a constant if the option `value` is given, and a running mean otherwise.
     """
     known, running = split_options(mode, options)
     if mode != "baseline" or not running.pop("running", "value" not in known):
@@ -66,8 +67,8 @@ def split_options(mode: str, options: Options) -> tuple[Options, dict[str, Any]]
     """Split options into the options of `group_advantages` and those of a running baseline.
 
     Raises:
-        ValueError: `running` is not a bool, or `decay` is outside [0, 1), or `decay` is given
-            without a running baseline.
+        ValueError: `running` is not a bool, `decay` is outside [0, 1), or `decay` is given without
+            a running baseline.
     """
     names = ("running", "decay") if mode == "baseline" else ()
     known = {name: value for name, value in options.items() if name not in names}

@@ -17,7 +17,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """Inputs of a token-level loss for each row, which are known before the forward pass."""
+    """Per-row inputs of a token-level loss that are known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -74,7 +74,7 @@ def token_loss(
         # depend on the logps.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
-    # 3. Multiply the loss by the token weights, and convert the slope to dL/dlogp.
+    # 3. Multiply the loss by the token weights, and compute dL/dlogp from the slope.
     keep_entropy = high_entropy_mask(entropy, config)
     weights = policy_weights(correction, keep_entropy, tokens, config)
     if objective.ratio_kind == "geometric":
@@ -108,18 +108,18 @@ def token_loss(
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     """Return the inputs of a token-level loss for every row.
 
-    The result is None if one pass cannot compute the loss and its gradient. That is the case if the
-    gradient of a row depends on other rows, or if old_logps is missing, so that corrections need
-    the logps of the forward pass.
+    The result is None if one pass cannot compute the loss and its gradient. This is the case if the
+    gradient of a row depends on other rows. It is also the case if old_logps is missing and the
+    loss has corrections, because they then need the logps of the forward pass.
     """
-    is_corrected = any(x.is_read(tokens) for x in config.corrections)
+    is_corrected = any(x.is_active(tokens) for x in config.corrections)
     if not config.is_token_local or (is_corrected and tokens.old_logps is None):
         return None
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # Pass old_logps in place of the logps, which are not known yet. Here all corrections have
-        # the ratio "old/sampling", which does not depend on the logps.
+        # Pass old_logps in place of the logps, which are not known yet. In a token-level loss, all
+        # corrections use the ratio "old/sampling", which does not depend on the logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:
@@ -168,7 +168,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
 
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
-    """Return a mask of the tokens with the highest entropies, (T,), or None to keep all tokens."""
+    """Return a (T,) mask of the tokens with the highest entropies, or None to keep all tokens."""
     if config.top_entropy_quantile >= 1 or entropy is None:
         return None
     if entropy.numel() == 0:
@@ -179,7 +179,7 @@ def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | No
 def quantile(x: Tensor, q: float) -> Tensor:
     """Return the interpolated quantile of x (T,).
 
-    Do not use torch.quantile, which is limited to 16M elements.
+    torch.quantile computes the same, but is limited to 16M elements.
     """
     ordered = x.sort().values
     position = q * (x.numel() - 1)
@@ -206,13 +206,14 @@ def weighted_kl(
     """Compute the KL of each token, and its derivative with respect to the logp.
 
     Returns:
-        (kl, grad), each (T,). `kl` is unweighted, and `grad` is multiplied by the token weights.
+        (kl, grad), each (T,). `grad` is multiplied by the token weights, but `kl` is not.
     """
     assert tokens.ref_logps is not None
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    # If no gradient flows through the ratio of the loss, use the importance ratio of the token.
+    # Multiply by the ratio of the loss if the loss passes a gradient through its ratio. Otherwise,
+    # use the importance ratio of the token.
     has_ratio = OBJECTIVES[config.loss_type].ratio_kind == "ratio"
     r = torch.exp(ratio.log if has_ratio else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r

@@ -1,4 +1,4 @@
-"""`LossConfig`, a frozen dataclass with all options of the loss, which it checks."""
+"""`LossConfig`, a frozen dataclass that holds and checks all options of the loss."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ NULLABLE = (
 )  # fmt: skip
 
 # Options that only some losses use. Changing one of them for a loss that ignores it is an error.
-# epsilon_low and epsilon_high are not in the list, because users keep one clip range while they try
-# several losses, and because `replace` copies an epsilon_high that was only a default.
+# epsilon_low and epsilon_high are not in the list, for two reasons. Users keep one clip range while
+# they try several losses. And `replace` cannot know whether epsilon_high was set by the user.
 LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
@@ -174,9 +174,9 @@ class LossConfig:
     entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
-        """Compare by value, but treat different temperature tensors as unequal.
+        """Compare by value, except for temperature tensors, which are compared by identity.
 
-        Tensors are hashed by identity, and equal configs must have equal hashes.
+        The hash of a tensor depends on its identity, and equal configs must have equal hashes.
         """
         if not isinstance(other, LossConfig):
             return NotImplemented
@@ -195,8 +195,8 @@ class LossConfig:
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
-        # Store the options as a string, the key, because a torch.compile graph can carry a string
-        # but not a config.
+        # Store the options as a string, the key of the config. Custom operators accept strings but
+        # not configs.
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
@@ -205,7 +205,7 @@ class LossConfig:
 
     @property
     def key(self) -> str:
-        """Return the config as a JSON string, without a temperature tensor."""
+        """Return the config as a JSON string. A temperature tensor is left out."""
         key: str = self.__dict__["_key"]
         return key
 
@@ -269,7 +269,7 @@ class LossConfig:
             if value != default and self.kl_estimator in EXACT:
                 why = "an exact KL is not estimated from the sampled token's logps"
                 raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
-        # 4. Reject changed options that this loss does not use.
+        # 4. Reject options that this loss does not use, unless they have their default values.
         for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)
             default = getattr(LossConfig, name)
@@ -279,7 +279,7 @@ class LossConfig:
                     f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
                 )
                 raise conflict(f"{name}={value!r}", loss, why)
-        # 5. Reject corrections by the current policy if the loss contains the same ratio.
+        # 5. Reject corrections by a ratio with the current policy if the loss contains this ratio.
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
         if of_current and objective.ratio_kind == "sum":
             why = "the loss weighs current/old itself; use 'old/sampling'"
@@ -348,7 +348,8 @@ class LossConfig:
     def replace(self, **changes: Any) -> LossConfig:
         """Return a copy with some fields changed.
 
-        Defaults that depend on the loss type were set at construction and do not change.
+        A default that depends on the loss type keeps its old value in the copy, even if the loss
+        type changes.
 
         Args:
             changes: the fields to change.

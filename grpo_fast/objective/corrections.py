@@ -1,4 +1,4 @@
-"""Corrections of the policy loss for tokens that a different policy sampled."""
+"""Corrections of the policy loss for tokens that were sampled by a different policy."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ class Correction:
         """Return whether the correction multiplies the loss by the ratio."""
         return self.kind != "reject"
 
-    def is_read(self, tokens: Tokens) -> bool:
-        """Return whether the correction has an effect on these tokens.
+    def is_active(self, tokens: Tokens) -> bool:
+        """Return whether the correction affects these tokens.
 
-        Without sampling_logps, only a correction with ratio "current/behaviour" has an effect.
+        Without sampling_logps, only a correction with ratio "current/behaviour" affects them.
         """
         return tokens.sampling_logps is not None or self.ratio == "current/behaviour"
 
     def log_ratio(self, logps: Tensor, old_logps: Tensor, tokens: Tokens) -> Tensor:
-        """Return the log ratio of each token at the level of the correction, (T,).
+        """Return the log ratios (T,) of the tokens at the level of the correction.
 
         The log ratio is 0 where sampling_logps is NaN, which marks a token that the sampler did not
         score.
@@ -113,7 +113,7 @@ class Correction:
         return LEVELS[self.level](tokens, torch.nan_to_num(above - below, nan=0.0))
 
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
-        """Return a mask of the tokens whose ratio is inside the bounds, (T,)."""
+        """Return a (T,) mask of the tokens whose ratio is inside the bounds."""
         kept = torch.ones_like(log_ratio, dtype=torch.bool)
         if self.low:  # skip a low of 0, which excludes nothing and has no log
             kept = log_ratio >= math.log(self.low)
@@ -124,7 +124,7 @@ class Correction:
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """Return the factor by which the policy loss of each token is multiplied, (T,)."""
+        """Return the factors (T,) by which the policy losses of the tokens are multiplied."""
         # Clamp the log ratio before exp. Otherwise exp could be inf, and inf times a weight of 0 is
         # NaN.
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
@@ -144,7 +144,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
         value: a Correction or a dictionary of its fields, a list of these, or None.
 
     Raises:
-        ValueError: the value has a different type, or contains two importance weights.
+        ValueError: the value has an unsupported type, or contains two importance weights.
     """
     if value is None:
         return ()

@@ -76,7 +76,7 @@ def gae(
         last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
         after = torch.where(last, following.double()[:, None], after)
     # 3. Sum the discounted temporal-difference errors. Each step of the loop doubles the number of
-    # terms in the sums. Then move the sums back to the positions of the tokens.
+    # terms in the sums. Then undo step 2: scatter the sums to the original positions of the tokens.
     advantages = r + gamma * after - v
     span = 1
     while span < length:  # invariant: A_t holds the terms k < span, and decay = (γλ)^span

@@ -1,6 +1,7 @@
 """KL estimators between the policy and a reference, from the logps of the sampled tokens.
 
-With d = ref_logp - logp, each function returns (value, slope), where slope = d value / d logp.
+With d = ref_logp - logp, each function returns (value, slope), where slope = ∂value/∂logp. The
+values estimate KL(policy ‖ reference).
 Triton and C++ compile the same source, so the functions use only the operations listed in
 `losses.py`. The Triton versions of `expm1` and `expm1_minus` are in kernels/gpu/math.py.
 
@@ -42,9 +43,9 @@ def clamped(value, slope, d, value_max, d_max):
 
 
 def k1(d, value_max=INF, d_max=INF):
-    """Compute -d, an unbiased estimate of the KL with high variance."""
+    """Compute -d = logp - ref_logp, an unbiased estimate of the KL with high variance."""
     near = tl.clamp(d, -d_max, d_max)
-    # Write the slope 1 as near·0 + 1, so that it has the shape of d, and is NaN where d is NaN.
+    # Write the slope 1 as near·0 + 1. It then has the shape of d and is NaN where d is NaN.
     value, slope = clamped(-near, near * 0.0 + 1.0, d, value_max, d_max)
     return value, slope
 

@@ -1,12 +1,13 @@
-"""Loss functions of one token, with one function for each loss type.
+"""Per-token loss functions, one for each loss formula.
 
 A function takes fp32 scalars or tensors `(logp, log_ratio, advantage, *params)`. It returns the
 loss of one token, and the slope: the derivative of the loss with respect to the variable that
-`Objective.slope_of` names, log_ratio or logp. The code uses only the operations `+ - * / < <= > >=
-== & exp log abs where clamp` of the module global `tl`. In this file, `tl` is torch, so the
-functions are a readable reference. `bind` gives the same code object a different `tl`, so that
-Triton compiles this source (kernels/gpu/rows.py) and C++ is generated from it
-(kernels/cpu/loss_codegen.py).
+`Objective.slope_of` names, log_ratio or logp.
+
+The code uses only the operations `+ - * / < <= > >= == & exp log abs where clamp` of the module
+global `tl`. In this file, `tl` is torch, so the functions are a readable reference. `bind` copies a
+function with a different module as `tl`. Triton compiles such a copy (kernels/gpu/rows.py), and C++
+is generated from the same source (kernels/cpu/loss_codegen.py).
 
 To add a loss, write one function and add one line to `OBJECTIVES`.
 """
@@ -47,7 +48,7 @@ def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
     """Compute -min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A), the clipped loss of PPO.
 
     r is the importance ratio and A the advantage. INTELLECT-2 added the bound δ. If both arguments
-    of the outer minimum are equal, the unclipped one is chosen, so that the gradient is not lost.
+    of the outer minimum are equal, the unclipped one is chosen, because it has a gradient.
     """
     ratio = tl.exp(log_ratio)
     bounded = tl.where(ratio < delta, ratio, delta)
@@ -57,7 +58,7 @@ def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
 
 
 def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c):
-    """Compute the loss of `ppo_clip`, but at most -c·A if A < 0.
+    """Compute the loss of `ppo_clip` without δ. If A < 0, the loss is limited to at most -c·A.
 
     Source: https://arxiv.org/abs/1912.09729
     """
@@ -117,9 +118,9 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
     """Compute -A·sg(min(r, 20))·logp inside a trust region around p_old, as verl does.
 
-    p and p_old are the token's probabilities, r is their ratio, and sg stops the gradient. The
-    trust region bounds p - p_old. The loss is 0 if p is outside of the trust region and A would
-    push p further away from p_old.
+    p and p_old are the token's probabilities, r is p/p_old, and sg stops the gradient. The trust
+    region bounds p - p_old. The loss is 0 if p is outside the trust region and the gradient of A
+    would move p further away from p_old.
     """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
@@ -129,7 +130,7 @@ def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute the loss of `dppo_tv` with a trust region that bounds a binary KL, as verl does.
+    """Compute the loss of `dppo_tv`, but with a trust region that bounds a binary KL, as verl does.
 
     The binary KL is KL(p_old ‖ p) over two outcomes: the token itself or any other token.
     """
@@ -149,7 +150,10 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def kimi(logp, log_ratio, advantage, beta):
-    """Compute the loss -(A·logp - β/2·log_ratio²), which Kimi k1.5 and DRO use."""
+    """Compute the loss -(A·logp - β/2·log_ratio²), which Kimi k1.5 and DRO use.
+
+    A log ratio above LOG_RATIO_MAX counts as LOG_RATIO_MAX.
+    """
     return -advantage * logp + 0.5 * beta * log_ratio * log_ratio, beta * log_ratio - advantage
 
 
@@ -157,7 +161,7 @@ class Objective(NamedTuple):
     """Definition of one loss type.
 
     Attributes:
-        function: the loss function of one token.
+        function: the per-token loss function.
         params: names of the hyperparameters of the function. `LossConfig.params` returns their
             values.
         aggregation: the default aggregation.
@@ -166,7 +170,8 @@ class Objective(NamedTuple):
             mean log ratio of the completion, without gradient. "sum" (vespo): the log weight of the
             completion. "geometric" (gmpo): the log ratio of the token. Only for "geometric", the
             results of the function are averaged over the completion.
-        slope_of: the variable of the derivative that the function returns, "log_ratio" or "logp".
+        slope_of: "log_ratio" or "logp". The slope that the function returns is the derivative of
+            the loss with respect to this variable.
         levels: the values of importance_sampling_level that the loss supports.
         clips: the clip metrics to report: "ppo", "cispo", "vespo" or None.
         reference: True if beta is the weight of a KL to `ref_logps`.
@@ -225,14 +230,10 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def unchanged(function: TokenFunction) -> TokenFunction:
-    return function
-
-
 def bind(
     function: TokenFunction,
     tl: object,
-    wrap: Callable[[TokenFunction], TokenFunction] = unchanged,
+    wrap: Callable[[TokenFunction], TokenFunction] = lambda x: x,
     words: Mapping[str, object] | None = None,
 ) -> TokenFunction:
     """Return a copy of a loss function and of its helpers with a different module as `tl`.

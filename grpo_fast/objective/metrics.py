@@ -35,8 +35,8 @@ def token_metrics(
         config: the objective.
         num_rows: N, the number of all rows of the call.
     """
-    # 1. Compute the terms of the loss again from the logps. The loss call does not store these
-    # terms, so metrics that are never read cost nothing.
+    # 1. Recompute the terms of the loss from the logps. The loss call does not store these terms,
+    # so metrics that are never read cost nothing.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
@@ -73,7 +73,7 @@ def token_metrics(
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
         metrics |= sampling_metrics(old_logps, correction.weights, tokens)
-    if any(x.is_read(tokens) for x in config.corrections):
+    if any(x.is_active(tokens) for x in config.corrections):
         metrics |= correction_metrics(correction, logps)
     return metrics
 

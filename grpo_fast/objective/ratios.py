@@ -1,4 +1,4 @@
-"""Importance ratios and corrections of an objective, which are clamped before exp overflows."""
+"""Importance ratios and corrections of an objective. Log ratios are clamped, so exp is finite."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from grpo_fast.objective.tokens import Tokens
 
 LOG_TINY = math.log(1e-8)
 
-# For each level that has one ratio per completion, a function that pools the log ratios of the
-# tokens of a completion. Gradients with respect to the log ratios are pooled in the same way.
+# The levels that have one ratio per completion. Each has a function that pools (averages or sums)
+# the log ratios of the tokens of a completion. Gradients with respect to the log ratios are pooled
+# in the same way.
 POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "sequence": Tokens.completion_mean,
     "sequence_sum": Tokens.completion_sum,
@@ -47,9 +48,9 @@ def importance_ratio(
     Args:
         logps: (T,), current policy.
         old_logps: (T,), old policy.
-        sampling: (T,), weights of the corrections, or None. Only "vespo" reads them: it multiplies
-            its ratio by these weights.
-        tokens: the other inputs of the tokens.
+        sampling: (T,), importance weights from the corrections, or None. Only "vespo" reads them,
+            and multiplies its ratio by them.
+        tokens: the other per-token inputs.
         config: the objective.
     """
     raw = logps - old_logps
@@ -64,10 +65,13 @@ def importance_ratio(
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if kind == "detached_mean":
-        # The mean is a constant, so slopes are not pooled. The gradient flows through the logp of
-        # the token instead.
+        # The mean is detached, so `pool` is None. The gradient flows through the logp of the token
+        # instead.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
+    if kind == "geometric":
+        # `token_loss` clamps the mean of the log ratios. Clamping each of them would change it.
+        return Ratio(raw, raw)
     pool = POOLS.get(config.importance_sampling_level)
     if pool is not None:
         return Ratio(raw, tokens.to_tokens(pool(tokens, raw).clamp(max=LOG_RATIO_MAX)), pool)
@@ -92,7 +96,7 @@ def corrected(logps: Tensor, old_logps: Tensor, tokens: Tokens, config: LossConf
     """Compute the weights and masks of all corrections of the config, without gradient."""
     result = Corrected()
     for correction in config.corrections:
-        if not correction.is_read(tokens):
+        if not correction.is_active(tokens):
             continue
         log_ratio = correction.log_ratio(logps, old_logps, tokens)
         inside = correction.inside(log_ratio, tokens)

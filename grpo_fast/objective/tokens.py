@@ -24,13 +24,9 @@ class Tokens(NamedTuple):
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)
-    # A power of two, 0-d, by which the loss and its derivatives are multiplied so that fp16
+    # 0-d. A power of two by which the loss and its derivatives are multiplied, so that fp16
     # gradients do not underflow. None: 1.
     unit: Tensor | None = None
-
-    def scaled(self, unit: Tensor) -> Tokens:
-        """Return the tokens with token weights multiplied by `unit`, and with this `unit`."""
-        return self._replace(token_weights=self.token_weights * unit, unit=unit)
 
     def completion_sum(self, x: Tensor) -> Tensor:
         """Return the sum of x (T,) over each completion, (B,) fp64.

@@ -56,7 +56,8 @@ def value_losses(
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:  # (R,) each → 0-d
     """Return the explained variance 1 − Var(returns − values)/Var(returns), 0-d fp64.
 
-    The result is 1 for a perfect critic and 0 for a constant. It is NaN if the returns do not vary.
+    The result is 1 for a perfect critic, and 0 for a critic that returns a constant. It is NaN if
+    all returns are equal.
     """
     if returns.numel() == 0:  # torch warns about the variance of an empty tensor
         return returns.new_full((), torch.nan, dtype=torch.float64)

@@ -87,7 +87,7 @@ def keywords_of(function: str) -> list[str]:
 
 
 class Call:
-    """A public function with its base arguments and one additional keyword."""
+    """A public function with its base arguments and, if `name` is not empty, one more keyword."""
 
     def __init__(self, function: str, name: str = "", group=None) -> None:
         self.function, self.name = function, name
@@ -125,7 +125,7 @@ class Call:
 
 
 def answer(call, run=None, *, backward=True):
-    """Run a call. Return its outputs, and with `backward` also the gradients of its tensors."""
+    """Run a call. Return its outputs and, if `backward`, the gradients of its input tensors."""
     leaves = [TENSORS[x].clone().requires_grad_() for x in call.leaves]
     outputs = (run or call)(*leaves)
     found = [x.detach() for x in outputs if x is not None]
@@ -187,14 +187,14 @@ MODES = {
     "reentrant": checkpointed(True),
     "no_grad": without_gradients,
 }
-# Compiling takes time, so without fullgraph test only the keywords that may break the graph. The
-# other keywords give the same graph with and without fullgraph.
+# The keywords that may break the graph. Compiling takes time, so the mode "broken graph" is tested
+# only with these keywords. With the others, its graph is the same as in the mode "graph".
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
     {"group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"},
 )
-# Maps a keyword to a different keyword that the error message must name. `entropy_over` is tested
+# Maps a keyword to the keyword that the error message names instead. `entropy_over` is tested
 # together with `support` (see WITH), and the error is about `support`.
 REFUSED = {"entropy_over": "support"}
 
@@ -207,8 +207,8 @@ def group(tmp_path_factory):
     distributed.destroy_process_group()
 
 
-# Compiling one call takes a second. If several functions have the same keyword, compile it only for
-# the linear functions. test_compile.py compiles the other functions.
+# Compiling one call takes a second. In the mode "graph", a keyword of several functions is
+# therefore tested only with the linear functions. test_compile.py compiles the other functions.
 FROM_HIDDEN = {name for x in LEAVES if x.startswith("linear") for name in keywords_of(x)}
 CELLS = [
     (function, name, mode)
@@ -251,7 +251,7 @@ def test_inductor_keeps_the_support(fullgraph):
 def test_each_value_tells(function, group):
     """Check that each value in VALUES changes the result of a call.
 
-    Otherwise, the other tests would not notice that a function ignores a keyword.
+    Otherwise, the other tests would not notice if a function ignored a keyword.
     """
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)

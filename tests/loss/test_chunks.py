@@ -27,7 +27,7 @@ def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **option
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mask, monkeypatch):
     """Check that dH, dW and db are correct if each of five chunks skips some of its rows.
 
-    Chunks without skipped rows are tested, too, because they use slices instead of index tensors.
+    Chunks without skipped rows are also tested, because they use slices instead of index tensors.
     """
     case = many_rows(mask, loss_type, level)
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)

@@ -32,9 +32,9 @@ DTYPES = (torch.float32, torch.bfloat16)
     level=["token", "sequence"], kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
 )  # fmt: skip
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
-    """Check that the ratio is exactly 1 if a logps function computed old_logps and ref_logps.
+    """Check that the ratio is exactly 1 if old_logps and ref_logps come from a logps function.
 
-    The logps function receives the same rows in reverse order.
+    `linear_logps` or `logits_logps` receives the same rows in reverse order.
     """
     options = options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator)
     case = make_case(85, H=33, V=517, dtype=dtype, **options)
@@ -91,8 +91,8 @@ def assert_rows(found, expected, index=slice(None)) -> None:
     assert all(torch.equal(x, y[index]) for x, y in zip(found[:2], expected[:2], strict=True))
 
 
-# Test pairs (H, V). The first pair is divisible by the vector width, and the second is not. The
-# third has the hidden size of a real model and an odd vocabulary size.
+# Pairs (H, V). In the first pair, both sizes are multiples of the vector width. In the second, none
+# is. The third has the hidden size of a real model and an odd vocabulary size.
 SIZES = [(64, 512), (33, 1001), (896, 1009)]
 N = 150
 EVERY = torch.arange(N)

@@ -12,12 +12,13 @@ from torch import Tensor
 from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, linear_divergence
 from grpo_fast.kernels import route
 from grpo_fast.objective.divergences import DIVERGENCES
-from tests.loss_cases import ENGINES, IS_INTERPRETER
+from tests.loss_cases import ENGINES, IS_INTERPRETER, relative_l2
+from tests.oracle_inputs import scaled_logits
 from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = [x.id for x in ENGINES if not x.marks]
-# Each entry has a dtype, a backend and a tolerance, which is larger for fp32 than for fp64.
+# Each entry has a dtype, a backend and a tolerance. The tolerance is larger for fp32 than for fp64.
 WAYS = {"fp64": (torch.float64, "torch", 1e-12),
         **{b: (torch.float32, b, 2e-6) for b in BACKENDS}}  # fmt: skip
 ROWS = 6 if IS_INTERPRETER else 37  # Triton's interpreter runs one program per row
@@ -28,13 +29,6 @@ RULES = {
                          dict(logit_scale=1.0, softcap=3.0, temperature=1.3)),
     "softcap": (dict(logit_scale=1.5, softcap=2.0, temperature=0.9), PLAIN),
 }  # fmt: skip
-
-
-def final(raw: Tensor, rule: dict) -> Tensor:
-    z = rule["logit_scale"] * raw
-    if rule["softcap"] is not None:
-        z = rule["softcap"] * torch.tanh(z / rule["softcap"])
-    return z / rule["temperature"]
 
 
 def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
@@ -91,16 +85,12 @@ def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
 def truth(sides, kind, beta, rules, weights, distributions=lambda z, y: (z, y)):
     wide = [x.detach().double() for x in sides]
     leaves = [x.requires_grad_() for x in wide[:3]]
-    z = final(leaves[0] @ leaves[1].T + leaves[2], rules[0])
-    y = final(wide[3] @ wide[4].T + wide[5], rules[1])
+    z = scaled_logits(leaves[0] @ leaves[1].T + leaves[2], **rules[0])
+    y = scaled_logits(wide[3] @ wide[4].T + wide[5], **rules[1])
     lp, lq = (x.log_softmax(-1) for x in distributions(z, y))
     values = textbook(lp, lq, kind, beta)
     (values * weights.double()).sum().backward()
     return values.detach(), [x.grad for x in leaves]
-
-
-def off(found: Tensor, true: Tensor) -> float:
-    return ((found.double() - true).norm() / true.norm().clamp(min=1e-300)).item()
 
 
 def weights_of(count=37, dtype=torch.float64):
@@ -117,16 +107,16 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
     dtype, backend, bar = WAYS[way]
     found = ours(sides_of(dtype=dtype), kind, beta, RULES[name], weights=weights.to(dtype),
                  backend=backend)  # fmt: skip
-    assert found[1].dtype == dtype and off(found[1], true) < bar
-    assert off(found[0], (true * weights).sum()) < 10 * bar
+    assert found[1].dtype == dtype and relative_l2(found[1], true) < bar
+    assert relative_l2(found[0], (true * weights).sum()) < 10 * bar
     for grad, wanted in zip(found[2], expected, strict=True):
-        assert grad.dtype == dtype and off(grad, wanted) < bar
+        assert grad.dtype == dtype and relative_l2(grad, wanted) < bar
     assert (found[2][0][::5] == 0).all()
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
-    """Check that a teacher with top-k ids gives the divergence of the textbook formula.
+    """Check that the divergence from a top-k teacher agrees with the textbook formula.
 
     With a tail, one additional category has the remaining probability. Without a tail, the K
     probabilities sum to 1. In two rows, some of the K entries are unused and have id 0.
@@ -165,9 +155,9 @@ def test_a_teachers_top_k(kind, beta, backend, K):
             cast = [x.to(dtype) for x in sides]
             found = ours(cast, kind, beta, teacher=teacher, weights=weights.to(dtype),
                          backend=backend)  # fmt: skip
-            assert off(found[1] + 1e-3, true + 1e-3) < bar
+            assert relative_l2(found[1] + 1e-3, true + 1e-3) < bar
             for grad, wanted in zip(found[2], expected, strict=True):
-                assert off(grad, wanted) < bar or wanted.norm() < 1e-12 > grad.norm()
+                assert relative_l2(grad, wanted) < bar or wanted.norm() < 1e-12 > grad.norm()
 
 
 @pytest.mark.parametrize("has_tail", [True, False])
@@ -180,10 +170,10 @@ def test_a_nan_outside_of_the_k_is_seen(has_tail):
 
 
 def test_leaves_of_near_logits_keep_their_digits():
-    """Check that divergence functions of one token are accurate in fp32 for nearly equal logits.
+    """Check that the functions in DIVERGENCES are accurate in fp32 for nearly equal logits.
 
-    At a logit difference of d = 1e-5 the divergence is p·d²/2. If the code computed it as a
-    difference of fp32 products, no correct digit would remain.
+    At a logit difference of d = 1e-5, the divergence is p·d²/2. A difference of fp32 products would
+    have no correct digit.
     """
     p, d = torch.tensor([0.3, 0.9]), torch.tensor([1e-5, -2e-5])
     q = p.double() * (-d.double()).exp()
@@ -191,9 +181,9 @@ def test_leaves_of_near_logits_keep_their_digits():
         leaf, wide = DIVERGENCES[kind], (p.double(), q, d.double(), torch.expm1(-d.double().abs()))
         value, slope = leaf(p, q.float(), d, torch.expm1(-d.abs()), beta)
         true, slope_true = leaf(*wide, beta)
-        assert off(value, true) < 1e-5 and off(slope, slope_true) < 1e-5
+        assert relative_l2(value, true) < 1e-5 and relative_l2(slope, slope_true) < 1e-5
         half = (beta * (1 - beta) if kind == "jsd" else 1.0) * p.double() * d.double().square() / 2
-        assert off(true, half) < 1e-4
+        assert relative_l2(true, half) < 1e-4
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the C++ kernels")
@@ -215,15 +205,15 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
             )
             out.loss.backward()
             gradients.append(x.grad)
-        assert off(gradients[1], gradients[0].double()) < 1e-5
+        assert relative_l2(gradients[1], gradients[0].double()) < 1e-5
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
-    """Check that values and gradients are accurate if one token has the probability 1 − `gap`.
+    """Check that values and gradients are accurate if the student is nearly certain of one token.
 
-    In fp32, the terms p·log(p/q) and 1 − p must not cancel. `doubt` is the number of nats by which
-    the teacher's logit of this token is lower than the student's.
+    The student gives this token the probability 1 − `gap`. The teacher's logit of the token is
+    lower by `doubt` nats. In fp32, the terms p·log(p/q) and 1 − p must not cancel.
     """
     g = torch.Generator().manual_seed(0)
     V, N = 2049, 4 if IS_INTERPRETER else 16  # V needs several blocks of columns
@@ -237,7 +227,10 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
     true, expected = truth(sides, kind, beta, (PLAIN, PLAIN), torch.ones(N))
     _, values, grads = ours(sides, kind, beta, weights=torch.ones(N), backend=backend)
     assert (values >= 0).all() and ((values - true).abs() <= 1e-4 * true).all()
-    assert off(grads[1][3], expected[1][3]) < 1e-4 and off(grads[1], expected[1]) < 1e-4
+    assert (
+        relative_l2(grads[1][3], expected[1][3]) < 1e-4
+        and relative_l2(grads[1], expected[1]) < 1e-4
+    )
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
@@ -288,7 +281,7 @@ def test_columns_that_one_side_excludes(kind, beta, backend):
             continue
         lp, lq = (h.double() @ w.double().T + b for h, w, b in (sides[:3], sides[3:]))
         true = textbook(lp.log_softmax(-1), lq.log_softmax(-1), kind, beta)
-        assert off(values, true) < 2e-6 and all(grad.isfinite().all() for grad in grads)
+        assert relative_l2(values, true) < 2e-6 and all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -307,25 +300,25 @@ def test_nan_is_seen(backend, side):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(dtype):
-    """Check that values of 16-bit inputs are as accurate as in fp32.
+    """Check that values computed from 16-bit inputs are as accurate as values from fp32 inputs.
 
     test_gradient_range.py checks the gradients.
     """
     sides = sides_of(dtype=dtype)
     _, values, _ = ours(sides, "jsd")
     true, _ = truth(sides, "jsd", 0.5, (PLAIN, PLAIN), torch.ones(37))
-    assert values.dtype == torch.float32 and off(values, true) < 2e-6
+    assert values.dtype == torch.float32 and relative_l2(values, true) < 2e-6
 
 
 def test_a_teacher_of_another_dtype():
     sides = sides_of()
     narrow = [x.float() for x in sides]
     mixed = ours([*narrow[:3], *sides[3:]], "reverse_kl")[1]
-    assert off(mixed, ours(sides, "reverse_kl")[1]) < 1e-6
+    assert relative_l2(mixed, ours(sides, "reverse_kl")[1]) < 1e-6
 
 
 def test_hidden_rows_padded_rows_and_no_rows():
-    """Check that hidden_rows works with the padded layout, and that a call without rows gives 0."""
+    """Check `hidden_rows` with the padded layout, and that loss and dW are 0 without rows."""
     sides = sides_of(N=6)
     rows = torch.tensor([[0, 0, 3], [1, 0, 5]])
     teacher = TeacherHead(sides[3].reshape(2, 3, 9), sides[4], sides[5])
@@ -337,8 +330,8 @@ def test_hidden_rows_padded_rows_and_no_rows():
     flat = [sides[0][rows.flatten()], *sides[1:]]
     true, expected = truth(flat, "forward_kl", 0.5, (PLAIN, PLAIN), weights.flatten())
     total = torch.zeros(6, 6, dtype=torch.float64).index_add_(0, rows.flatten(), expected[0])
-    assert out.values.shape == (2, 3) and off(out.values.flatten(), true) < 1e-12
-    assert off(leaf.grad, total) < 1e-12
+    assert out.values.shape == (2, 3) and relative_l2(out.values.flatten(), true) < 1e-12
+    assert relative_l2(leaf.grad, total) < 1e-12
     empty = [x[:0] if i in (0, 3) else x for i, x in enumerate(sides)]
     loss, values, grads = ours(empty, "jsd")
     assert loss == 0 and values.shape == (0,) and (grads[1] == 0).all()
@@ -376,9 +369,10 @@ def test_a_graph_of_torch_compile_refuses_it():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
-    """Check that a call with 32 chunks needs at most 9 bytes per logit of one chunk.
+    """Check the peak memory of a call with 32 chunks of (32, 32768) logits.
 
-    Each chunk has (32, 32768) logits. The bound excludes the memory of the LM head and of dW.
+    The call may use 9 bytes for each logit of a single chunk, in addition to the memory of the LM
+    head and of dW.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -486,7 +480,7 @@ def test_over_a_samplers_sets(way):
         dtype, backend, bar = WAYS[way]
         found = ours(sides_of(dtype=dtype), kind, beta, rules, weights=weights.to(dtype),
                      support=support, backend=backend)  # fmt: skip
-        assert found[1][1] == 0 and off(found[1], true) < bar
-        assert all(off(x, y) < bar for x, y in zip(found[2], expected, strict=True))
+        assert found[1][1] == 0 and relative_l2(found[1], true) < bar
+        assert all(relative_l2(x, y) < bar for x, y in zip(found[2], expected, strict=True))
     with pytest.raises(ValueError, match=r"support.offsets: expected shape .* = \(38,\), got"):
         ours(sides_of(), "jsd", support=Support(sets[1], torch.arange(3)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import grpo_fast
-from tests.loss_cases import BACKENDS
+from tests.loss_cases import BACKENDS, relative_l2, worst_row
 from tests.pairs import pairs
 
 SCALE, ITEMS = 2.0**16, 131072
@@ -48,19 +48,20 @@ def plain(
 ) -> tuple[Tensor, ...]:
     """Return the gradients that plain torch computes for inputs of the given dtype.
 
-    Only the loss is computed by `grpo_loss`, from the logps of torch. torch computes log_softmax in
-    at least fp32.
+    torch computes the logps, with log_softmax in at least fp32. `grpo_loss` computes the loss from
+    these logps.
     """
     leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
-    logits = torch.nn.functional.linear(*leaves)
-    logp_all = logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
+    (loss_of_logits(torch.nn.functional.linear(*leaves), x, config) * SCALE).backward()
+    return tuple(leaf.grad for leaf in leaves)
+
+
+def loss_of_logits(logits: Tensor, x: dict[str, Tensor], config: grpo_fast.LossConfig) -> Tensor:
+    logp_all = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     logps = logp_all.gather(-1, x["ids"][:, None])[:, 0]
     entropy = -(logp_all.exp() * logp_all).sum(-1)
-    loss = grpo_fast.grpo_loss(
-        logps, x["advantages"], config, entropy=entropy, **tokens(x, config)
-    ).loss
-    (loss * SCALE).backward()
-    return tuple(leaf.grad for leaf in leaves)
+    given = tokens(x, config)
+    return grpo_fast.grpo_loss(logps, x["advantages"], config, entropy=entropy, **given).loss
 
 
 def tokens(x: dict[str, Tensor], config: grpo_fast.LossConfig) -> dict:
@@ -69,12 +70,11 @@ def tokens(x: dict[str, Tensor], config: grpo_fast.LossConfig) -> dict:
     return {"cu_seqlens": cu, "old_logps": x["old"], "ref_logps": ref, "num_items_in_batch": ITEMS}
 
 
-def errors(found: Tensor, true: Tensor) -> tuple[float, float]:
-    """Return the relative L2 errors of the complete tensor and of its worst row."""
-    off = (found.double() - true).reshape(len(true), -1).norm(dim=1)
-    size = true.reshape(len(true), -1).norm(dim=1)
-    worst = (off / size.clamp(min=1e-300))[size > 0].max()
-    return float(off.norm() / size.norm()), float(worst)
+def assert_as_accurate(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    """Check that our error is at most 1.05 times torch's error, overall and in the worst row."""
+    assert ours.dtype == theirs.dtype
+    for error in (relative_l2, worst_row):
+        assert error(ours, exact) <= 1.05 * error(theirs, exact), error.__name__
 
 
 @pairs(name=CONFIGS, backend=BACKENDS, dtype=DTYPES)
@@ -85,10 +85,8 @@ def test_gradients_from_hidden(dtype, backend, name):
     given = {"bias": leaves[2], "backend": backend, **tokens(x, config)}
     out = grpo_fast.linear_grpo_loss(*leaves[:2], x["ids"], x["advantages"], config, **given)
     (out.loss * SCALE).backward()
-    for ours, other, exact in zip((leaf.grad for leaf in leaves), theirs, true, strict=True):
-        assert ours.dtype == dtype
-        for mine, bar in zip(errors(ours, exact), errors(other, exact), strict=True):
-            assert mine <= 1.05 * bar, (mine, bar)
+    for leaf, other, exact in zip(leaves, theirs, true, strict=True):
+        assert_as_accurate(leaf.grad, other, exact)
 
 
 @pairs(inplace__dtype=[(False, torch.float16), (True, torch.bfloat16)], backend=BACKENDS)
@@ -102,23 +100,15 @@ def test_gradients_from_logits(dtype, backend, inplace):
         return leaf.grad
 
     def reference(z: Tensor) -> Tensor:
-        logps = (
-            z.to(torch.promote_types(z.dtype, torch.float32))
-            .log_softmax(-1)
-            .gather(-1, x["ids"][:, None])[:, 0]
-        )
-        return grpo_fast.grpo_loss(logps, x["advantages"], config, **tokens(x, config)).loss
+        return loss_of_logits(z, x, config)
 
     def ours(z: Tensor) -> Tensor:
         z = z * 1 if inplace else z
         given = {"backend": backend, "inplace": inplace, **tokens(x, config)}
         return grpo_fast.logits_grpo_loss(z, x["ids"], x["advantages"], config, **given).loss
 
-    true = gradient(torch.float64, reference)
-    pairs = zip(
-        errors(gradient(dtype, ours), true), errors(gradient(dtype, reference), true), strict=True
-    )
-    assert all(mine <= 1.05 * bar for mine, bar in pairs)
+    exact = gradient(torch.float64, reference)
+    assert_as_accurate(gradient(dtype, ours), gradient(dtype, reference), exact)
 
 
 TERMS = ("policy", "head", "top-k", "support")
@@ -127,11 +117,16 @@ TERMS = ("policy", "head", "top-k", "support")
 def loss_of(
     term: str, x: dict[str, Tensor], weights: Tensor, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss of tokens with the given weights, and the tensors that require grad.
+    """Return the loss of one kind, and its tensors that require grad.
 
-    `term` is "policy" for the policy loss, which uses only the first weight. For a divergence, it
-    names the teacher: a full head ("head"), its most likely ids ("top-k"), or a full head with
-    supports ("support").
+    Args:
+        term: "policy" for the policy loss, or the teacher of a divergence. "head" is a teacher with
+            a full head, "top-k" a teacher with its most likely ids, and "support" a teacher with a
+            full head in a call with a support.
+        x: the result of `problem`.
+        weights: (N,), the weight of each token. The policy loss uses the first for all tokens.
+        dtype: dtype of hidden states, weight and bias.
+        backend: backend of the call.
     """
     leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
     if term == "policy":
@@ -184,7 +179,7 @@ def test_gradients_for_any_weight_of_a_token(term, dtype, factor, backend):
         once, again, torch.autograd.grad(exact * upstream, true), strict=True
     ):
         assert torch.equal(ours, second) and ours.dtype == dtype
-        assert errors(ours, expected)[0] <= (1e-3 if dtype == torch.float16 else 6e-3)
+        assert relative_l2(ours, expected) <= (1e-3 if dtype == torch.float16 else 6e-3)
 
 
 @pairs(term=TERMS, backend=BACKENDS)

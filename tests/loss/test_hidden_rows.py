@@ -10,6 +10,7 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
+from tests.kernels.formulas import torch_threads
 from tests.loss_cases import BACKENDS
 from tests.pairs import pairs
 
@@ -61,8 +62,8 @@ def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
     assert torch.equal(ours.loss, repeated.loss) and torch.equal(ours.logps, repeated.logps)
     assert torch.equal(dw, dw_repeated)
     (dh_repeated,) = torch.autograd.grad(hidden[ROWS], hidden, dh_of_rows)
-    # The gradient of a row that is used once must have the same bits. Row 1 is used three times. It
-    # needs a tolerance, because our code sums its three gradients in fp32 and autograd in bf16.
+    # The gradients of rows that are used once must be bitwise equal. Row 1 is used three times. Our
+    # code sums its three gradients in fp32, and autograd sums them in bf16, so allow a tolerance.
     once = [0, 2, 3, 4, 5, 6]
     assert torch.equal(dh[once], dh_repeated[once]) and not dh[0].any()
     rtol = 1e-6 if dtype == torch.float32 else 2e-2
@@ -99,7 +100,7 @@ def test_masked_targets_may_name_any_row():
 
 
 def test_padded_targets_and_chunks(monkeypatch):
-    """Check that hidden_rows accepts padded targets (B, L) together with `hidden` (R, H).
+    """Check that `hidden_rows` works if the targets are padded (B, L) and `hidden` is (R, H).
 
     The bits of the results must not change if several chunks use the same row of `hidden`.
     """
@@ -120,21 +121,18 @@ def test_padded_targets_and_chunks(monkeypatch):
 
 
 def test_two_threads_sum_in_one_order():
-    """Check that dH has the same bits with one and two threads if 4096 targets share 7 rows."""
+    """Check that dH has the same bits with 1 and 2 threads if 4096 targets share 7 hidden rows."""
     g = torch.Generator().manual_seed(2)
     hidden, weight = (
         torch.randn(7, 64, generator=g).requires_grad_(),
         torch.randn(50, 64, generator=g),
     )
     ids, rows = torch.randint(50, (4096,), generator=g), torch.randint(7, (4096,), generator=g)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 2, 2, 2, 2):
-            torch.set_num_threads(count)
+    found = []
+    for count in (1, 2, 2, 2, 2, 2):
+        with torch_threads(count):
             logps = grpo_fast.linear_logps(hidden, weight, ids, hidden_rows=rows)
             found += torch.autograd.grad(logps.sum(), hidden)
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(x, found[0]) for x in found)
 
 

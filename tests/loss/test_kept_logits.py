@@ -67,9 +67,9 @@ def run(backend):
 def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
     """Check that the first backward recomputes only the chunks that did not fit into the cache.
 
-    The first backward overwrites the cache, so the second backward recomputes all chunks. Both must
-    give the same bits of dH. The two dW may differ by rounding, because the second backward adds
-    the chunks in a different order.
+    The first backward overwrites the cache, so the second backward recomputes all chunks. dH must
+    be bitwise equal in both. dW may differ by rounding, because the second backward adds the chunks
+    in a different order.
     """
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     first, second = run(backend)

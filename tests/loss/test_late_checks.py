@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.loss import values
+from grpo_fast.loss import value_checks
 from grpo_fast.loss.arguments import BatchInputs, Options
 from grpo_fast.loss.batch import TokenBatch
+from grpo_fast.loss.value_checks import ValueChecks
+from grpo_fast.loss.values import checked_offsets
 from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
 from tests.pairs import pairs
 
@@ -33,7 +35,7 @@ BAD_OFFSETS = [
 
 
 class Event:
-    """Replacement for a CUDA event of a GPU that is still busy at first.
+    """Replacement for a CUDA event. It simulates a GPU that is busy at first.
 
     The first `after` calls of `query` return False, and all later calls return True.
     """
@@ -50,9 +52,9 @@ class Event:
 def late(monkeypatch):
     """Delay the checks of CPU tensors as on a GPU, and return the list of pending checks."""
     waiting: list = []
-    monkeypatch.setattr(values.ValueChecks, "are_late", lambda checks, x: checks.validate == "auto")
-    monkeypatch.setattr(values, "copy_to_host_async", lambda x: (x.clone(), Event()))
-    monkeypatch.setattr(values, "_pending", waiting)
+    monkeypatch.setattr(ValueChecks, "are_late", lambda checks, x: checks.validate == "auto")
+    monkeypatch.setattr(value_checks, "copy_to_host_async", lambda x: (x.clone(), Event()))
+    monkeypatch.setattr(value_checks, "_pending", waiting)
     return waiting
 
 
@@ -75,7 +77,7 @@ def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype, 
     assert tokens.completion_sum(torch.ones(active)).sum() == tokens.lengths.sum()
     assert tokens.to_tokens(torch.ones(B)).shape == (active,)
     with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets from 0 to T"):
-        values.raise_pending()
+        value_checks.raise_pending()
     with pytest.raises(ValueError, match="cu_seqlens: expected .*, got "):
         tokens_of(cu, mask, "full")
 
@@ -85,7 +87,7 @@ def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
     tokens = tokens_of(torch.tensor([0, *lengths]).cumsum(0))
     assert tokens.lengths.tolist() == lengths
     assert tokens.segments.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
-    values.raise_pending()
+    value_checks.raise_pending()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -116,14 +118,13 @@ BAD_NUMBERS = {
 def late_call(**changes):
     """Call `linear_grpo_loss` with valid arguments, or with one bad number in some of them.
 
-    Two numbers that are allowed but unusual are always present: a logp of -inf in old_logps and a
-    NaN in sampling_logps.
+    old_logps always contains -inf, and sampling_logps NaN, to check that these values are allowed.
     """
     given = {name: torch.full((T,), -0.5) for name in ("old_logps", "ref_logps", "sampling_logps")}
     given |= {name: torch.ones(T) for name in ("advantages", "temperature", "completion_mask")}
     given |= {name: torch.tensor(3.0) for name in BAD_NUMBERS if name.startswith("num_")}
     given["target_ids"] = torch.arange(T) % 5
-    # Strided offsets, because the bytes of a tensor with gaps must be collected first.
+    # Use strided offsets. A strided tensor must be made contiguous before its bytes are copied.
     given["cu_seqlens"] = torch.tensor([0, 7, 4, 7, 6, 7, 9])[::2]
     given["old_logps"][0], given["sampling_logps"][1] = -INF, NAN
     for name, number in changes.items():
@@ -138,73 +139,51 @@ def late_call(**changes):
 def test_every_check_arrives(late, name, number):
     late_call(**{name: number})
     with pytest.raises(ValueError, match=rf"^{name}: expected [^;]* \(in an earlier call"):
-        values.raise_pending()
+        value_checks.raise_pending()
 
 
 def test_a_call_sends_its_checks_before_and_after_the_forward_pass(late):
     late_call()
     assert len(late) == 2
-    values.raise_pending()
+    value_checks.raise_pending()
     late_call(advantages=NAN, target_ids=7, num_items_in_batch=-1.0)
     assert len(late) == 2
     with pytest.raises(ValueError, match="^num_items_in_batch: .*; advantages: .*; target_ids: "):
-        values.raise_pending()
+        value_checks.raise_pending()
 
 
 @pytest.mark.parametrize(("position", "offset"), [(0, 1), (700, 3), (19999, 20001), (-1, 19999)])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_many_offsets(late, is_late, position, offset):
-    """Check that wrong offsets are found among many, but that few numbers are copied to the host.
-
-    A support has one offset for each token.
-    """
+def test_the_message_about_many_offsets_is_short(position, offset):
     cu = torch.arange(20001)
     cu[position] = offset
-    checks = values.ValueChecks("auto" if is_late else "full")
-    message = r"^cu_seqlens: .* to T = 20000, got \[\d, '...', \d{5}\]"
+    message = r"^cu_seqlens: .* to T = 20000, got \[\d, '...', \d{5}\]$"
     with pytest.raises(ValueError, match=message):
-        values.checked_offsets(cu, 20000, checks)
-        checks.send()
-        assert checks.numbers.nbytes < 100
-        values.raise_pending()
-    values.checked_offsets(torch.arange(20001), 20000, checks)
-    checks.send()
-    assert late == ([checks] if is_late else [])
+        checked_offsets(cu, 20000, ValueChecks("auto"))
 
 
 def test_one_offset_with_a_stride(late):
-    """Check a batch without completions, whose only offset is an element of a larger tensor."""
+    """Check a batch without completions, whose single offset is a view with stride 2."""
     nothing, config = torch.empty(0), grpo_fast.LossConfig()
     grpo_fast.grpo_loss(nothing, nothing, config, cu_seqlens=torch.tensor([0, 5])[::2])
-    values.raise_pending()
+    value_checks.raise_pending()
     grpo_fast.grpo_loss(nothing, nothing, config, cu_seqlens=torch.tensor([5, 0])[::2])
     with pytest.raises(ValueError, match=r"^cu_seqlens: .* got \[5\]"):
-        values.raise_pending()
-
-
-def test_offsets_of_no_completion_are_refused_at_once():
-    hidden, weight = torch.zeros(4, 2), torch.zeros(3, 2)
-    ids = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="cu_seqlens: expected offsets from 0 to T = 4, got only"):
-        grpo_fast.linear_grpo_loss(
-            hidden, weight, ids, torch.zeros(0), grpo_fast.LossConfig(),
-            cu_seqlens=torch.zeros(1, dtype=torch.int32),
-        )  # fmt: skip
+        value_checks.raise_pending()
 
 
 def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
     def check(flag, message, after=0):
-        checks = values.ValueChecks("auto")
-        checks.kept = [(values.flag_check(message), (torch.tensor(flag),))]
+        checks = ValueChecks("auto")
+        checks.kept = [(lambda is_wrong: message if is_wrong else "", (torch.tensor(flag),))]
         checks.numbers, checks.ready = torch.tensor([flag]).view(torch.uint8), Event(after)
         return checks
 
     late = check(True, "c: expected 3", after=1)
     checks = [check(True, "a: expected 1"), check(False, "no"), late, check(True, "b: expected 2")]
-    monkeypatch.setattr(values, "_pending", checks)
+    monkeypatch.setattr(value_checks, "_pending", checks)
     with pytest.raises(ValueError, match="a: expected 1; b: expected 2 .in an earlier call"):
-        values.raise_pending()
-    assert values._pending == [late]
+        value_checks.raise_pending()
+    assert value_checks._pending == [late]
     with pytest.raises(ValueError, match="c: expected 3"):
-        values.raise_pending()
-    assert not values._pending
+        value_checks.raise_pending()
+    assert not value_checks._pending

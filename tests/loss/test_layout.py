@@ -26,7 +26,7 @@ sizes = st.lists(
 def numbered(groups):
     """Return groups with the given prompt and completion lengths, and a unique id for each token.
 
-    A misplaced token then changes the result.
+    Because the ids are unique, a misplaced token changes the result.
     """
     numbers = iter(range(10_000))
     return [
@@ -103,7 +103,7 @@ def test_packs_hold_everything_once_within_the_budget(groups, budget, shared):
 
 def test_best_fit_by_hand():
     # The groups cost 10, 9, 5, 4 and 2 tokens, and the budget of a row is 14. Best fit places the
-    # largest group first, and each following group into the fullest row that has room.
+    # largest group first. It then places each other group into the fullest row that has room.
     groups = [(1, [10]), (1, [5]), (1, [9]), (1, [4]), (1, [2])]
     plan = plan_packs(groups, 14)
     assert [[share.group for share in shares] for shares in plan] == [[0, 3], [1, 2], [4]]

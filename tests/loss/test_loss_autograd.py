@@ -170,7 +170,7 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
 
 
 def strided_last(x):
-    """Return a strided copy of x whose elements are every second element of a larger buffer."""
+    """Return a copy of x with stride 2: a view of every second element of a larger buffer."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]

@@ -109,7 +109,7 @@ def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
 
 @pairs(layout=LAYOUTS, loss_type__level=LOSS_LEVELS)
 def test_from_logps(loss_type, level, layout):
-    """Check that a NaN logp in `grpo_loss` reaches the loss and the gradient of this logp."""
+    """Check that a NaN logp passed to `grpo_loss` reaches the loss and its own gradient."""
     case = make_case(35, **options_for(loss_type, level))
     logps = leaves_of("logps", case, layout)["logps"]
     at = (1, 1) if layout == "padded" else (8,)

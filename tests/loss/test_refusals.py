@@ -169,7 +169,8 @@ def refusals():
     c, every, heads, linear = CASE, FUNCTIONS, ("logits", "linear"), ("linear",)
     B, L = c.mask.shape
     active = tuple(c.mask.nonzero()[2].tolist())
-    totals = [0, -1, NAN, INF, torch.tensor(0.0), torch.tensor([1.0, 2.0])]
+    tiny = torch.tensor(1e-40, dtype=torch.float64)
+    totals = [0, -1, NAN, INF, 1e-40, tiny, torch.tensor(0.0), torch.tensor([1.0, 2.0])]
     given = {"old_logps": c.old, "ref_logps": c.ref, "sampling_logps": c.old}
     table = [
         (every, "advantages", [

@@ -22,8 +22,8 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# Lengths of the twelve completions, one of which is empty. All lengths differ so much that the
-# micro-batches have different numbers of tokens.
+# Lengths of the twelve completions, one of which is empty. They vary enough that the micro-batches
+# have different numbers of tokens.
 LENGTHS = [9, 1, 4, 0, 7, 2, 9, 3, 3, 8, 1, 5]
 CUTS = {1: [0, 12], 2: [0, 3, 12], 4: [0, 1, 2, 9, 12], 8: [0, 1, 2, 3, 4, 6, 7, 11, 12]}
 GLOBAL = tuple(a for a in AGGREGATIONS if a != "token_mean_local")

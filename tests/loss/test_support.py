@@ -13,6 +13,7 @@ from grpo_fast import Support, linear_logps, logits_logps
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
 from tests import loss_cases, oracle_inputs, oracles
+from tests.kernels.formulas import torch_threads
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
@@ -35,7 +36,11 @@ FORMS = (*COST, "logits")
 
 
 def take(form: str, monkeypatch) -> str:
-    """Force the implementation `form` for all sizes, and return "logits" or "linear" for `run`."""
+    """Force the implementation `form` for all sizes.
+
+    Returns:
+        The function that `run` must call for this implementation, "logits" or "linear".
+    """
     for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
         monkeypatch.setattr(head_support, name, COST.get(form, 0))
     return "logits" if form == "logits" else "linear"
@@ -133,7 +138,7 @@ def test_sixteen_bits(form, dtype, backend, monkeypatch):
     loss_cases.check(function, case, backend=backend, loss_tol=2e-6, grad_tol=tol)
 
 
-# Use smaller sizes in Triton's interpreter, because it runs one program for each id of dW.
+# Use smaller sizes in Triton's interpreter, because it runs one program for each row of dW.
 V, H, T = (130, 41, 24) if IS_INTERPRETER else (300, 41, 70)
 
 
@@ -160,7 +165,7 @@ def masked_truth(hidden, weight, bias, ids, kept, **rule):
     """Compute logps and entropies from masked logits in fp64.
 
     Returns:
-        The fp64 leaves (hidden, weight, bias), the logps and the entropies.
+        The leaf tensors (hidden, weight, bias) in fp64, the logps and the entropies.
     """
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     raw = leaves[0] @ leaves[1].T + leaves[2]
@@ -179,8 +184,8 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
     true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
     up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    # The first backward uses the cache of the forward pass, with and without a gradient of the
-    # entropies.
+    # The first backward pass uses the cache of the forward pass, and the second does not. Test both
+    # with and without a gradient of the entropies.
     for weight_of_entropy in (up_entropy, None):
         lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
         torch.testing.assert_close(lp.double(), true_lp, rtol=2e-6, atol=2e-6)
@@ -241,9 +246,9 @@ def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, 
 @pytest.mark.parametrize("form", COST)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):
-    """Check that a support with all ids, and an empty support, give the result without a support.
+    """Check that a support with all ids and a support with empty sets change nothing.
 
-    An empty support means that the sampler did not restrict the row.
+    An empty set means that the sampler did not restrict the row.
     """
     take(form, monkeypatch)
     hidden, weight, bias, ids, _ = rows(3)
@@ -315,15 +320,11 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
 def test_the_same_bits_for_any_number_of_threads(form, monkeypatch):
     take(form, monkeypatch)
     *leaves, ids, kept = rows(7)
-    support, threads = support_of(kept, EVERYTHING), torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    support, found = support_of(kept, EVERYTHING), []
+    for count in (1, 2, 3):
+        with torch_threads(count):
             lp = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], support=support)
             found.append([lp.detach(), *torch.autograd.grad(lp.sum(), leaves)])
-    finally:
-        torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
 

@@ -29,8 +29,8 @@ SIZES = (2, 4)
 # LOGPS is the absolute error of a logp.
 BARS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 3e-3, "fp16": 1e-3}
 BARS["confident"], LOGPS = 1e-5, 1e-5
-# If one process with the full head already exceeds a tolerance in BARS, the error on the ranks may
-# be this multiple of the error of that process.
+# The error of one process with the full head may exceed a tolerance in BARS. The allowed error on
+# the ranks is then the error of that process, multiplied by this factor.
 TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}
 CASES = [(size, name) for size in SIZES for name in vocabulary_ranks.CASES]
 Ranks = list[dict[str, dict[str, Any]]]
@@ -51,9 +51,9 @@ def run_world(folder: Path, size: int, **environment: str) -> Ranks:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> Callable[[int], Ranks]:
-    """Return a function from a number of ranks to the results of these ranks.
+    """Return a function that takes a number of ranks and returns the results of these ranks.
 
-    The ranks run when a test first needs their results.
+    The function runs the ranks when it is first called with this number.
     """
     folder = tmp_path_factory.mktemp("ranks")
     return functools.cache(lambda size: run_world(folder, size))
@@ -65,7 +65,8 @@ def check(ranks: Ranks, name: str) -> None:
         assert name in results, list(results.values())[-1].get("error")
         found = results[name]
         assert "error" not in found, found["error"]
-        # `own` has the errors of one process with the full head, which may exceed the contract.
+        # `own` holds the errors of one process with the full head, multiplied by TIMES. They may
+        # exceed the tolerances in BARS.
         own = {what: TIMES.get(kind, 1) * x for what, x in found.get("own", {}).items()}
         off = found.get("off", {})
         wrong = {n: x for n, x in off.items() if not x <= max(BARS[kind], own.get(n, 0.0))}

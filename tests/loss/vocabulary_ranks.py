@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import gc
 import json
-import multiprocessing
 import os
 import sys
 import traceback
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch import distributed, multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_fast.kernels.route import unavailable
@@ -80,7 +79,6 @@ for _backend in BACKENDS:
         "fp32-logps": partial(values.logps, wants="hwb", dtype=SINGLE),
         "fp32-divergence": partial(values.divergence, kind="jsd", dtype=SINGLE),
         "confident": values.confident,
-        "inert": values.masked_slots_are_inert,
         "bits": values.bits,
         "nan-hidden": partial(values.nan_is_seen, where="hidden"),
         "nan-weight": partial(values.nan_is_seen, where="weight"),
@@ -94,14 +92,11 @@ if "triton" not in BACKENDS:
     CASES["wrong-groups"] = refusals.wrong_groups
 
 
-def rank_of(size: int, rank: int, folder: Path) -> None:
+def rank_of(rank: int, size: int, folder: Path) -> None:
     distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store{size}",
-        rank=rank,
-        world_size=size,
+        "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=60),
-    )
+    )  # fmt: skip
     world = World(rank, size, init_device_mesh("cpu", (size,)))
     results: Found = {}
     for name, case in CASES.items():
@@ -118,13 +113,7 @@ def rank_of(size: int, rank: int, folder: Path) -> None:
 def main(folder: Path, size: int) -> None:
     torch.set_num_threads(1)
     os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # gives the smallest chunks, of 32 rows
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=rank_of, args=(size, rank, folder)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    print("exit codes", [process.exitcode for process in ranks], flush=True)
+    multiprocessing.start_processes(rank_of, (size, folder), size, start_method="fork")
 
 
 if __name__ == "__main__":

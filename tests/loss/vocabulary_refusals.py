@@ -1,12 +1,12 @@
-"""Calls with invalid arguments on ranks that share a head, which must raise the same error."""
+"""Calls with invalid arguments on ranks that share a head. All ranks must raise the same error."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, distributed
@@ -53,13 +53,6 @@ def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
     }
 
 
-@contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    before, os.environ[name] = os.environ.get(name, ""), value
-    yield
-    os.environ[name] = before
-
-
 def said(work: Callable[[], Any]) -> str:
     try:
         work()
@@ -69,7 +62,10 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals(world: World, who: str) -> Found:
-    """Return this rank's errors if the first, the last or every rank has a bad argument."""
+    """Return this rank's errors for calls in which some ranks pass a bad argument.
+
+    `who` selects these ranks: "first", "last" or "all".
+    """
     one = {"first": 0, "last": world.size - 1}.get(who)
     told = {}
     for name, changes in wrong_arguments(world).items():
@@ -79,7 +75,7 @@ def refusals(world: World, who: str) -> Found:
         told[name] = said(lambda c=changes if is_here else {}: plain_call(world, **c))
         assert torch.isfinite(plain_call(world).loss)  # a valid call must still work
     is_here = world.rank == (one or 0)
-    with environment("GRPO_FAST_WORKSPACE_MIB", "7" if is_here else "8"):
+    with mock.patch.dict(os.environ, {"GRPO_FAST_WORKSPACE_MIB": "7" if is_here else "8"}):
         told["GRPO_FAST_WORKSPACE_MIB: expected the same"] = said(lambda: plain_call(world))
     told["lm_head_weight: expected at least one vocabulary row on"] = said(
         lambda: plain_call(world, lm_head_weight=torch.zeros(0, 8), bias=None)
@@ -90,7 +86,8 @@ def refusals(world: World, who: str) -> Found:
 def compiled_in_one_graph(world: World) -> str:
     """Return the error of torch.compile for a call with `group` and fullgraph=True.
 
-    Also check that without fullgraph the call gives the eager result, outside of the graph.
+    Also check that without fullgraph, the call runs outside of the graph and gives the eager
+    result.
     """
     case = world.shard(make_case(14, **options_for("grpo")))
 
@@ -108,7 +105,7 @@ def compiled_in_one_graph(world: World) -> str:
 
 
 def wrong_groups(world: World) -> Found:
-    """Return the errors for a `group` or a DTensor that does not match the ranks of the head."""
+    """Return the errors of calls whose `group` or DTensor does not match the ranks of the head."""
     other = distributed.new_group([0])
     weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))

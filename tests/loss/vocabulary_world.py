@@ -1,7 +1,7 @@
 """Class `World` for one rank of a process group that shares a head, and comparisons of results.
 
-A comparison returns a dictionary. Its key "off" has the error of each value, "told" has error
-messages, and "same" has values that must be equal on all ranks.
+A comparison returns a dictionary. "off" maps the name of each value to its error. "told" maps each
+faulty call to its error message. "same" holds values that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,6 @@ class World(NamedTuple):
         return loss_cases.run("linear", self.shard(case), group=group, **more)
 
 
-def flat(result: Result) -> dict[str, Tensor]:
-    """Return all outputs of a call in one dictionary, keyed by name."""
-    found = {"loss": result.loss, "logps": result.logps, **result.metrics}
-    if result.entropy is not None:
-        found["entropies"] = result.entropy
-    return found | {f"d{n}": x for n, x in result.grads.items()}
-
-
 def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Found:
     assert found.keys() == wanted.keys(), (sorted(found), sorted(wanted))
     return {"off": {name: relative_l2(x, wanted[name]) for name, x in found.items()}}
@@ -62,16 +54,19 @@ def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor
 
 
 def as_one(world: World, case: Case, **more: Any) -> Found:
-    """Compare values, metrics and gradients of a sharded head with the results of one process."""
+    """Return the errors of a sharded head relative to one process.
+
+    Values, metrics and gradients are compared.
+    """
     return beside_one(
-        world, case, lambda x, group: flat(loss_cases.run("linear", x, group=group, **more))
+        world, case, lambda x, group: loss_cases.run("linear", x, group=group, **more).named()
     )
 
 
 def as_truth(world: World, case: Case, **more: Any) -> Found:
     """Compare loss, logps and gradients of a sharded head with the fp64 oracle.
 
-    The key "own" of the result has the errors of one process with the full head.
+    "own" in the result holds the errors of one process with the full head.
     """
     result, truth = world.run(case, **more), loss_cases.truth("linear", case)
     one = loss_cases.run("linear", case, **more)

@@ -79,7 +79,7 @@ def test_modes(mode):
 def test_a_constant_baseline():
     """Check that mode "baseline" subtracts a constant from each reward.
 
-    Equal rewards must not become 0, a missing reward must give 0, and the grouping has no effect.
+    Equal rewards must not give 0, a missing reward must give 0, and the grouping must not matter.
     """
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.25, float("nan"), 0.0])
     expected = torch.tensor([0.5, 0.5, 0.5, -0.25, 0.0, -0.5])
@@ -93,8 +93,8 @@ def test_a_constant_baseline():
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
     """Check that a group of equal rewards gets advantages of exactly 0 despite rounding.
 
-    For example, the floating-point mean of seven times 0.1 is not 0.1. The second group has equal
-    or different rewards, and the advantages of different rewards must not be 0.
+    For example, the floating-point mean of seven times 0.1 is not 0.1. A second group has either
+    equal rewards or different rewards. If they differ, its advantages must not all be 0.
     """
     options = options_of(mode, torch.arange(1, 2 * G + 1))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -231,9 +231,10 @@ def test_lambda_by_length():
 
 
 def test_process_advantages_are_the_papers():
-    """Check that step rewards are normalized in the group and summed from each token to the end.
+    """Check the definition in DeepSeekMath, section 4.1.3.
 
-    The definition is in DeepSeekMath, section 4.1.3.
+    Step rewards are normalized within the group. The advantage of a token is the sum of the
+    normalized rewards from this token to the end.
     """
     nan = float("nan")
     rewards = torch.tensor([[nan, 1.0, nan, 0.0], [0.5, nan, nan, nan], [nan, nan, 3.0, 2.0],

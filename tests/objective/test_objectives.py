@@ -29,9 +29,9 @@ def test_default_bounds_of_the_ratio():
 
 
 def single_token(loss_type, lp, lr, A, options):
-    """Return the loss of the oracle for a completion of one token.
+    """Return the oracle's loss for a completion of one token.
 
-    A loss function computes one token, so only completions of one token are comparable.
+    The oracle computes whole completions, but the functions in OBJECTIVES compute single tokens.
     """
     c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
     return oracles.ORACLES[loss_type](c, oracles.resolve(options))
@@ -47,7 +47,8 @@ def test_leaf_value_and_slope(loss_type, delta):
 
     A grid of log ratios and advantages reaches every branch. test_loss_parity.py tests the losses
     whose ratio depends on all tokens of a completion. The tolerance is 1e-6, because
-    hyperparameters such as 1.05 are not exact in fp32.
+    hyperparameters such as 1.05 are not exact in fp32. In fp32, the slope of "sapo" is the most
+    difficult one: at a ratio of 12, the weight of the token is nearly 0.
     """
     if delta is not None and "delta" not in OBJECTIVES[loss_type].params:
         pytest.skip("this loss has no delta")
@@ -63,29 +64,16 @@ def test_leaf_value_and_slope(loss_type, delta):
     leaf = OBJECTIVES[loss_type].function
     value, own = leaf(lp.detach(), lr, A, *LossConfig(**options).params)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-6)
-    own = own if isinstance(own, torch.Tensor) else torch.full_like(lr, own)
     torch.testing.assert_close(own.expand_as(lr), slope, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("loss_type", LEAF_LOSSES)
-def test_a_slope_in_fp32_keeps_its_digits(loss_type):
-    """Check that the slope of each loss function in fp32 agrees with the slope in fp64.
-
-    The most difficult case is "sapo" at a ratio of 12, where the weight of the token is nearly 0.
-    """
-    params = LossConfig(**options_for(loss_type)).params
-    lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
-    logp = torch.full_like(lr, -4.0)
-    slopes = [
-        torch.as_tensor(OBJECTIVES[loss_type].function(*inputs, *params)[1]).double()
-        for inputs in ((logp, lr, A), (logp.double(), lr.double(), A.double()))
-    ]
-    torch.testing.assert_close(*slopes, rtol=5e-6, atol=1e-7)
+    inputs = (x.detach().float() for x in (lp, lr, A))
+    _, own = leaf(*inputs, *LossConfig(**options).params)
+    torch.testing.assert_close(own.double().expand_as(lr), slope, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("kl_estimator", oracles.KL_ORACLES)
 def test_kl_value_and_slope(kl_estimator):
-    d = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-30.0, 19.9, 20.1, 25.0])]).double()
+    far = torch.tensor([-30.0, 19.9, 20.1, 25.0, 89.0, 1e4])  # k3 is its tangent above 20
+    d = torch.cat([torch.linspace(-6, 6, 97), far]).double()
     lp = torch.zeros_like(d, requires_grad=True)
     expected = oracles.KL_ORACLES[kl_estimator](d - lp)
     (slope,) = torch.autograd.grad(expected.sum(), lp)
@@ -120,14 +108,6 @@ def test_k3_is_never_negative_and_exactly_zero_on_policy():
         value, slope = KL_ESTIMATORS["k3"](d.to(dtype))
         assert torch.isfinite(value).all() and (value >= 0).all()
         assert value[-1] == 0 and slope[-1] == 0
-
-
-@pytest.mark.parametrize("d", [20.5, 50.0, 88.0, 89.0, 100.0, 1e4])
-def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
-    value, slope = KL_ESTIMATORS["k3"](torch.tensor([d]))
-    pull = math.expm1(20.0)  # raising lp towards the reference lowers the KL
-    assert slope.item() == pytest.approx(-pull, rel=1e-5)
-    assert value.item() == pytest.approx(pull - 20.0 + pull * (d - 20.0), rel=1e-5)
 
 
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():

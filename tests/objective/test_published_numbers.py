@@ -231,8 +231,8 @@ PUBLISHED = [
     Row(SKY_PPO, "test_compute_reinforce_plus_plus_outcome_advantage_gamma", "values",
         {"rewards": [1.0, 2.0, 3.0], "values": [0.0] * 3, "gamma": 0.5, "lam": 1.0},
         [2.75, 3.5, 3.0]),
-    # The option of SkyRL is loss_reduction. The tests of SkyRL average advantages. A REINFORCE loss
-    # with logps of -1 gives the same numbers.
+    # SkyRL's option is loss_reduction. SkyRL's tests compute averages of the advantages. A
+    # REINFORCE loss with logps of -1 gives the same numbers.
     Row(SKY_PPO, "TestApplyLossReductionToAdvantagesMinibatch.test_prompt_mean", "loss",
         {"lp": [[-1.0, -1.0]] * 4, "advantages": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]],
          "mask": [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]], "items": None,
@@ -247,16 +247,16 @@ PUBLISHED = [
         {"lp": [[-1.0, -1.0]] * 2, "advantages": [[2.0, 3.0], [9.0, 12.0]],
          "mask": [[1.0, 1.0], [1.0, 0.0]], "aggregation": "fixed_length",
          "max_completion_length": 10, **MEANS}, [0.7]),
-    # The options of verl are rollout_is: token, rollout_is_threshold: 2 and rollout_rs: token_k1 of
-    # "0.5_2.0". In verl, these bounds apply to the inverse ratio, the probability of the sampler
-    # divided by the probability of the trainer.
+    # verl's options are rollout_is=token, rollout_is_threshold=2, and rollout_rs=token_k1 with the
+    # bounds "0.5_2.0". In verl, these bounds apply to the inverse ratio, the probability of the
+    # sampler divided by the probability of the trainer.
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": {"high": 2.0}},
         [0.368] * 5 + [1.649] * 5, 1e-3),
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": reject("token", 1 / 2, 1 / 0.5)},
         [0.0] * 5 + [1.0] * 5),
-    # The options of slime are eps_clip and eps_clip_high of "cispo". The loss of a token is
+    # slime's options for "cispo" are eps_clip and eps_clip_high. The loss of a token is
     # -(clamped ratio)·A·logp.
     *[
         Row(SLIME, "test_compute_cispo_loss_matches_closed_form_surrogate", "loss",
@@ -281,8 +281,8 @@ def test_slopes_of_a_clamped_kl():
     """Check that the slope of a KL is 0 where a clamp is active, as in a test of NeMo-RL.
 
     The test is test_calculate_kl_detaches_importance_sampling_when_input_clamped. The gradient
-    through the ratio is not compared, because NeMo-RL detaches it and our code does not. The slopes
-    of `free` are our own numbers, for tokens far from the reference (see objective/README.md).
+    through the ratio is not compared, because NeMo-RL detaches it and our code does not. The last
+    expected slopes, of a KL without a clamp, are the numbers in objective/README.md.
     """
     clamped = kl_slope([-3.0, -1.0], [0.0, 0.0], kl_input_clamp=2.0)
     assert clamped.tolist() == pytest.approx([0.0, 1.0 - math.e], rel=1e-6)

@@ -66,7 +66,7 @@ def test_explained_variance():
 def test_gae_against_its_recursion():
     """Check that `gae` follows the recursion A_t = δ_t + γλ·A_{t+1}.
 
-    In it, δ_t = r_t + γ·V_{t+1} − V_t. The value V after the last token is `following` for a
+    Here, δ_t = r_t + γ·V_{t+1} − V_t. The value V after the last token is `following` for a
     truncated completion, and 0 for a completion that ended. The recursion skips masked tokens, such
     as padding or the output of a tool between two turns.
     """

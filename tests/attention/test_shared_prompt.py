@@ -17,7 +17,7 @@ from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
 # Each entry is a group: the length of a prompt, and the lengths of its completions. The shortest
-# length is one token. A group with a single completion shares nothing.
+# length is one token. A group with a single completion has nothing to share.
 GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
 
 
@@ -95,9 +95,9 @@ def test_rows_without_sharing_equal_one_by_one(everything_in_fp64, family):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "packed"])
 def test_groups_split_over_packs(everything_in_fp64, family, shared):
-    """Check that a group that is split over several rows gives the logps and gradients of one row.
+    """Check that a group split over several rows gives the same results as in one row.
 
-    The gradients of the rows are summed.
+    The results are the logps, and the gradients summed over the rows.
     """
     model, groups = tiny_model(family).double(), random_groups()
     whole = pack_groups(groups)
@@ -145,7 +145,7 @@ def test_fp32_and_autocast_stay_within_rounding():
 def test_the_readme_runs_as_it_stands(family):
     """Check that the README's example gives the right logps and gradients.
 
-    The families have a plain head, a softcap and a logit scale.
+    The three families cover a plain head, a head with a softcap, and a head with a logit scale.
     """
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)

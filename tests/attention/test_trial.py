@@ -70,11 +70,11 @@ def test_every_limit_is_passed_in_a_prompt_and_in_a_completion(family):
 @pytest.mark.parametrize(
     ("family", "bound", "most"),
     [("gpt2", 256, 256), ("opt", 256, 256), ("ctrl", 256, 256), ("gpt_neo", 256, 256),
-     # In Whisper's decoder and in MPT, the field of the size has an unusual name.
+     # In Whisper's decoder and in MPT, the field with the table's size has an unusual name.
      ("whisper", float("inf"), 448), ("mpt", float("inf"), 256)],
 )  # fmt: skip
 def test_tables_of_positions_are_not_left(family, bound, most):
-    """Check that a trial stays inside the position table, even if the config hides its size."""
+    """Check that a trial never indexes past the position table, even under an unusual name."""
     starts = trial.starts_of(family_model(family), bound)
     assert starts and max(starts) + trial.LENGTH <= most
 
@@ -142,7 +142,7 @@ def test_positions_of_groups_that_begin_elsewhere():
 
 
 def changed_attention(monkeypatch: Any, scale: Any) -> None:
-    """Patch Llama's attention, so that it first multiplies its input by `scale`.
+    """Patch Llama's attention so that it first multiplies its input by `scale`.
 
     `scale` is a function of the attention module, the position ids and the number of tokens.
     """
@@ -156,7 +156,7 @@ def changed_attention(monkeypatch: Any, scale: Any) -> None:
 
 
 def by_length(module: Any, positions: Any, tokens: int) -> Any:
-    """Return a scale that depends on a token's index in the row, as the scale of Llama 4 does.
+    """Return a scale that depends on a token's index in the row, like the scale of Llama 4.
 
     In a packed row this is an error, because the scale should depend on `position_ids`.
     """
@@ -165,7 +165,7 @@ def by_length(module: Any, positions: Any, tokens: int) -> Any:
 
 
 def by_largest(module: Any, positions: Any, tokens: int) -> Any:
-    """Return one scale for all tokens, which depends on the largest position, as in long RoPE.
+    """Return one scale for all tokens, which depends on the largest position, as in LongRoPE.
 
     In a packed row this is an error, because one long sequence changes all other sequences.
     """

@@ -51,7 +51,7 @@ def sampled(policy: Policy, group_size: int = 4, length: int = 12) -> Any:
 
 @pytest.fixture
 def steps(spied: Any) -> Callable[[], list[Any]]:
-    """Return a function that lists the decoder of each rollout. None stands for the modules."""
+    """Return a function that lists the decoder of each rollout, or None if the modules ran."""
     calls = spied(decode, "decoder_of")
     return lambda: [call.result for call in calls]
 
@@ -69,7 +69,7 @@ YARN = {
     ],
 )  # fmt: skip
 def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch):
-    """Check that the C++ decoder samples the same tokens as the modules of the model.
+    """Check that the C++ decoder samples the same tokens as the model's PyTorch modules.
 
     Completions end at different times, and the key-value cache must grow.
     """
@@ -144,7 +144,7 @@ def decoded(chosen: slice, count: int | None = None, **changes: Any) -> torch.Te
 
     Args:
         chosen: The rows.
-        count: Number of completions that the operator is told. None is the number of rows.
+        count: Number of completions to pass to the operator. None is the number of rows.
         changes: Fields of `LayerWeights` that replace the random ones.
     """
     hidden, inner, depth = 40, 60, 8
@@ -294,9 +294,9 @@ def parametrized(lm: Any) -> None:
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", Double())
 
 
-# Changes of a model after its first rollout. After all changes but the last, the modules of the
-# model must compute the rollout. The decoder supports the last change, because it reads the scale
-# of the attention from the key-value cache.
+# Changes to a model after its first rollout. After every change except the last, the next rollout
+# must use the model's modules instead of the decoder. The decoder supports the last change, because
+# it reads the attention scale from the key-value cache.
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook of the trunk": lambda lm: lm.model.register_forward_pre_hook(lambda *_: None),
     "a hook before a layer": lambda lm: lm.model.layers[0].register_forward_pre_hook(

@@ -115,8 +115,8 @@ def test_a_policy_that_gives_no_numbers(bad, how):
 def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
     """Check that NaN logits of a completion are ignored after its EOS token.
 
-    `generate` of transformers computes further tokens of an ended completion until all completions
-    have ended.
+    transformers' `generate` keeps computing tokens for a finished completion until all completions
+    have finished.
     """
     eos, rows = policy.tokenizer.eos_token_id, len(SYMBOLS) + 2
 

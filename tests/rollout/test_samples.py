@@ -25,8 +25,8 @@ MASSES = [torch.tensor([0.9, 1, 1]), None, None, None]
 def table(**changes):
     """Build a `Samples` table of two prompts with two completions each.
 
-    Samples 0 and 2 have a support, which is the set of tokens that the sampler kept. `changes`
-    replace columns of the table.
+    Samples 0 and 2 have a support, which is the set of tokens that the sampler kept. Keyword
+    arguments replace columns of the table.
     """
     completions = []
     for i, ids in enumerate(COMPLETIONS):

@@ -219,9 +219,10 @@ def test_a_refusal_of_the_adapter_is_explained(vllm, monkeypatch):
 
 
 def test_a_tied_head_is_packed_again():
-    """Check that `repack_heads` renews the packed weights of the LM head only.
+    """Check that `repack_heads` updates the packed weights of the LM head and nothing else.
 
-    On a CPU, vLLM computes the head from packed weights. Loading tied weights does not renew them.
+    On a CPU, vLLM computes the head from packed weights, which loading tied weights does not
+    update.
     """
     packed = []
     method = SimpleNamespace(process_weights_after_loading=packed.append)
@@ -267,7 +268,7 @@ def test_bad_completions_are_refused(policy, vllm, fault, error, message):
 
 
 def test_arguments_of_the_llm(policy, vllm):
-    """Check the arguments of `vllm.LLM`, and that the model's configuration names its class.
+    """Check the arguments of `vllm.LLM`, and that the saved configuration names the model's class.
 
     If the configuration named no class, vLLM would treat a qwen3 model as an embedding model.
     """

@@ -58,8 +58,7 @@ def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
 def ids(change: Callable[[list[int]], Any]) -> Callable[[dict[str, Any]], None]:
     """Return a function that replaces the token ids of the second completion in a response.
 
-    The other fields are changed so that they fit the new tokens, because only the token ids must
-    cause the error.
+    The other fields are adjusted to the new tokens, so that only the token ids can cause the error.
     """
 
     def changed(answer: dict[str, Any]) -> None:
@@ -141,8 +140,8 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
-# Maps a fault to the path of the HTTP call and to the faulty response. Only one entry has a field
-# of the wrong type, because the same strict schema (`Reply`) checks the types of all fields.
+# Maps a fault to the path of the HTTP call and to the faulty response. One entry with a field of
+# the wrong type is enough, because the same strict schema (`Reply`) checks the types of all fields.
 FAULTS: dict[str, tuple[str, Any]] = {
     # These responses have wrong token ids.
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),

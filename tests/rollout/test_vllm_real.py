@@ -197,9 +197,9 @@ def test_servers_sample_with_the_weights_they_are_sent(server, options):
 
 
 def test_stale_weights_of_a_server_are_refused(server, options, caplog):
-    """Check that the engine sends the weights again if the server reports an unknown version.
+    """Check that completions by unknown weights are refused, and that the weights are sent again.
 
-    The test simulates a different client that has changed the version on the server.
+    The test simulates another client that has changed the server's version.
     """
     policy = policy_of()
     with build_engine(policy, options) as engine:
@@ -240,7 +240,7 @@ def test_a_teachers_log_probabilities(server, options):
 def in_the_middle(engine: Any, action: Any) -> None:
     """Make the engine call `action` in its next rollout, while the server is sampling.
 
-    The call happens before the last prompt is sent.
+    `action` is called just before the last prompt is sent.
     """
     link, lock, sent = engine.links[0], threading.Lock(), []
     original = link.generate
@@ -275,10 +275,10 @@ def test_a_server_that_is_killed_while_it_samples_and_restarted(server, options)
 
 
 def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, caplog):
-    """Check that a server with a different model than the policy is refused.
+    """Check that a server whose model differs from the policy is refused.
 
-    Neither an engine nor `grpo-fast doctor` may change the weights of this server. A different
-    dtype is only logged. The README's command starts the server with the trainer's dtype.
+    Neither an engine nor `grpo-fast doctor` may change the weights of such a server. If only the
+    dtype differs, a warning is logged.
     """
     policy = policy_of()
     with build_engine(policy, options) as engine:

@@ -101,9 +101,9 @@ def each(logp: float) -> Any:
     return changed
 
 
-# Maps (topk, log-probability of every token) to a part of the error message. The vocabulary has 13
-# tokens, so the most likely token of a softmax has a log-probability of at least
-# -log(13) = -2.565.
+# Maps (topk, log-probability of every token) to a part of the error message. No softmax can return
+# these values: the vocabulary has 13 tokens, so the most likely one has a log-probability of at
+# least -log(13) = -2.565.
 IMPLAUSIBLE = {
     (topk, logp): message
     for topk, logps, message in (
@@ -130,7 +130,7 @@ def test_values_that_no_softmax_returns_are_refused(policy, server, topk, logp):
         made.scores(SAMPLES[:1])
     assert IMPLAUSIBLE[topk, logp] in str(caught.value)
     server.faults[GENERATE] = each(logp)
-    # Building a teacher queries the server, so it must raise the same error.
+    # The constructor queries the server, so it must raise the error as well.
     with pytest.raises(BadAnswer, match=f"teacher {server.url}"):
         teacher_of(policy, server, topk)
 

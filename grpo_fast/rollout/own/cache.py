@@ -85,7 +85,7 @@ class Layer:
 
     Attributes:
         settings: settings of the layer's attention.
-        chunks: pairs of keys and values, (H_kv, T, D) each, that prefill collects.
+        chunks: pairs of keys and values, (H_kv, T, D) each, collected during prefill.
         prompts: keys and values after prefill, (N, H_kv, L, D) each, or in the tiled layout of the
             C++ kernel.
         completions: keys and values, (B, H_kv, room, D) each, or in the tiled layout. Empty before
@@ -152,13 +152,14 @@ class RolloutCache:
     def store_prompts(
         self, module: nn.Module, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> None:
-        """Store one layer's keys and values, (H_kv, T, D) each, of the prompts in `layout`."""
+        """Store one layer's keys and values for the prompts in `layout`, (H_kv, T, D) each."""
         layer = self.layers.setdefault(module, Layer(settings))
-        # Convert the keys: under autocast, RoPE returns fp32 keys, while values have 16 bits.
+        # Convert the keys, because under autocast RoPE returns fp32 keys while the values are
+        # 16-bit.
         layer.chunks.append((key.to(value.dtype), value))
 
     def close_prompts(self) -> None:
-        """Stack the keys and values of all prompts, padded at the end, and switch to decoding."""
+        """Stack all prompts' keys and values, each padded at its end, and switch to decoding."""
         self.layout = None
         longest = max(self.lengths)
         lengths = torch.tensor(self.lengths, device=self.device)[:, None]
@@ -199,7 +200,7 @@ class RolloutCache:
         self.seat([counts[n] for n in prompts])
 
     def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Add one token of each completion to a layer and return its attention output.
+        """Add one token per completion to a layer's cache, and return the attention output.
 
         Args:
             module: the layer's attention module.
@@ -218,7 +219,7 @@ class RolloutCache:
         if settings.softcap is None and k.shape == v.shape and cpp.runs(v):
             # Round to the dtype of the values first, then compute in fp32.
             q, k, v = (x.to(v.dtype).float() for x in (q, k, v))
-            return cpp.decode_(q, k, v, *self.in_tiles(layer))
+            return cpp.decode_(q, k, v, *self.kernel_args(layer))
         # 2. Compute the scores of the prompt's tokens and of the completion's tokens in the window.
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
         first = 0 if settings.window is None else max(0, self.time + 1 - settings.window)
@@ -239,8 +240,8 @@ class RolloutCache:
         out = out + product(self.to_rows(on_completion), completion_v)
         return out.flatten(1, 2)
 
-    def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
-        """Return the arguments of the C++ kernels for a layer, with room for one more token."""
+    def kernel_args(self, layer: Layer) -> tuple[Any, ...]:
+        """Return a layer's arguments for the C++ kernels, with room for one more token."""
         if not layer.completions:
             layer.prompts = cpp.tiles_of(*(x.float() for x in layer.prompts))
         if not layer.completions or layer.completions[0].shape[2] * cpp.TILE == self.time:

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 Step = Callable[["PreTrainedModel", Tensor, Tensor, RolloutCache], Tensor]
 
 # Largest accepted difference between decoder and modules, relative to the largest entry of a hidden
-# state. The two differ slightly, because they add fp32 numbers in different orders. In bf16, they
-# then round some numbers differently.
+# state. The two add fp32 numbers in different orders, so in bf16 they sometimes round differently.
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
@@ -98,14 +97,14 @@ class Decoder:
         x = self.trunk.embed_tokens(ids)
         cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
-            cpp.decode_layer_(x, weights, cos, sin, *cache.in_tiles(cache.layers[attention]))
+            cpp.decode_layer_(x, weights, cos, sin, *cache.kernel_args(cache.layers[attention]))
         return self.trunk.norm(x)
 
 
 def decoder_of(
     trunk: PreTrainedModel, head: Head, cache: RolloutCache, forward: Step
 ) -> Decoder | None:
-    """Return a decoder for the model, or None if the decoder cannot compute it.
+    """Return a decoder for the model, or None if the model is not supported.
 
     Args:
         trunk: the model without its LM head.
@@ -149,7 +148,7 @@ def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> boo
 
 
 def is_observed(trunk: nn.Module) -> bool:
-    """Return whether the only hooks of the trunk are observers, which the decoder calls.
+    """Return whether all hooks on the trunk are observers. The decoder calls these itself.
 
     A training run registers an observer that stops the run after a signal.
     """
@@ -216,7 +215,7 @@ def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: St
     The comparison uses random weights. It uses only the model's first layers, as many as are
     needed to include every combination of layer settings.
     """
-    # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to try.
+    # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to test.
     twin = copy.copy(trunk)
     vars(twin)["_modules"] = {**trunk._modules, "layers": trunk.layers[: different_layers(trunk)]}
     starts = trial.starts_of(trunk)
@@ -228,7 +227,8 @@ def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: St
     # 2. Prefill the prompts, then decode the tokens with the decoder and with the modules.
     with small_windows(trunk, positions=False), trial.random_weights(twin):
         decoder = Decoder(twin, head, places.flatten())
-        # Also run the first prompt alone: a model may depend on the largest position in a batch.
+        # Also run the first prompt alone, because a model's output may depend on the largest
+        # position in the batch.
         for count in (1, len(starts)):
             cache = RolloutCache([trial.PROMPT] * count, [2] * count, tokens.shape[2], device)
             cache.layout = TreeLayout.of(cache.lengths, device)
@@ -249,7 +249,7 @@ def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: St
 
 
 def different_layers(trunk: PreTrainedModel) -> int:
-    """Return the smallest n for which the first n layers include the settings of all layers."""
+    """Return the smallest n such that the first n layers include all distinct layer settings."""
     kinds = getattr(trunk.config, "layer_types", None) or [None] * len(trunk.layers)
     needed = 0
     seen: set[Hashable] = set()

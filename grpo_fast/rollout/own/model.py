@@ -148,7 +148,7 @@ def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
 def special_ids(
     lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[frozenset[int], int]:
-    """Return all EOS ids of the tokenizer and the generation config, and the id for padding."""
+    """Return all EOS ids of the tokenizer and the generation config, and the padding id."""
     found: set[Any] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
         found |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
@@ -163,8 +163,8 @@ def positions(config: PreTrainedConfig) -> float:
     bound = getattr(config, "max_position_embeddings", None)
     if not isinstance(bound, int):
         return math.inf
-    # Configurations with YaRN, such as those of Qwen2.5, extend the positions by `rope_parameters`
-    # and leave max_position_embeddings unchanged.
+    # Configurations with YaRN, such as those of Qwen2.5, extend the position range through
+    # `rope_parameters` and leave max_position_embeddings unchanged.
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
     if not isinstance(factor, (int, float)):

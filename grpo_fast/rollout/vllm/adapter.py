@@ -30,7 +30,7 @@ def _active_config(policy: Any) -> tuple[str, Any]:
 
 
 def check(policy: Any, max_rank: int, targets: Sequence[str] | None, argument: str) -> None:
-    """Check that vLLM can compute the policy's adapter, and that only the adapter is trained.
+    """Check that vLLM can apply the policy's adapter, and that only the adapter is trained.
 
     Args:
         policy: a policy with an adapter.
@@ -57,7 +57,7 @@ def check(policy: Any, max_rank: int, targets: Sequence[str] | None, argument: s
     extras += [f"the adapters {', '.join(sorted(active))}"] * (len(active) > 1)
     trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
     extras += [f"the trained weight {name}" for name in trained[:1]]
-    # vLLM ignores the matrices of a module if its own model has no module of this name.
+    # vLLM ignores the LoRA matrices of a module if its model has no module with the same name.
     names = checkpoint_tensors(policy.lm, merged=False).keys()
     unknown = [n for n, m in modules.items() if not m.lora_A or f"{n}.weight" not in names]
     extras += [f"the target module {name}" for name in unknown[:1]]
@@ -74,7 +74,7 @@ class AdapterFolder:
         return self._folder.name
 
     def write(self, policy: Any, *, is_writer: bool = True) -> None:
-        """Replace the files in the folder by the policy's adapter, in peft's format.
+        """Replace the files in the folder with the policy's adapter, in peft's format.
 
         If the weights are sharded, this is a collective call.
 

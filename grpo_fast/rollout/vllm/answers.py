@@ -22,7 +22,7 @@ ROUNDING = 1e-3  # largest accepted log-probability in nats; rounding can make i
 
 
 class BadAnswer(EngineError):
-    """A response of vLLM is invalid or does not match the request."""
+    """A response from vLLM is invalid or does not match the request."""
 
 
 class ServerError(EngineError):
@@ -58,7 +58,7 @@ class WorldSize(Reply):
 
 
 class Results(Reply):
-    """Response to /collective_rpc, with one result of each worker."""
+    """Response to /collective_rpc, with one result from each worker."""
 
     results: list[str] = Field(min_length=1, fail_fast=True)
 
@@ -189,7 +189,7 @@ class VLLMRequest(NamedTuple):
                 (StaleWeights).
             BadAnswer: tokens, log-probabilities or the finish reason are inconsistent.
             NonFiniteLogits: a log-probability is NaN or -inf.
-            ValueError: vLLM's max_model_len cut a completion off.
+            ValueError: a completion was cut off by vLLM's max_model_len.
         """
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         if any(choice.finish_reason in ("abort", "error") for choice in choices):
@@ -211,8 +211,8 @@ class VLLMRequest(NamedTuple):
         require(fits, where, expected, f"{len(ids)}, EOS at {ends}", BadAnswer)
         expected = f"token ids below the embedding's {self.vocab_size} rows"
         require(max(ids) < self.vocab_size, where, expected, max(ids), BadAnswer)
-        # 2. Check the weights before the end of the completion. Stale weights only cause another
-        #    request, while a wrong end stops the run.
+        # 2. Check the weights before the finish reason. Stale weights only cause another request,
+        #    while a wrong finish reason stops the run.
         self._check_weights(choice, where)
         # 3. Check that the completion ends with an EOS or at the requested length.
         reason = "stop" if ends else "length"
@@ -271,7 +271,7 @@ class VLLMRequest(NamedTuple):
     def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
         """Join the completions of all prompts into one list, `group_size` for each prompt.
 
-        vLLM samples only one greedy completion of a prompt, which this method repeats.
+        vLLM samples only one greedy completion per prompt, so this method repeats it.
         """
         copies = self.request.group_size // self.per_prompt
         completions = [one for group in by_prompt for one in group * copies]

@@ -102,7 +102,7 @@ class Link:
         return request.completions(answer, f"{self.server.url}{GENERATE}")
 
     def receive(self, weights: Iterable[Named], label: str) -> None:
-        """Send the server weights named `label`. It does not sample until it has all of them."""
+        """Send weights to the server under the name `label`. It pauses until it has them all."""
         # 1. Join a process group with the server's workers, and stop sampling.
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
@@ -112,8 +112,8 @@ class Link:
         self._post("/pause?mode=keep")
         # 2. If the server was already paused, a trainer may have been killed during an update. vLLM
         #    then refuses a second update, or adds it to half-loaded layers. Only
-        #    /finish_weight_update resets these layers. That call fails if no update is open, so
-        #    start an update first. The start fails if an update is open already; this is harmless.
+        #    /finish_weight_update resets these layers, but it fails if no update is open. Therefore
+        #    start an update first, and ignore the error of this call if an update is open already.
         if is_open:
             with suppress(ServerError):
                 self._post("/start_weight_update")
@@ -162,20 +162,21 @@ class Link:
         self.adapter = label
         self._include(label)
 
-    def look(self, label: str, base: str | None) -> None:
-        """Include the server again if it has received the weights named `label` from rank 0.
+    def include_if_current(self, label: str, base: str | None) -> None:
+        """Mark the server as up to date if it has received the weights named `label` from rank 0.
 
         Args:
             label: name of the weights, or of an adapter.
-            base: name of the adapter's base weights. None if `label` names whole weights.
+            base: name of the adapter's base weights, or None if `label` names a complete set of
+                weights.
         """
         if self.server.weight_version() != (base or label):
             return
         if base is None or label.encode() in self.server.fetch("GET", "/v1/models", CHECK_S):
             self._include(label)
 
-    def leave_out(self, error: Exception) -> None:
-        """Exclude the server until it has received the weights through a new process group."""
+    def exclude(self, error: Exception) -> None:
+        """After an error, exclude the server until it has received weights through a new group."""
         if not isinstance(error, EngineError):
             error = ServerError(f"{self.server.url}: sending weights: {reason(error)}")
         if self.error is None:
@@ -207,7 +208,8 @@ class Link:
         port = listener.getsockname()[1]
         info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
         info["world_size"] = size
-        # 2. Join in a thread, because the server responds only after its workers have joined.
+        # 2. Join the process group in a thread, because the server responds only after its workers
+        #    have joined.
         if self.by_nccl:
             listener.close()  # vLLM opens the socket itself
             joined: Future[Any] = started(partial(NCCLGroup, address, port, size, self.device))
@@ -227,7 +229,7 @@ def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
 
     Args:
         lm: the trainer's model.
-        served: vLLM's printed model, with lines such as `(0-11): 12 x LlamaDecoderLayer()(`.
+        served: vLLM's printout of its model, with lines like `(0-11): 12 x LlamaDecoderLayer()(`.
         url: the server, for the message.
     """
     checks: list[tuple[str, Any, Any]] = []
@@ -253,7 +255,7 @@ def each(links: list[Link], action: Callable[[Link], None]) -> None:
         try:
             action(link)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
-            link.leave_out(error)
+            link.exclude(error)
 
     at_once(len(links), run, links)
 

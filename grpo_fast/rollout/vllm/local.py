@@ -1,4 +1,4 @@
-"""The engine `vllm`, which runs vLLM in the trainer's process. It sleeps while the policy trains.
+"""The engine `vllm`, which runs vLLM in the trainer's process and suspends it during training.
 
 On a GPU, vLLM sleeps at level 2, which frees its weights and its cache for the trainer. If vLLM
 loads LoRA adapters, it sleeps at level 1, which keeps the base weights in host memory. On a CPU, it
@@ -184,12 +184,13 @@ def build(policy: SampledModel, options: Any) -> VLLMEngine:
         limits = given.get("max_lora_rank", DEFAULT_RANK), given.get("lora_target_modules")
         adapter.check(policy, *limits, LORA)
     elif adapted:
-        log.info("vllm receives whole weights with the adapter merged: %s is not set", LORA)
+        log.info("vllm receives full weights with the adapter merged: %s is not set", LORA)
     level = (1 if with_lora else 2) if on_gpu else 0
     # 3. Build vLLM's model from the policy's configuration and tokenizer.
     with tempfile.TemporaryDirectory() as folder:
-        # Name the class of the model, because configurations from `model.config` name none. Without
-        # the name, vLLM would treat some models, such as qwen3, as embedding models.
+        # Set the name of the model's class, which is missing in configurations that come from
+        # `model.config`. Without the name, vLLM would treat some models, such as qwen3, as
+        # embedding models.
         policy.lm.config.architectures = policy.lm.config.architectures or [
             type(policy.lm).__name__
         ]

@@ -36,7 +36,7 @@ class VLLMOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain_urls(cls, settings: Any) -> Any:
-        """Check the URLs before pydantic, whose error would quote a URL with a password."""
+        """Check the URLs first, because pydantic's error would quote a URL with its password."""
         if not isinstance(settings, dict) or "urls" not in settings:
             return settings
         urls = settings["urls"]

@@ -60,8 +60,8 @@ class VLLMServers(Engine):
         self.folder = AdapterFolder()
         self.lm: Any = None  # the model whose adapter was sent last
         self.count = 0  # number of models whose adapters were sent
-        # The name under which servers report the base weights of the adapter. None if servers
-        # receive whole weights.
+        # The name under which servers report the base weights of the adapter. It is None if servers
+        # receive full weights instead of adapters.
         self.base: str | None = None
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
@@ -79,7 +79,7 @@ class VLLMServers(Engine):
         """Wait for every server, and check that its options and its model fit the policy.
 
         Raises:
-            ServerError: a server is not running within `rollout.vllm.patience`.
+            ServerError: a server does not respond within `rollout.vllm.patience` seconds.
             ValueError: a server has different options or a different model.
         """
         for link in self.links:
@@ -94,14 +94,14 @@ class VLLMServers(Engine):
             link.check(self.policy)
         without = [link.server.url for link in self.links if not link.loads_adapters]
         if without and adapted_modules(self.policy.lm):
-            what = "servers receive whole weights with the adapter merged"
+            what = "servers receive full weights with the adapter merged"
             log.info("%s: %s started without --enable-lora", what, ", ".join(without))
 
     def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
 
         All ranks must call this, but only rank 0 sends. A server that becomes available later
-        receives the weights in `sample`, unless the weights are sharded or `ahead` is set.
+        receives the weights during `sample`, unless the weights are sharded or `ahead` is set.
 
         Args:
             policy: the policy.
@@ -149,14 +149,14 @@ class VLLMServers(Engine):
         return vllm_request.in_groups([done[i] for i in prompts])
 
     def _bring_up(self, weights: list[Named] | None = None) -> list[Link]:
-        """Send the weights to all running servers. Return the servers that have the weights."""
+        """Send the weights to all running servers. Return the servers that have received them."""
         deadline = time.monotonic() + self.options.patience
         failures = 0
         while True:
             outdated = [link for link in self.links if link.label != self.label]
             reached = [link for link in outdated if link.server.is_up()]
             if self.rank:
-                each(reached, partial(Link.look, label=self.label, base=self.base))
+                each(reached, partial(Link.include_if_current, label=self.label, base=self.base))
             elif reached:
                 lacking = reached
                 if self.base is not None:
@@ -184,7 +184,7 @@ class VLLMServers(Engine):
         Args:
             link: the connection to the server.
             weights: the merged weights, or the base weights of the adapter.
-            lacking: the connections to all servers that need `weights`.
+            lacking: the connections to the servers that do not have `weights` yet.
         """
         if link in lacking:
             link.receive(weights, self.base or self.label)
@@ -218,7 +218,7 @@ class VLLMServers(Engine):
         done = {}
         for i, link, answer in zip(prompts, cycle(links), found, strict=False):
             if isinstance(answer, ServerError):
-                link.leave_out(answer)
+                link.exclude(answer)
             else:
                 done[i] = answer
         return done
@@ -232,7 +232,7 @@ def build(policy: SampledModel, options: Any) -> VLLMServers:
         options: the section `rollout` of a configuration.
 
     Raises:
-        ServerError: a server is not running within `rollout.vllm.patience`.
+        ServerError: a server does not respond within `rollout.vllm.patience` seconds.
         ValueError: a server was started with different options or a different model.
     """
     engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))

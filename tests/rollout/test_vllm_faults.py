@@ -166,8 +166,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "no version": (GENERATE, choice(weight_versions=[])),
     "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),
     "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
-    "versions of a part": (GENERATE, spans(("now", 0, 0.5))),
-    "versions that go back": (GENERATE, spans(("now", 0, 2), ("now", 2, 1))),
     # These responses have a wrong support (`sampling_mask`).
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
     "mask twice": (GENERATE, mask(lambda t: [t, t])),

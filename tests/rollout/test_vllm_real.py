@@ -414,16 +414,18 @@ def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
             engine.links[0].generate([3, 5, 4], *wanted.parameters(), wanted, time.monotonic() + 60)
 
 
-def test_a_server_that_loses_the_adapter_receives_it_again(lora_server):
+def test_a_lost_adapter_is_sent_again_and_one_of_too_high_rank_is_refused(lora_server):
     policy = policy_of("llama", LORA)
     options = options_of(lora_server)
     with build_engine(policy, options) as engine:
         engine.update(policy, 1)
         name = {"lora_name": engine.label}
         link = engine.links[0]
-        link.server.fetch("POST", "/v1/unload_lora_adapter", 10, name)
+        link.server.call("POST", "/v1/unload_lora_adapter", 10, body=name)
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
+        with pytest.raises(ValueError, match="rank 17 is greater than max_lora_rank 16"):
+            engine.update(policy_of("llama", "model.lora={r: 17}"), 2)
 
 
 # The tests of the engine `vllm` must be the last tests of this file, because vLLM permanently
@@ -439,25 +441,6 @@ def test_in_process_it_samples_with_the_weights_it_is_given():
         check_engine(policy, engine, options)
         with pytest.raises(EngineError, match="expected wake and update before generate"):
             generate(policy, engine, options)
-
-
-def test_in_process_it_loads_the_adapter_alone():
-    policy = policy_of("qwen3", LORA)  # its LM head is tied
-    words = "enforce_eager: true, max_num_seqs: 32, enable_lora: true"
-    options = load_recipe("sort", [
-        "rollout.engine=vllm", f"rollout.vllm.options={{{words}}}",
-    ]).rollout  # fmt: skip
-    with build_engine(policy, options) as engine:
-        sent = []
-        rpc = engine.llm.collective_rpc
-        engine.llm.collective_rpc = lambda name, **given: sent.append(name) or rpc(name, **given)
-        check_engine(policy, engine, options)
-        assert sent.count("reload_weights") == 1
-        other = policy_of("qwen3")  # this policy has no adapter
-        with awake(engine, other, 2):
-            assert difference(other, generate(other, engine, options)) < EXACT
-        with awake(engine, policy, 3):
-            assert difference(policy, generate(policy, engine, options)) < EXACT
 
 
 def test_a_run_in_process_learns(tmp_path):

@@ -108,10 +108,8 @@ IMPLAUSIBLE = {
     (topk, logp): message
     for topk, logps, message in (
         (0, (-9999.0, -1000.0, -math.inf), "above -1000 of a completion's token"),
-        (1, (-9999.0, -3.6), "above -3.565 of the likeliest of 13 ids"),
-        (12, (-9999.0, -math.inf, -5.0), "of"),
-        (13, (-9999.0, -math.inf, -2.57), "probabilities of all 13 ids, which sum to 1, got a sum"),
-        (99, (-9999.0,), "probabilities of all 13 ids, which sum to 1, got a sum"),
+        (1, (-9999.0, -3.6), "above -3.565 of the most likely of 13 ids"),
+        (99, (-9999.0, -math.inf), "above -3.565 of the most likely of 13 ids"),
     )
     for logp in logps
 }

@@ -118,7 +118,6 @@ class StandIn:
         self.prompts: list[list[int]] = []
         self.mode, self.dtype = "processed_logprobs", "torch.float32"
         self.lora: dict[str, Any] | None = None  # LoRA settings, or None without --enable-lora
-        self.environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}
         self.start()
 
     def start(self) -> None:
@@ -156,8 +155,7 @@ class StandIn:
                 "vllm_config": {
                     "model_config": {"logprobs_mode": self.mode, "dtype": self.dtype},
                     "lora_config": self.lora,
-                },
-                "vllm_env": self.environment,
+                }
             },
             "v1_models": {"data": [{"id": name} for name in ["model", *self.adapters]]},
             # The engine uses `collective_rpc` only to request the printout of the model.

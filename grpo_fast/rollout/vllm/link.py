@@ -82,10 +82,7 @@ class Link:
             log.warning(message, url, theirs, ours, advice)
         self.loads_adapters = info.lora is not None
         if info.lora is not None and transfer.adapted_modules(policy.lm):
-            expected = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for servers with --enable-lora"
-            require(info.loads_adapters, "rollout.vllm.urls", expected, f"no such value at {url}")
-            limits = info.lora.max_lora_rank, info.lora.target_modules
-            adapter.check(policy, *limits, f"rollout.vllm.urls: {url}")
+            adapter.check(policy, info.lora.target_modules, url)
 
     def generate(
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest,
@@ -150,15 +147,16 @@ class Link:
 
         Afterwards, the server unloads the previous version of the adapter.
         """
-        advice = f"the server must be able to read the trainer's folder {folder} (see TMPDIR)"
+        advice = "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; it must be able to "
+        advice += f"read the trainer's folder {folder} (see TMPDIR)"
         # If the server was excluded after it had loaded this adapter, it still has the adapter.
         # vLLM would then refuse a request without load_inplace.
         body = {"lora_name": label, "lora_path": folder, "load_inplace": True}
         seconds = self.options.timeout
-        self.server.fetch("POST", LOAD, seconds, body, missing=(ValueError, advice))
+        self.server.call("POST", LOAD, seconds, body=body, missing=(ValueError, advice))
         if self.adapter not in (None, label):
             with suppress(EngineError, ValueError):  # a restarted server lacks the adapter
-                self.server.fetch("POST", UNLOAD, CHECK_S, {"lora_name": self.adapter})
+                self.server.call("POST", UNLOAD, CHECK_S, body={"lora_name": self.adapter})
         self.adapter = label
         self._include(label)
 
@@ -172,7 +170,7 @@ class Link:
         """
         if self.server.weight_version() != (base or label):
             return
-        if base is None or label.encode() in self.server.fetch("GET", "/v1/models", CHECK_S):
+        if base is None or label.encode() in self.server.call("GET", "/v1/models", CHECK_S):
             self._include(label)
 
     def exclude(self, error: Exception) -> None:
@@ -232,20 +230,19 @@ def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
         served: vLLM's printout of its model, with lines like `(0-11): 12 x LlamaDecoderLayer()(`.
         url: the server, for the message.
     """
-    checks: list[tuple[str, Any, Any]] = []
-    embedding = re.search(r"VocabParallelEmbedding\(([^()]{0,1000})\)", served)
-    size = dict(re.findall(r"\b(\w+)=(\d+)", embedding[1])) if embedding is not None else {}
-    if "org_vocab_size" in size and "embedding_dim" in size:
-        ours = "x".join(map(str, lm.get_input_embeddings().weight.shape))
-        checks.append(("embedding", f"{size['org_vocab_size']}x{size['embedding_dim']}", ours))
-    layers = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
-    if layers:
-        outer = min(indent for indent, _ in layers)  # lists inside a layer are indented further
-        count = 1 + max(int(last) for indent, last in layers if indent == outer)
-        checks.append(("number of layers", count, lm.config.get_text_config().num_hidden_layers))
-    for what, theirs, ours in checks:
-        other = f"a different model at {url}: the {what} is {theirs} there, {ours} here"
-        require(theirs == ours, "rollout.vllm.urls", "this run's model", other)
+    rows, width = lm.get_input_embeddings().weight.shape
+    layers = lm.config.get_text_config().num_hidden_layers
+    ours = {"org_vocab_size": rows, "embedding_dim": width, "number of layers": layers}
+    numbers = re.findall(r"\b(org_vocab_size|embedding_dim)=(\d{1,9})\b", served)
+    theirs = {name: int(number) for name, number in numbers}
+    indices = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
+    if indices:
+        outer = min(indent for indent, _ in indices)  # lists inside a layer are indented further
+        last = max(int(index) for indent, index in indices if indent == outer)
+        theirs["number of layers"] = last + 1
+    for name, number in theirs.items():
+        other = f"a different model at {url}: the {name} is {number} there, {ours[name]} here"
+        require(number == ours[name], "rollout.vllm.urls", "this run's model", other)
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> None:

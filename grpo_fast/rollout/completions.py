@@ -210,7 +210,13 @@ def encode_prompts(
             expected = "token ids, because the model has no tokenizer (pass tokenizer=)"
             raise ValueError(f"prompts: expected {expected}, got {str(prompt)[:60]!r}")
         try:
-            encoded = _encoded(tokenizer, prompt, template_kwargs)
+            if _is_encoded(prompt):
+                encoded = [*prompt]
+            else:
+                # A chat template already writes special tokens such as BOS.
+                text = _text_of(tokenizer, prompt, template_kwargs)
+                is_plain = isinstance(prompt, str)
+                encoded = tokenizer(text, add_special_tokens=is_plain)["input_ids"]
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             expected = "expected a prompt that the tokenizer and its chat template accept"
             came = str(prompt)[:60]
@@ -245,18 +251,6 @@ def _text_of(
         continue_final_message=not opens,
         **(template_kwargs or {}),
     )
-
-
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, object] | None
-) -> list[int]:
-    if _is_encoded(prompt):
-        return list(prompt)
-    # Add special tokens only to plain text, because a chat template already writes tokens such as
-    # BOS.
-    is_plain = isinstance(prompt, str)
-    text = _text_of(tokenizer, prompt, template_kwargs)
-    return tokenizer(text, add_special_tokens=is_plain)["input_ids"]
 
 
 def _is_encoded(prompt: Prompt) -> bool:

@@ -136,13 +136,13 @@ class Samples:
 
     @property
     def prompt_ids(self) -> list[list[int]]:
-        """The prompt token ids of each sample."""
-        return [self.prompt(i).tolist() for i in range(len(self))]
+        """The untrained token ids of each sample."""
+        return [ids.tolist() for ids in self.ids[self.segment == PROMPT].split(self.prompt_lengths)]
 
     @property
     def completion_ids(self) -> list[list[int]]:
-        """The completion token ids of each sample."""
-        return [ids.tolist() for ids in self.ids[self.segment.bool()].split(self.lengths)]
+        """The trained token ids of each sample."""
+        return [ids.tolist() for ids in self.ids[self.segment == COMPLETION].split(self.lengths)]
 
     @property
     def sampling_logps(self) -> tuple[Tensor, ...]:

@@ -51,7 +51,8 @@ REQUIRED = {
     for name in (*NORMS[:2], *LINEAR, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
                  "mlp.down_proj")
 }  # fmt: skip
-OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *(f"{name}.bias" for name in LINEAR)}
+BIASES = [f"{name}.bias" for name in LINEAR]
+OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *BIASES}
 
 _verdicts: dict[Hashable, bool] = {}  # configuration of a trunk -> whether the decoder agrees
 
@@ -130,18 +131,16 @@ def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> boo
     dtype = head.weight.dtype
     if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != autocast.in_bf16():
         return False
-    if (
-        dtype != (torch.bfloat16 if autocast.in_bf16() else torch.float32)
-        or gemm.unavailable(dtype)
-        or loader.unavailable("decode")
-        or loader.unavailable("decoder")
-    ):
+    wanted = torch.bfloat16 if autocast.in_bf16() else torch.float32
+    if dtype != wanted or gemm.unavailable(dtype):
+        return False
+    if loader.unavailable("decode") or loader.unavailable("decoder"):
         return False
     return (
         {name for name, _ in trunk.named_children()} == TRUNK
         and layers.is_plain(*trunk.parameters())
         and layers.is_plain(head.weight, dtype=dtype)
-        and all(layer.settings.softcap is None for layer in cache.layers.values())
+        and all(layer.params.softcap is None for layer in cache.layers.values())
         and all(is_untouched(m) or (m is trunk and is_observed(m)) for m in trunk.modules())
         and all(map(is_llama_layer, trunk.layers))
     )
@@ -168,9 +167,12 @@ def configuration_of(trunk: PreTrainedModel) -> Hashable:
 
 
 def is_llama_layer(layer: Any) -> bool:
-    """Return whether a layer has Llama's parameters, SiLU, and one epsilon in all norms."""
+    """Return whether a layer has Llama's parameters, SiLU, and one epsilon in all norms.
+
+    The projections of q, k and v must all have a bias, or none of them.
+    """
     names = {name for name, _ in layer.named_parameters()}
-    if not REQUIRED <= names <= REQUIRED | OPTIONAL:
+    if not REQUIRED <= names <= REQUIRED | OPTIONAL or len(names & {*BIASES}) not in (0, 3):
         return False
     return is_silu(getattr(layer.mlp, "act_fn", None)) and len(set(epsilons(layer))) == 1
 
@@ -185,17 +187,13 @@ def weights_of(layer: Any, dtype: torch.dtype) -> cpp.LayerWeights:
     def pack(*weights: Tensor) -> Tensor:
         return cpp.pack(*(weight.to(dtype) for weight in weights))
 
-    biases = [w.get(f"{name}.bias") for name in LINEAR]
-    if any(bias is not None for bias in biases):
-        widths = (len(w[f"{name}.weight"]) for name in LINEAR)
-        zeros = w["input_layernorm.weight"].new_zeros
-        biases = [zeros(n) if b is None else b for b, n in zip(biases, widths, strict=True)]
+    biases = [w[name] for name in BIASES if name in w]
     attention, up = layer.self_attn, w["mlp.up_proj.weight"]
     (eps,) = set(epsilons(layer))
     return cpp.LayerWeights(
         norm=w["input_layernorm.weight"],
         qkv=pack(*(w[f"{name}.weight"] for name in LINEAR)),
-        bias=None if biases[0] is None else torch.cat(biases).to(dtype).float(),
+        bias=torch.cat(biases).to(dtype).float() if biases else None,
         q_norm=w.get("self_attn.q_norm.weight"),
         k_norm=w.get("self_attn.k_norm.weight"),
         out=pack(w["self_attn.o_proj.weight"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,8 @@ class SampledModel:
         self.tokenizer = tokenizer
         self.autocast = autocast
         configs = getattr(model, "peft_config", {}).values()
-        changes_inputs = any(config.is_prompt_learning for config in configs)
-        require(
-            not changes_inputs, "model", "a model with unchanged inputs", "peft's prompt learning"
-        )
+        fits = not any(config.is_prompt_learning for config in configs)
+        require(fits, "model", "a model with unchanged inputs", "peft's prompt learning")
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         softcap = getattr(self.lm.config, "attn_logit_softcapping", None)
         usual = "eager" if softcap is not None else self.lm.config._attn_implementation
@@ -132,7 +130,7 @@ class SampledModel:
         logits = self.lm(input_ids=ids, use_cache=False, **places).logits[:, :-1].float()
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def _autocast(self) -> torch.autocast:
         on = self.autocast is not None  # False also disables an autocast of the caller
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 

@@ -15,10 +15,8 @@ FLASH, EXPLICIT = ATTENTION["flash_cpu"], ATTENTION["explicit"]
 LAYOUTS = {
     "one segment": ([7], []),
     "packed: equal, similar and single-token segments": ([9, 13, 9, 2, 1, 17], []),
-    "one group": ([6, 4, 1, 3], [3]),
     "groups and plain segments": ([9, 4, 5, 1, 3, 2, 7, 10], [3, 2]),
     "groups of similar shape": ([9, 8, 8, 4, 4, 4, 3, 5, 2], [2, 2, 2]),
-    "equal completions, one call": ([5, 3, 3, 3], [3]),
     "a tree whose ancestors have no descendants at some distance": (
         [3, 2, 4, 1, 3, 2, 5, 2, 1, 3, 6],
         (-1, -1, 0, 0, 1, 2, 2, 4, 5, 5, -1),

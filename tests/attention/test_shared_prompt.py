@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_fast import attention
-from grpo_fast.attention import pack_groups, plan_packs, register
+from grpo_fast.attention import pack_groups, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
@@ -90,29 +90,6 @@ def test_rows_without_sharing_equal_one_by_one(everything_in_fp64, family):
     assert expected.dtype == got.dtype == torch.float64
     assert_close({"logps": got}, {"logps": expected})
     assert_close(gradients(model, got.sin().sum()), gradients(model, expected.sin().sum()))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "packed"])
-def test_groups_split_over_packs(everything_in_fp64, family, shared):
-    """Check that a group split over several rows gives the same results as in one row.
-
-    The results are the logps, and the gradients summed over the rows.
-    """
-    model, groups = tiny_model(family).double(), random_groups()
-    whole = pack_groups(groups)
-    expected = by_pack(model, whole)
-    rows = whole.split_groups(torch.arange(len(expected)))
-    plan = plan_packs([(len(p), [len(c) for c in cs]) for p, cs in groups], 30, shared=shared)
-    assert len(plan) > 2
-    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for shares in plan:
-        got = by_pack(model, pack_groups([s.of(groups) for s in shares], shared=shared))
-        own = torch.cat([rows[s.group][i] for s in shares for i in s.completions])
-        assert_close({"logps": got}, {"logps": expected[own]})
-        for name, gradient in gradients(model, got.sin().sum()).items():
-            total[name] += gradient
-    assert_close(total, gradients(model, expected.sin().sum()))
 
 
 def test_lora(everything_in_fp64):

@@ -47,6 +47,10 @@ def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer)
     options = {"group_size": 3, "seed": (4, 2)}
     ours = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=9, **options)
     assert state_of(model) == before and model.model.layers[0].mlp.drop.p == 0.5
+    with pytest.raises(RuntimeError), rollout.SampledModel(model, tokenizer).generation():
+        assert not model.training
+        raise RuntimeError
+    assert state_of(model) == before
     policy = Policy(tiny_model(), tokenizer)
     theirs = generate(policy, PROMPTS, Sampling(max_new_tokens=9), **options)
     assert ours.completion_ids == theirs.completion_ids

@@ -146,12 +146,3 @@ def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
 def test_positions_of_a_stretched_model(rope, positions):
     policy = tiny_policy(rope_parameters={"rope_theta": 1e4, **rope})
     assert policy.positions == positions
-
-
-def test_generation_mode_is_left_again(policy):
-    policy.lm.train()
-    with pytest.raises(RuntimeError, match="stop"), policy.generation():
-        assert not policy.lm.training and policy.lm.config._attn_implementation == "sdpa"
-        raise RuntimeError("stop")
-    assert policy.lm.training and policy.lm.config._attn_implementation == "grpo_packed"
-    policy.lm.eval()

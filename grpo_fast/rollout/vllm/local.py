@@ -86,9 +86,8 @@ class VLLMEngine(Engine):
         parameters = [SamplingParams(**fields) for fields in vllm_request.parameters()]
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         served = (parsed(Choices, _as_response(output), "vLLM") for output in outputs)
-        return vllm_request.in_groups(
-            [vllm_request.completions(choices, "vLLM") for choices in served]
-        )
+        done = [vllm_request.completions(choices, "vLLM") for choices in served]
+        return vllm_request.in_groups(done)
 
 
 def _as_response(output: Any) -> dict[str, Any]:

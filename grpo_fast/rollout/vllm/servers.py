@@ -138,9 +138,8 @@ class VLLMServers(Engine):
         failed: dict[Link, ServerError] = {}
 
         def generate(i: int, link: Link) -> None:
-            prompt = request.prompts[i], parameters[i]
             try:
-                done[i] = link.generate(*prompt, vllm_request, deadline)
+                done[i] = link.generate(request.prompts[i], parameters[i], vllm_request, deadline)
             except ServerError as error:
                 failed[link] = error
 

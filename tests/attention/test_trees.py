@@ -185,6 +185,8 @@ def test_groups_are_the_tree_of_two_levels():
         first = [0, 3, 4]
         placed = [[first[s.group] + i for s in pack for i in s.completions] for pack in packs]
         assert placed == plan_trees(samples, budget)
+        completions = [ids for pack in packs for s in pack for ids in s.of(groups)[1]]
+        assert sorted(completions) == sorted(ids for _, cs in groups for ids in cs)
 
 
 @settings(max_examples=40, deadline=None)

@@ -71,7 +71,7 @@ def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
 
 
 def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
-    """Check that `SampledModel` without a tokenizer samples the same completions as with one.
+    """Check that `SampledModel` samples the same completions with and without a tokenizer.
 
     The prompts must be token ids, and the texts of the completions are empty.
     """

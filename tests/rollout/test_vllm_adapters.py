@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm import adapter, transfer
 from grpo_fast.rollout.vllm import servers as servers_module
-from grpo_fast.rollout.vllm.answers import ServerError
+from grpo_fast.rollout.vllm.answers import LoRAInfo, ServerError
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
 from grpo_fast.train.models.policy import Policy
@@ -25,6 +25,7 @@ from tests.tiny import SYMBOLS, tiny_model
 # Largest allowed difference of log-probs, in nats. It is not 0, because the simulated server merges
 # the adapter into its weights, which rounds differently.
 CLOSE = 1e-4
+LIMITS = LoRAInfo(max_lora_rank=8, target_modules=None)
 
 
 def adapted(**settings) -> Policy:
@@ -54,7 +55,7 @@ def servers(impatient):
     base = Policy(tiny_model("llama", vocab_size=14), build_symbol_tokenizer(SYMBOLS))
     made = [StandIn(base), StandIn(base)]
     for server in made:
-        server.lora = {"target_modules": None}
+        server.lora = {"max_lora_rank": 8, "target_modules": None}
     yield made
     for server in made:
         server.stop()
@@ -148,11 +149,15 @@ def test_weights_that_vllm_would_not_receive_are_refused(policy, server):
     policy.model.base_model.set_adapter(["default", "second"])
     for given, message in (
         (policy, "merged weights are sent.*, got the adapters default, second"),
+        (
+            adapted(rank_pattern={"q_proj": 9}),
+            "max_lora_rank of at least 9, .* of the adapter, got 8",
+        ),
         (adapted(modules_to_save=["norm"]), "the trained weight .*modules_to_save"),
         (adapted(target_modules=["embed_tokens"]), "the target module model.embed_tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            adapter.check(given, None, server.url)
+            adapter.check(given, LIMITS, server.url)
 
 
 def test_renamed_modules_are_refused(policy, monkeypatch):
@@ -165,10 +170,10 @@ def test_renamed_modules_are_refused(policy, monkeypatch):
         state = transfer.checkpoint_tensors(lm, merged=merged)
         return {name.replace("q_proj", "query"): tensor for name, tensor in state.items()}
 
-    adapter.check(policy, None, "")
+    adapter.check(policy, LIMITS, "")
     monkeypatch.setattr(adapter, "checkpoint_tensors", renamed)
     with pytest.raises(ValueError, match="the target module model.layers.0.self_attn.q_proj"):
-        adapter.check(policy, None, "")
+        adapter.check(policy, LIMITS, "")
 
 
 def test_an_adapter_that_a_server_cannot_load_is_explained(policy, server):

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.errors import require
+from grpo_fast.rollout.vllm.answers import LoRAInfo
 from grpo_fast.rollout.vllm.transfer import adapted_modules, checkpoint_tensors
 
 
-def check(policy: Any, targets: Sequence[str] | None, url: str) -> None:
+def check(policy: Any, limits: LoRAInfo, url: str) -> None:
     """Check that vLLM would receive everything that is trained, and use all of it.
 
-    vLLM itself refuses an adapter whose rank or peft options it does not support.
+    vLLM itself refuses an adapter whose peft options it does not support.
 
     Args:
         policy: a policy with an adapter.
-        targets: vLLM's `lora_target_modules`, or None for all modules.
+        limits: the LoRA settings of the server.
         url: the server, for the error message.
 
     Raises:
-        ValueError: vLLM would ignore a module, or weights outside of one adapter are trained.
+        ValueError: the rank is too large, vLLM would ignore a module, or weights outside of one
+            adapter are trained.
     """
+    where = f"rollout.vllm.urls: {url}"
     modules = adapted_modules(policy.lm)
+    rank = max(max(module.r.values()) for module in modules.values())
+    expected = f"a max_lora_rank of at least {rank}, the rank of the adapter"
+    require(rank <= limits.max_lora_rank, where, expected, limits.max_lora_rank)
+    targets = limits.target_modules
     leaves = sorted({name.rpartition(".")[2] for name in modules})
     ignored = [leaf for leaf in leaves if targets is not None and leaf not in targets]
-    where = f"rollout.vllm.urls: {url}"
     expected = f"lora_target_modules that include {', '.join(leaves)}"
     require(not ignored, where, expected, targets)
     active = {name for module in modules.values() for name in module.active_adapters}

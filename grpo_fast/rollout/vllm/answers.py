@@ -66,6 +66,7 @@ class Results(Reply):
 class LoRAInfo(Reply):
     """LoRA settings that a server reports if it was started with --enable-lora."""
 
+    max_lora_rank: int
     target_modules: list[str] | None
 
 

@@ -82,7 +82,7 @@ class Link:
             log.warning(message, url, theirs, ours, advice)
         self.loads_adapters = info.lora is not None
         if info.lora is not None and transfer.adapted_modules(policy.lm):
-            adapter.check(policy, info.lora.target_modules, url)
+            adapter.check(policy, info.lora, url)
 
     def generate(
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest,

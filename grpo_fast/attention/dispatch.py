@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib import metadata, util
 from typing import NamedTuple
 
 import torch
@@ -169,21 +170,35 @@ def self_test(attention: Attention, kind: Kind) -> float:
     return float(torch.stack([(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]).max())
 
 
-def _is_flash(kind: Kind) -> bool:
-    """Return whether the FlashAttention 2 that is built into torch supports an input.
+def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
+    """Return whether a version of FlashAttention supports an input.
 
-    It needs a GPU of compute capability 8.0 or higher, 16-bit inputs without a softcap, and a
-    head_dim that is a multiple of 8 and at most 256.
+    FlashAttention needs a GPU of compute capability `least_sm` or higher, 16-bit inputs, and a
+    head_dim that is a multiple of 8 and at most `most_head_dim`.
     """
     is_16_bit = kind.dtype in (torch.float16, torch.bfloat16)
-    fits = is_16_bit and not kind.has_softcap and kind.head_dim % 8 == 0 and kind.head_dim <= 256
-    return fits and kind.device == "cuda" and _compute_capability(kind.gpu) >= 80
+    if kind.device != "cuda" or not is_16_bit or kind.head_dim % 8:
+        return False
+    return kind.head_dim <= most_head_dim and _compute_capability(kind.gpu) >= least_sm
 
 
 @cache
 def _compute_capability(index: int | None) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
+
+
+@cache
+def _has_distribution(name: str) -> bool:
+    """Return whether a Python distribution is installed.
+
+    FA2 and FA4 both install a module `flash_attn`, so the module name does not identify the
+    version.
+    """
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
@@ -210,8 +225,16 @@ def _csrc(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attention
 
 
 PROVIDERS = (
-    # For 16-bit inputs on CUDA, try the FlashAttention 2 that is built into torch first.
-    _partial(_is_flash, "flash_aten", cuda.forward, cuda.backward),
+    # For 16-bit inputs on CUDA, try FlashAttention 4, then 3, then 2 from the package flash-attn,
+    # and finally the FlashAttention 2 that is built into torch.
+    _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
+             and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
+    _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)
+             and _compute_capability(kind.gpu) < 100, "fa3", cuda.fa3_forward, cuda.fa3_backward),
+    _partial(lambda kind: _has_distribution("flash-attn") and _flash(kind, 80),
+             "fa2", cuda.fa2_forward, cuda.fa2_backward),
+    _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
+             "flash_aten", cuda.aten_forward, cuda.aten_backward),
     # For other inputs on CUDA, use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
     # For inputs on the CPU, try our C++ kernel first, then torch's FlashAttention with one call per

@@ -1,13 +1,15 @@
-"""Tests of the arguments that our code passes to torch's CUDA attention kernels, without a GPU.
+"""Tests of the arguments that our code passes to CUDA attention kernels, without a GPU.
 
-The kernels run on meta tensors, or fake functions with the operators' schemas replace them.
+The kernels of torch run on meta tensors. Fake packages with the documented signatures replace
+flash-attn.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     fields = {"sliding_window": window} if window else {}
     model = tiny_model("mistral" if window else "qwen2", **fields).to(torch.bfloat16).to("meta")
     model.set_attn_implementation(register())
-    forward = dispatch.cuda.forward
+    forward = dispatch.cuda.aten_forward
 
     def spy(q, k, v, spans, rule):
         calls.append(
@@ -46,7 +48,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
         assert lse.shape == (q.shape[1], q.shape[0]) and lse.dtype == torch.float32
         return out, lse
 
-    kernel = Kernel(spy, dispatch.cuda.backward)
+    kernel = Kernel(spy, dispatch.cuda.aten_backward)
     provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
     monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
     # transformers reads position_ids to find packed sequences, but meta tensors have no values.
@@ -73,22 +75,23 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 
 
 def spans_of(cu_q, cu_k, causal):
-    """Convert the arguments of an operator to the `Spans` of our explicit kernel.
+    """Convert the arguments of an attention package to the `Spans` of our explicit kernel.
 
-    Also check that every span has keys, because FlashAttention does not support queries without
-    keys.
+    Also check that every span has keys, because the packages do not support queries without keys.
     """
     assert all(k > 0 for k in cu_k.diff().tolist())
     return Spans.of(cu_q.diff().tolist(), cu_k.diff().tolist(), causal=causal)
 
 
-def rule_of(spans, scale, left, right):
-    """Convert the arguments of an operator to `AttentionParams`.
+def rule_of(spans, scale, left, right, softcap):
+    """Convert the arguments of an attention package to `AttentionParams`.
 
-    `left` and `right` are the numbers of visible tokens before and after a query, or -1.
+    `left` and `right` are the numbers of visible tokens before and after a query. None and -1 mean
+    no limit.
     """
+    left, right = (-1 if x is None else x for x in (left, right))
     assert right == 0 if spans.causal and left >= 0 else spans.causal or left == right == -1
-    return AttentionParams(scale, left + 1 if left >= 0 else None)
+    return AttentionParams(scale, left + 1 if left >= 0 else None, softcap or None)
 
 
 def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
@@ -96,6 +99,15 @@ def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
     assert cu_q.dtype == cu_k.dtype == torch.int32
     assert (max_q, max_k) == (max(2, int(cu_q.diff().max())), int(cu_k.diff().max()))
     assert len(k) == int(cu_k[-1])
+
+
+# Signatures of the attention functions that the fake packages replace. flash-attn 2.8 (private
+# functions), FA3 (hopper) and FA4 cannot be installed without a GPU. Their signatures are therefore
+# copied from their documentation, without the arguments that we never pass. The signatures of
+# torch's CUDA kernels come from their schemas.
+FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
+WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
+FA4_KEYS = "window_size_left=None, window_size_right=None"
 
 
 def aten_signature(name: str) -> str:
@@ -106,52 +118,115 @@ def aten_signature(name: str) -> str:
     return ", ".join([*words[:first], "*", *words[first:]])
 
 
+SIGNATURES = {
+    "fa2": (
+        "flash_attn.flash_attn_interface._flash_attn_varlen_{}ward",
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
+        f"softmax_scale, causal, {WINDOW}, alibi_slopes=None, return_softmax=False, "
+        "block_table=None, leftpad_k=None, seqused_k=None",
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, "
+        "max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, "
+        "softcap, alibi_slopes, deterministic, rng_state=None",
+    ),
+    "fa3": (
+        "flash_attn_interface._flash_attn_{}ward",
+        f"q, k, v, {FA3_KEYS.format('')}softmax_scale=None, causal=False, {WINDOW}",
+        f"dout, q, k, v, out, softmax_lse, {FA3_KEYS.format('sequed_q=None, sequed_k=None, ')}"
+        f"dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, {WINDOW}, "
+        "deterministic=False, sm_margin=0",
+    ),
+    "fa4": (
+        "flash_attn.cute.interface._flash_attn_{}wd",
+        f"q, k, v, {FA3_KEYS.format('')}softmax_scale=None, causal=False, softcap=None, {FA4_KEYS},"
+        " return_lse=False",
+        f"q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, {FA4_KEYS}, "
+        f"{FA3_KEYS.format('')}deterministic=False",
+    ),
+    "flash_aten": (
+        "_flash_attention_{}ward",
+        aten_signature("_flash_attention_forward"),
+        aten_signature("_flash_attention_backward"),
+    ),
+}
 RENAMED = {
     "query": "q", "key": "k", "value": "v", "cum_seq_q": "cu_seqlens_q", "grad_out": "dout",
     "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
-    "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse",
+    "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
 }  # fmt: skip
-# The random state that torch's forward function returns, and that its backward must receive.
+# MORE contains the results that each fake forward function returns after (out, lse). STATE stands
+# for the random state that torch's forward function returns, and that its backward function must
+# receive.
 STATE = torch.zeros(2, dtype=torch.uint64)
+MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
+        "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
 
-def bound(name: str) -> Callable:
-    """Return a function that checks the arguments of a torch operator and converts them."""
-    bind = eval(f"lambda {aten_signature(name)}: locals()")
+def stand_ins(name: str) -> tuple[Callable, Callable]:
+    """Return fake forward and backward functions of an attention package.
 
-    def read(*given, **named) -> tuple:
-        x = SimpleNamespace(**{RENAMED.get(n, n): v for n, v in bind(*given, **named).items()})
-        assert x.dropout_p == 0.0
-        spans = spans_of(x.cu_seqlens_q, x.cu_seqlens_k, x.causal)
-        return x, spans, rule_of(spans, x.softmax_scale, x.window_size_left, x.window_size_right)
+    They have the signatures of the package and check their arguments. The explicit kernel computes
+    their results, so they also run on a CPU.
+    """
 
-    return read
+    def bound(parameters: str) -> Callable:
+        bind = eval(f"lambda {parameters}: locals()")
+
+        def read(*given, **named) -> tuple:
+            x = SimpleNamespace(**{RENAMED.get(n, n): v for n, v in bind(*given, **named).items()})
+            assert vars(x).get("dropout_p", 0.0) == 0.0 and vars(x).get("return_lse", True)
+            assert not vars(x).get("return_debug_mask")
+            spans = spans_of(x.cu_seqlens_q, x.cu_seqlens_k, x.causal)
+            window = x.window_size_left, x.window_size_right
+            softcap = vars(x).get("softcap") or None
+            return x, spans, rule_of(spans, x.softmax_scale, *window, softcap)
+
+        return read
+
+    forward_arguments, backward_arguments = map(bound, SIGNATURES[name][1:])
+
+    def forward(*given, **named):
+        x, spans, rule = forward_arguments(*given, **named)
+        out, lse = EXPLICIT.forward(x.q, x.k, x.v, spans, rule)
+        return out, lse.contiguous(), *MORE[name]
+
+    def backward(*given, **named):
+        x, spans, rule = backward_arguments(*given, **named)
+        cu_q, cu_k = x.cu_seqlens_q, x.cu_seqlens_k
+        check_gradient_inputs(x.q, x.k, x.lse, cu_q, cu_k, x.max_seqlen_q, x.max_seqlen_k)
+        assert name != "fa4" or 0 not in spans.queries  # early releases of FA4 do not support it
+        if name == "flash_aten":
+            assert (x.rng_state.shape, x.rng_state.dtype, x.unused.shape) == (
+                (2,), torch.uint64, (0,)
+            )  # fmt: skip
+        gradients = EXPLICIT.backward(x.dout, Saved(x.q, x.k, x.v, x.out, x.lse), spans, rule)
+        if name not in ("fa2", "fa3"):
+            return gradients
+        for target, gradient in zip((x.dq, x.dk, x.dv), gradients, strict=True):
+            target.copy_(gradient)
+
+    return forward, backward
 
 
-def fake_forward(*given, **named):
-    x, spans, rule = bound("_flash_attention_forward")(*given, **named)
-    assert not x.return_debug_mask
-    out, lse = EXPLICIT.forward(x.q, x.k, x.v, spans, rule)
-    return out, lse.contiguous(), STATE, STATE[:0], STATE[:0]
-
-
-def fake_backward(*given, **named):
-    x, spans, rule = bound("_flash_attention_backward")(*given, **named)
-    cu_q, cu_k = x.cu_seqlens_q, x.cu_seqlens_k
-    check_gradient_inputs(x.q, x.k, x.lse, cu_q, cu_k, x.max_seqlen_q, x.max_seqlen_k)
-    assert (x.rng_state.shape, x.rng_state.dtype, x.unused.shape) == ((2,), torch.uint64, (0,))
-    return EXPLICIT.backward(x.dout, Saved(x.q, x.k, x.v, x.out, x.lse), spans, rule)
-
-
+@pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("has_window", [False, True])
-def test_the_operators_are_called_by_their_schemas(monkeypatch, has_window):
-    """Check that torch's operators receive valid arguments, and that the outputs are right."""
-    aten = SimpleNamespace(
-        _flash_attention_forward=fake_forward, _flash_attention_backward=fake_backward
-    )
-    stand_in = SimpleNamespace(
-        ops=SimpleNamespace(aten=aten), empty=torch.empty, uint64=torch.uint64
-    )
-    monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
-    kind = Kind("cpu", torch.float64, 8, has_window)
-    assert dispatch.self_test(ATTENTION["flash_aten"], kind) < 1e-14
+def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_window):
+    """Check that each package receives valid arguments, and that the outputs are right."""
+    path, *_ = SIGNATURES[name]
+    module_name, _, function_name = path.rpartition(".")
+    module = ModuleType(module_name or "aten")
+    directions = ("for", "back") if path.endswith("ward") else ("f", "b")
+    for direction, function in zip(directions, stand_ins(name), strict=True):
+        setattr(module, function_name.format(direction), function)
+    if module_name:
+        parts = module_name.split(".")
+        for end in range(1, len(parts)):  # parent packages
+            around = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, around, ModuleType(around))
+        monkeypatch.setitem(sys.modules, module_name, module)
+    else:
+        ops = SimpleNamespace(aten=module)
+        stand_in = SimpleNamespace(ops=ops, empty=torch.empty, uint64=torch.uint64)
+        monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
+    for has_softcap in (False, True) if name in ("fa2", "fa3") else (False,):
+        kind = Kind("cpu", torch.float64, 8, has_window, has_softcap)
+        assert dispatch.self_test(ATTENTION[name], kind) < 1e-14

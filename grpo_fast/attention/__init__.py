@@ -1,4 +1,4 @@
-"""Attention of packed rows, in which a prefix that several sequences share is computed once."""
+"""Attention over packed rows, where a prefix shared by several sequences is computed only once."""
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 # (T, H, D), k (T, H_kv, D), v (T, H_kv, D) and output (T, H, D).
 Attention = Callable[..., Tensor]
 
-# Maximum relative L2 error of output and gradients with which a kernel passes its self-test, for
-# each dtype.
+# Maximum relative L2 error of the output and the gradients at which a kernel still passes its
+# self-test, for each dtype.
 SELF_TEST_TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
@@ -85,7 +85,7 @@ def packed_rows_attention(
         scale: number by which the scores q·kᵀ are multiplied.
         window: maximum number of keys that a query attends to, including the key at its position.
             None: all keys.
-        softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
+        softcap: bound c, which turns each score s into c·tanh(s/c). None: no bound.
 
     Returns:
         The attention output, (T, H, D).
@@ -173,7 +173,7 @@ def self_test(attention: Attention, kind: Kind) -> float:
 def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
     """Return whether a version of FlashAttention supports an input.
 
-    FlashAttention needs a GPU with at least the compute capability `least_sm`, 16-bit inputs, and a
+    FlashAttention needs a GPU of compute capability `least_sm` or higher, 16-bit inputs, and a
     head_dim that is a multiple of 8 and at most `most_head_dim`.
     """
     is_16_bit = kind.dtype in (torch.float16, torch.bfloat16)
@@ -205,8 +205,8 @@ def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
     """Return whether an input is on the CPU, has one of these dtypes, and no window or softcap.
 
     The fast CPU kernels ignore windows and softcaps. In a causal span, they let query i attend to
-    the first i + 1 keys. This is correct only if the span has as many keys as queries. A window can
-    add keys of ancestors to a span, which would then have more keys than queries.
+    the first i + 1 keys. This is correct only if the span has as many keys as queries. With a
+    window, a span may also contain keys of ancestors, and then has more keys than queries.
     """
     has_extras = kind.has_window or kind.has_softcap
     return kind.device == "cpu" and kind.dtype in dtypes and not has_extras
@@ -225,8 +225,8 @@ def _csrc(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attention
 
 
 PROVIDERS = (
-    # For 16-bit inputs on CUDA, FlashAttention 4 is tried first, then version 3, then version 2 of
-    # the package flash-attn, and then the version 2 that is built into torch.
+    # For 16-bit inputs on CUDA, try FlashAttention 4, then 3, then 2 from the package flash-attn,
+    # and finally the FlashAttention 2 that is built into torch.
     _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
              and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
     _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)
@@ -235,13 +235,14 @@ PROVIDERS = (
              "fa2", cuda.fa2_forward, cuda.fa2_backward),
     _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
              "flash_aten", cuda.aten_forward, cuda.aten_backward),
-    # Other inputs on CUDA use compiled flex_attention.
+    # For other inputs on CUDA, use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
-    # Inputs on the CPU use our C++ kernel, then torch's FlashAttention with one call per span.
+    # For inputs on the CPU, try our C++ kernel first, then torch's FlashAttention with one call per
+    # span.
     Provider("csrc", lambda kind: _is_plain(kind, torch.float32, torch.bfloat16)
              and not loader.unavailable("attention"), _csrc),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward),
-    # All other inputs use the kernel that stores the scores of one chunk of queries at a time.
+    # For all other inputs, use the kernel that stores the scores of one chunk of queries at a time.
     _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
 )  # fmt: skip

@@ -33,7 +33,7 @@ Built = TypeVar("Built")
 
 
 class Copies(NamedTuple):
-    """Rows of the keys of an attention call, if the call uses some rows several times.
+    """Key rows of an attention call that uses some rows more than once.
 
     Each use of a row is called a copy of the row.
     """
@@ -45,7 +45,7 @@ class Copies(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor, total: int) -> Copies:
         # Use a stable sort, so that `sum_copies` adds the gradients of a row's copies in a fixed
-        # order. The result is then reproducible bit by bit.
+        # order. The result is then bitwise reproducible.
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def sum_copies(self, grad: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ class Call(NamedTuple):
     keys: slice | Copies  # rows of the keys
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the rows of x, the keys or the values, that the call uses, (Tk, …).
+        """Return the rows of x that the call uses, (Tk, …). Here x contains the keys or the values.
 
-        The result is a view of x, unless the call uses a row several times.
+        The result is a view of x, unless the call uses a row more than once.
         """
         return x[self.keys] if isinstance(self.keys, slice) else x[self.keys.rows]
 
@@ -104,8 +104,8 @@ class TreeLayout:
             lengths: number of tokens of each segment. No length may be 0, because FlashAttention
                 returns lse = +inf for an empty segment.
             device: the model's device.
-            parents: index of the parent of each segment, −1 for a root. Parents must ascend up to
-                the last segment that has a parent. If empty, all segments are roots.
+            parents: index of each segment's parent, or −1 for a root, in ascending order. Only
+                roots without children may follow at the end. If empty, all segments are roots.
 
         Returns:
             The layout.
@@ -188,8 +188,9 @@ class TreeLayout:
         """Return the attention calls of the row.
 
         In call 0, every segment attends causally to itself. In call j, every segment that has an
-        ancestor at distance j attends to this ancestor. The keys of a call are one range of
-        segments. A segment in this range without descendants at distance j gets no queries.
+        ancestor at distance j attends to this ancestor. The keys of a call come from one contiguous
+        range of segments. A segment in this range without descendants at distance j gets no
+        queries.
         """
         device = self.cu_seqlens.device
         all_rows = slice(0, self.total)
@@ -216,7 +217,7 @@ class TreeLayout:
         """Return one causal call for a sliding window.
 
         The window begins at a different key for each query, so a separate call on an ancestor
-        cannot express it. Instead, the keys of each segment are preceded by copies of the last
+        cannot represent it. Instead, the keys of each segment are preceded by copies of the last
         window − 1 keys of its ancestors.
         """
         return self.cached(("copies", window), lambda: self._window_calls(window))
@@ -233,7 +234,7 @@ class TreeLayout:
         return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return the result of `build`, which is called once for each key. All layers share it."""
+        """Return the result of `build`, which runs once per key. All layers share the result."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

@@ -74,9 +74,9 @@ def packed_attention(
 
     Args:
         module: the attention layer.
-        query: (1, H, T, D). Queries.
-        key: (1, H_kv, T, D). Keys.
-        value: (1, H_kv, T, D), or with a smaller last dimension than the keys. Values.
+        query: queries, (1, H, T, D).
+        key: keys, (1, H_kv, T, D).
+        value: values, (1, H_kv, T, D_v), where D_v is at most D.
         attention_mask: the result of `window_as_mask`, which is None or the size of a sliding
             window.
         dropout: must be 0.
@@ -113,11 +113,11 @@ def packed_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__}: packed attention is causal, this layer is not")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    # Convert to the dtype of the values. Under autocast, RoPE returns fp32 queries and keys, but
-    # the values have 16 bits.
+    # Convert to the dtype of V. Under autocast, RoPE returns fp32 queries and keys, but V is in a
+    # 16-bit dtype.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    # Pad the values with zeros if their last dimension is smaller than that of the keys, as in
-    # latent attention (DeepSeek). The padding is removed below.
+    # Pad V with zeros if its last dimension is smaller than that of the keys, as in latent
+    # attention (DeepSeek). The padding is removed below.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
     out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)

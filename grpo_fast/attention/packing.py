@@ -30,9 +30,9 @@ class PackedTree:
     """B samples packed into one row.
 
     The model computes the hidden states of the row's T tokens. From these, the LM head computes R
-    predictions: one for each trained token of each sample, in the caller's order. The last trained
-    token of a sample and the tokens after it are left out of the row, because no trained token is
-    predicted from them.
+    predictions: one for each trained token of each sample, in the caller's order. The row omits
+    each sample's last trained token and everything after it, because no trained token is predicted
+    from them.
 
     Attributes:
         input_ids: (1, T), int64. Token ids of the row.
@@ -83,8 +83,8 @@ class PackedTree:
 class PackedGroups(PackedTree):
     """Groups of completions packed into one row.
 
-    Each completion is a sample in which the tokens of the completion are trained. The class also
-    has the attributes of `PackedTree`.
+    Each completion is one sample, and only its completion tokens are trained. The class also has
+    the attributes of `PackedTree`.
 
     Attributes:
         group_sizes: number of completions of each group.
@@ -120,13 +120,12 @@ def pack_tree(
     all samples but one.
 
     Args:
-        samples: pairs (ids, trained). `ids` are the n token ids of a sample, and `trained` has a
-            bool for each id that says whether the token is trained. At least one token must be
-            trained.
+        samples: for each sample a pair (ids, trained): its n token ids, and a bool for each id that
+            says whether the token is trained. At least one token must be trained.
         apart: one key for each sample. A key is a number, or a tensor with a number for each id of
-            the sample. Tokens of two samples are stored once only if their keys are equal, too.
-            Pass keys if the model has inputs other than the ids, for example images, adapters or
-            replayed routes. None: equal ids are enough.
+            the sample. Two samples share a token only if their keys are equal as well. Pass keys if
+            the model has inputs other than the ids, for example images, adapters or replayed
+            routes. None: equal ids are enough.
         merge_cost: a shared prefix is stored once if this saves at least this fraction of the
             tokens that follow the prefix. Otherwise each branch gets a copy of the prefix. 0 stores
             every shared token once.
@@ -263,14 +262,15 @@ def trie_of(
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
     """Check samples, and build the trie of their ids.
 
-    From each sample, the trie takes only the ids before the last trained token of that sample. It
-    takes no ids from a sample without trained tokens.
+    The trie contains only the ids before the last trained token of each sample, and no ids of a
+    sample without trained tokens.
 
     Returns:
         A pair (all ids, positions of the trained tokens) for each sample, and the trie.
     """
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    # Omit the last trained token and the tokens after it, because they predict no trained token.
+    # Cut each sample before its last trained token, because no trained token is predicted from the
+    # rest.
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
         expected = f"a number for each of {len(words)} samples"

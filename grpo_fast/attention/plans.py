@@ -46,9 +46,9 @@ def plan_packs(
     """Distribute groups over packed rows of at most `budget` tokens each.
 
     The algorithm is best fit, and the result is deterministic. A group stays in one row unless it
-    exceeds the budget alone. In that case its completions are distributed over as few rows as best
-    fit finds, each with a copy of the prompt. A completion that exceeds the budget alone gets a
-    separate row. Without sharing, every completion is placed separately.
+    exceeds the budget on its own. In that case its completions are distributed over as few rows as
+    best fit finds, each with a copy of the prompt. A completion that exceeds the budget on its own
+    gets a separate row. Without sharing, every completion is placed separately.
 
     Args:
         lengths: for each group the pair (prompt tokens, [tokens of each completion, …]).
@@ -85,11 +85,11 @@ def plan_trees(
     Samples that begin with the same tokens share a prefix, which a row needs only once. They stay
     in one row if the prefix and the rest of these samples fit into the budget together. Otherwise
     they are distributed over several rows, and each of these rows contains the prefix. A sample
-    that exceeds the budget alone gets a separate row.
+    that exceeds the budget on its own gets a separate row.
 
-    `pack_tree` copies a shared prefix if storing it once would save fewer tokens than its
-    argument `merge_cost` demands. `plan_trees` counts such a prefix only once, so that the packed
-    row may have more tokens than the budget.
+    `pack_tree` copies a shared prefix if storing it once would save fewer tokens than its argument
+    `merge_cost` demands. `plan_trees` counts such a prefix only once, so the packed row may exceed
+    the budget.
 
     Args:
         samples: pairs (ids, trained), as for `pack_tree`.
@@ -108,7 +108,7 @@ def plan_trees(
 
 
 def tree_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of distinct tokens that one packed row with all these samples needs.
+    """Return the number of distinct tokens in a packed row that contains all these samples.
 
     `plan_trees` compares this number with its budget.
     """

@@ -22,7 +22,7 @@ class AttentionParams(NamedTuple):
     Attributes:
         scale: number by which the scores are multiplied.
         window: maximum number of keys that a query attends to. None: all keys.
-        softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
+        softcap: bound c, which turns each score s into c·tanh(s/c). None: no bound.
     """
 
     scale: float
@@ -66,7 +66,7 @@ class Spans:
 
     @cached_property
     def with_queries(self) -> tuple[Spans, Tensor]:
-        """Return the spans that have queries, and the row numbers of their keys, 1-D int64."""
+        """Return the spans that have queries, and the indices of their rows of keys (1-D int64)."""
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0
@@ -75,7 +75,7 @@ class Spans:
 
     @cached_property
     def rows(self) -> list[tuple[slice, slice]]:
-        """Return, for each span that has queries, the slice of its queries and that of its keys."""
+        """Return a pair (slice of queries, slice of keys) for each span that has queries."""
         ends = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
         sides = ([slice(*pair) for pair in pairwise(x)] for x in ends)
         return [span for span, n in zip(zip(*sides, strict=True), self.queries, strict=True) if n]

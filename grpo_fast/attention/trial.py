@@ -25,12 +25,12 @@ LIMITS = re.compile(
 # Names of configuration fields with the size of a position table, which a position must not exceed.
 TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
 FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
-# Positions that trials also test, because a limit may be in the code of a model instead of its
-# configuration.
+# Positions that every trial tests as well, because a model's code may change its computation at a
+# position that the configuration does not name.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
 PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
 # Size of the pool of random numbers. Large weights are filled by repeating the pool. The size is
-# prime, so that each row starts at a different place of the pool and no two rows are equal.
+# prime, so each row starts at a different position in the pool and no two rows are equal.
 POOL = 65_521
 WIDE = torch.float32, torch.float64
 RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
@@ -54,13 +54,13 @@ def limits_of(config: object, names: re.Pattern[str] = LIMITS) -> list[int]:
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
     """Return the positions at which the sequences of a trial begin.
 
-    For each limit in the configuration, one sequence crosses the limit within its prompt, and one
-    sequence crosses the limit within its completion.
+    For each limit in the model's configuration, one sequence crosses the limit within its prompt,
+    and one sequence crosses it within its completion.
 
     Args:
         lm: the model.
-        bound: number of positions that the model supports. It is ignored if the model uses rotary
-            embeddings and has no table of this size.
+        bound: number of positions that the model supports, according to its configuration. It is
+            ignored if the model uses rotary embeddings without a table of this many positions.
     """
     starts = {0, *SPREAD}
     for limit in limits_of(lm.config):
@@ -113,18 +113,19 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
 
 
 def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Run a trial with the model's weights at position 0, and with random weights at all positions.
+    """Measure the gap with the model's weights at position 0, and with random weights everywhere.
 
     Args:
         policy: an object with `lm`, `positions` and `autocast`.
-        gap: the trial. Its argument lists the first position of each sequence. If the list is
-            empty, the sequences are short and begin at position 0. The trial returns the largest
-            difference in nats, or NaN if the model's own logps are NaN.
+        gap: function that returns the largest difference in nats between a faster computation and
+            the model's forward pass, or NaN if the model's own logps are NaN. Its argument lists
+            the first position of each sequence. If the list is empty, the sequences begin at
+            position 0.
 
     Returns:
-        The difference with the model's weights at position 0, and the largest of all differences.
-        Differences with random weights are divided by `RANDOM_FACTOR` first. Both numbers are NaN
-        if the model's weights are NaN.
+        The gap with the model's weights at position 0, and the largest of all gaps. Gaps with
+        random weights are divided by `RANDOM_FACTOR` first. Both numbers are NaN if the model's
+        weights are NaN.
     """
     starts = starts_of(policy.lm, policy.positions)
     at_start = gap(())
@@ -133,7 +134,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
         with random_weights(policy.lm) as are_random:
             if are_random:
                 elsewhere = max(gap(()), gap(starts)) / RANDOM_FACTOR
-    # If random weights were impossible or overflowed, test all positions with the model's weights.
+    # If random weights could not be used or led to an overflow, use the model's weights.
     if math.isnan(elsewhere):
         elsewhere = gap(starts)
     return at_start, max(at_start, elsewhere)
@@ -141,11 +142,10 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
 
 @contextmanager
 def in_fp32(policy: Any) -> Iterator[None]:
-    """Disable autocast inside the context, so that a trial can use the small tolerance of fp32.
+    """Disable CPU autocast inside the context, so that a trial can use the tolerance of fp32.
 
     With autocast, the model's own logits are rounded to bf16. This rounding changes a
-    log-probability by up to 0.1 nats, which would hide a wrong formula. On a GPU the context has no
-    effect.
+    log-probability by up to 0.1 nats, which would hide a wrong formula.
 
     Args:
         policy: an object with `device` and `autocast`.
@@ -166,11 +166,11 @@ def in_fp32(policy: Any) -> Iterator[None]:
 def random_weights(model: nn.Module) -> Iterator[bool]:
     """Give a model random weights inside the context.
 
-    Layers with equal shapes share weights. The context yields False and changes nothing unless all
-    weights are plain fp32 or fp64 tensors. In 16 bits, the rounding errors with random weights
-    would hide a wrong formula.
+    Layers with equal shapes share weights. The context yields True, or False if it changed nothing
+    because some weights are not plain fp32 or fp64 tensors. 16-bit weights stay unchanged because
+    their rounding errors would hide a wrong formula.
     """
-    # 1. Check that the weights are fp32 or fp64, and that their data can be exchanged.
+    # 1. Check that the weights are fp32 or fp64, and that their `.data` can be replaced.
     named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     fits = all(
         type(p) is nn.Parameter and p.dtype in WIDE and p.numel() and not p.is_meta

@@ -43,8 +43,8 @@ class Segments(NamedTuple):
 class Trie:
     """Prefix tree of N sequences.
 
-    A node contains consecutive tokens that the same sequences share. The end of a node is the
-    length of the prefix up to its last token. Node 0 is the empty prefix.
+    A node contains consecutive tokens that are shared by the same set of sequences. The end of a
+    node is the length of the prefix up to its last token. Node 0 is the empty prefix.
 
     Args:
         lengths: lengths of the N sequences.
@@ -70,8 +70,8 @@ class Trie:
             if lengths[number] > depth:
                 path.append(self._add(lengths[number], path[-1]))
             self.sequences[path[-1]].append(number)
-        # 2. Compute bottom-up the first sequence of each node, its children, and the number of
-        # tokens below it.
+        # 2. Compute, bottom-up and for each node: its first sequence, its children, and the number
+        #    of tokens below it.
         self.first = [min(numbers, default=len(order)) for numbers in self.sequences]
         self.below, self.children = [0] * len(self.ends), [list[int]() for _ in self.ends]
         self.upwards = sorted(range(1, len(self.ends)), key=lambda node: -self.ends[node])
@@ -91,7 +91,7 @@ class Trie:
 
     @classmethod
     def of_ids(cls, ids: Sequence[Tensor]) -> Trie:
-        """Build the trie of sequences of ids.
+        """Build the trie of the given id sequences.
 
         Args:
             ids: int64 tensors of shape (n,) or (n, k). With shape (n, k), two positions are equal
@@ -123,13 +123,13 @@ class Trie:
         return cls(trunks, order, common)
 
     def segments(self, merge_cost: float) -> Segments:
-        """Return the segments of a packed row with all sequences.
+        """Return the segments of a packed row that contains all sequences.
 
-        A node with a single child is joined with this child. If storing the tokens of a node once
+        A node with a single child is merged with that child. If storing the tokens of a node once
         saves less than the fraction `merge_cost` of the tokens below the node, its tokens are
         copied into the segments of its children.
         """
-        # 1. Choose the nodes level by level, and then the roots without children.
+        # 1. List the chosen nodes level by level, with the roots without children at the end.
         roots = self._worthwhile(0, merge_cost)
         nodes = [node for node in roots if self.children[node]]
         parents = [-1] * len(nodes)
@@ -141,7 +141,7 @@ class Trie:
         nodes += plain
         parents += [-1] * len(plain)
         # 2. Find the segment with the last token of each sequence. The tokens of a copied node are
-        # in the segments of all its children, so use the first child.
+        #    in the segments of all its children. Use the segment of the first child.
         segment_of = {node: segment for segment, node in enumerate(nodes)}
         last = [-1] * sum(map(len, self.sequences))
         for node in self.upwards:
@@ -155,7 +155,7 @@ class Trie:
         return Segments(parents, starts, [self.ends[node] for node in nodes], firsts, last)
 
     def _worthwhile(self, above: int, merge_cost: float) -> list[int]:
-        """Return the nearest descendants of node `above` that save enough to become segments."""
+        """Return the nearest descendants of node `above` that save enough tokens to be segments."""
         nodes = list[int]()
         stack = self.children[above][::-1]
         while stack:
@@ -179,14 +179,13 @@ class Trie:
             budget: number of distinct tokens of a row.
 
         Returns:
-            For each row the indices of its sequences.
+            For each row, the indices of its sequences.
         """
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token, got {budget}")
-        # Divide the sequences that end in a node or below it into parts, and store the parts under
-        # the number of the node. All sequences of one part stay in the same row. A part is a pair.
-        # The first element is the number of distinct tokens of the part, without the tokens above
-        # the node. The second element is the list of the indices of its sequences.
+        # Divide the sequences that end in a node or below it into parts. All sequences of one part
+        # stay in the same row. A part is a pair: its number of distinct tokens, excluding those
+        # above the node, and the list of the indices of its sequences.
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]
@@ -222,7 +221,7 @@ def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
         capacity: size of a bin.
 
     Returns:
-        For each bin the indices of its items.
+        For each bin, the indices of its items.
     """
     bins: list[list[int]] = []
     room: list[int] = []

@@ -1,4 +1,4 @@
-"""Find the sliding window of an attention layer, and shrink windows for short test inputs.
+"""Functions that find the sliding window of an attention layer, or shrink it for short inputs.
 
 The window of a layer is read from the mask that the model requests.
 """
@@ -89,8 +89,8 @@ def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]
     owners = list(configs.values())
     for fields in owners:  # the loop appends dictionaries that are inside configurations
         owners += [value for value in fields.values() if isinstance(value, dict)]
-    # 2. Map each size to a small size. Equal sizes remain equal, and different sizes remain
-    # different.
+    # 2. Replace each window size with a small one, so that equal sizes remain equal and different
+    #    sizes remain different.
     names = WINDOWS + POSITIONS * positions
     sizes = {fields.get(name) for fields in owners for name in names}
     known = enumerate(sorted(size for size in sizes if type(size) is int))

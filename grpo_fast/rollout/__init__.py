@@ -8,19 +8,7 @@ from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.samples import Samples
 
 __all__ = [
-    "Completion",
-    "Engine",
-    "EngineError",
-    "EngineName",
-    "NonFiniteLogits",
-    "Request",
-    "SampledModel",
-    "Samples",
-    "Sampling",
-    "awake",
-    "build_engine",
-    "check_prompts",
-    "encode_prompts",
-    "generate",
-    "prompt_texts",
-]
+    "Completion", "Engine", "EngineError", "EngineName", "NonFiniteLogits", "Request",
+    "SampledModel", "Samples", "Sampling", "awake", "build_engine", "check_prompts",
+    "encode_prompts", "generate", "prompt_texts",
+]  # fmt: skip

@@ -50,9 +50,10 @@ def generate(
             depend on `batch_size`.
         tokenizer: the model's tokenizer. A `Policy` has one. A `SampledModel` without a tokenizer
             accepts only token ids, and the texts of its result are empty.
-        engine: an engine that samples with its current weights. None samples with `model`.
-        places: index of each prompt in the batch of all ranks, in increasing order. None if
-            `prompts` is the whole batch.
+        engine: the engine that samples, with the weights that it currently has. None samples with
+            `model`.
+        places: index of each prompt in the global batch (over all ranks), in increasing order. None
+            if `prompts` is the whole batch.
         **sampling: fields of `Sampling`, such as `max_new_tokens=64` or `top_p=0.9`.
 
     Returns:
@@ -130,7 +131,7 @@ def table_of(
     counts = [len(one.ids) for one in completions]
     supports = [one.support for one in completions]
     support, mass = join_supports(supports, [one.mass for one in completions], counts)
-    # 3. Compute the columns per sample.
+    # 3. Compute the per-sample columns.
     numbers = torch.tensor([*range(len(prompts))] if groups is None else [*groups])
     truncated = [one.finish_reason != EOS for one in completions]
     versions = [one.weight_version for one in completions]
@@ -151,9 +152,9 @@ def table_of(
 def check_prompts(policy: SampledModel, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
     """Raise a ValueError, before a run starts, if `generate` would refuse one of these prompts.
 
-    To save time, only long prompts are encoded. A prompt is long if its text has more bytes than
-    half of the tokens for which the model has room. A shorter prompt fits, because a token has at
-    least one byte, and the chat template is assumed to fill at most the other half.
+    To save time, only long prompts are encoded. A prompt is long if its number of bytes exceeds
+    half of the tokens that the model has left for it. A shorter prompt fits, because a token has at
+    least one byte, and the chat template is assumed to add at most as many tokens again.
     """
     room = policy.positions - max_new_tokens
     long = [p for p in prompts if 2 * len(str(p).encode()) > room]
@@ -196,7 +197,7 @@ def encode_prompts(
     If the last chat message has the role "assistant", the completion continues this message.
 
     Args:
-        tokenizer: the model's tokenizer. None accepts prompts of token ids only.
+        tokenizer: the model's tokenizer. If None, only prompts of token ids are accepted.
         prompts: texts, chat messages or token ids.
         template_kwargs: further arguments of the tokenizer's chat template.
 
@@ -209,7 +210,13 @@ def encode_prompts(
             expected = "token ids, because the model has no tokenizer (pass tokenizer=)"
             raise ValueError(f"prompts: expected {expected}, got {str(prompt)[:60]!r}")
         try:
-            encoded = _encoded(tokenizer, prompt, template_kwargs)
+            if _is_encoded(prompt):
+                encoded = [*prompt]
+            else:
+                # A chat template already writes special tokens such as BOS.
+                text = _text_of(tokenizer, prompt, template_kwargs)
+                is_plain = isinstance(prompt, str)
+                encoded = tokenizer(text, add_special_tokens=is_plain)["input_ids"]
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             expected = "expected a prompt that the tokenizer and its chat template accept"
             came = str(prompt)[:60]
@@ -244,17 +251,6 @@ def _text_of(
         continue_final_message=not opens,
         **(template_kwargs or {}),
     )
-
-
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, object] | None
-) -> list[int]:
-    if _is_encoded(prompt):
-        return list(prompt)
-    # A chat template already writes special tokens such as BOS, so do not add them again.
-    is_plain = isinstance(prompt, str)
-    text = _text_of(tokenizer, prompt, template_kwargs)
-    return tokenizer(text, add_special_tokens=is_plain)["input_ids"]
 
 
 def _is_encoded(prompt: Prompt) -> bool:

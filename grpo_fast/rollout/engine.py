@@ -78,9 +78,9 @@ class Request(NamedTuple):
         group_size: number of completions of each prompt.
         seed: seed of the random numbers. The numbers of a completion depend on this seed, on the
             batch index of its prompt and on its index among the prompt's completions.
-        places: index of each prompt in the batch, in increasing order. The batch contains the
-            prompts of all ranks, so that several ranks sample the same completions as one rank
-            would. None if this request is the whole batch.
+        places: index of each prompt in the batch of all ranks, in increasing order. With these
+            indices, several ranks sample the same completions as one rank would. None if this
+            request is the whole batch.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -132,7 +132,7 @@ class Engine(ABC):
         """Free the device for the trainer. Weights may be lost, so call `update` after `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Prepare the engine for `update` and `sample`. Has no effect if it is already awake."""
+        """Prepare the engine for `update` and `sample`. An engine that is awake stays unchanged."""
 
     def close(self) -> None:  # noqa: B027
         """Release all resources. The engine cannot be used afterwards."""
@@ -178,14 +178,15 @@ def seed_for(purpose: str, seed: Seed, *more: int) -> int:
 def uniforms(
     seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
 ) -> Tensor:
-    """Return a uniform random number in [0, 1) for each token of the completions of some prompts.
+    """Return a uniform random number in [0, 1) for each token of the completions.
 
     Args:
         seed: see `Request`.
         count: number of prompts.
         length: number of tokens of a completion.
         group_size: number of completions of each prompt.
-        places: index of each prompt in the batch of all ranks. None if there are no other prompts.
+        places: index of each prompt in the batch of all ranks, or None if this rank has all
+            prompts.
 
     Returns:
         The numbers, (count·group_size, length) fp32.

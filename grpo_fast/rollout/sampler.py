@@ -84,7 +84,7 @@ class Draw(NamedTuple):
 def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Draw:
     """Sample a token for each row.
 
-    Temperature 0 selects the likeliest token and reports its log-probability at temperature 1.
+    Temperature 0 selects the most likely token and reports its log-probability at temperature 1.
     Otherwise top_k is applied first, then top_p to the remaining tokens, then min_p.
     Log-probabilities are renormalised over the support.
 
@@ -114,13 +114,13 @@ def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Draw:
     tokens = candidates.gather(-1, place)[:, 0]
     if not options.needs_support:
         return Draw(tokens, logps)
-    # 3. Report the support.
+    # 3. Also return the support and its probability mass.
     mass = (values.logsumexp(-1) - z.logsumexp(-1)).exp()
     return Draw(tokens, logps, candidates, values > -torch.inf, mass)
 
 
 def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` likeliest tokens of each row, in vocabulary order.
+    """Return the `top_k` most likely tokens of each row, in vocabulary order.
 
     Args:
         z: (B, V) logits.
@@ -133,13 +133,13 @@ def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
     values, ids = z.topk(top_k, dim=-1)
     if options.top_p < 1:
         p = values.softmax(-1)
-        # Keep a token if the total probability of all likelier tokens is less than top_p.
+        # Keep a token if the total probability of all more likely tokens is less than top_p.
         dropped = p.cumsum(-1) - p >= options.top_p
         dropped[:, 0] = False  # keep one token even if top_p rounds to 0 in fp32
         values = values.masked_fill(dropped, float("-inf"))
-    if options.min_p > 0:  # column 0 holds the likeliest token
+    if options.min_p > 0:  # column 0 is the most likely token
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
-    # Restore the vocabulary order, which `pick` expects. `topk` has sorted the ids by likelihood.
+    # Restore vocabulary order, as `pick` expects. `topk` sorts the ids by likelihood.
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 
@@ -167,7 +167,7 @@ def pick(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Logits processor with which transformers' `generate` selects the token that `sample` draws.
+    """Logits processor that makes transformers' `generate` select the token that `sample` draws.
 
     It must be the last processor, and `generate` must run with `do_sample=False`.
 

@@ -53,7 +53,7 @@ class Samples:
         segment: (N,) uint8, `COMPLETION` for trained tokens and `PROMPT` for all other tokens,
             including tokens that a tool wrote between two turns.
         cu_seqlens: (B+1,) int64. Sample b is `ids[cu_seqlens[b] : cu_seqlens[b + 1]]`.
-        group: (B,) int64, number of the sample's prompt. Completions of one prompt form a group.
+        group: (B,) int64, index of the sample's prompt. Completions of one prompt form a group.
         truncated: (B,) bool, True if the completion was cut off before an EOS.
         weight_version: (B,) int64, version of the weights that sampled the completion.
         logps: (R,) fp32, log-probabilities that the sampler reported.
@@ -103,7 +103,7 @@ class Samples:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The offsets of the samples in the columns per completion token, (B+1,) int64.
+        """The offset of each sample in columns with one entry per completion token, (B+1,) int64.
 
         The completion tokens of sample b have the indices rows[b] to rows[b + 1] - 1.
         """
@@ -116,7 +116,7 @@ class Samples:
 
     @cached_property
     def prompt_lengths(self) -> list[int]:
-        """The number of tokens of each sample that are not trained."""
+        """The number of untrained tokens of each sample."""
         return (self.cu_seqlens - self.rows).diff().tolist()
 
     def sample(self, i: int) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class Samples:
         return self.ids[part], self.segment[part].bool()
 
     def prompt(self, i: int) -> Tensor:
-        """Return the token ids of sample i that are not trained, (n,) int64."""
+        """Return the untrained token ids of sample i, (n,) int64."""
         ids, is_trained = self.sample(i)
         return ids[~is_trained]
 
@@ -136,13 +136,13 @@ class Samples:
 
     @property
     def prompt_ids(self) -> list[list[int]]:
-        """The prompt token ids of each sample."""
-        return [self.prompt(i).tolist() for i in range(len(self))]
+        """The untrained token ids of each sample."""
+        return [ids.tolist() for ids in self.ids[self.segment == PROMPT].split(self.prompt_lengths)]
 
     @property
     def completion_ids(self) -> list[list[int]]:
-        """The completion token ids of each sample."""
-        return [ids.tolist() for ids in self.ids[self.segment.bool()].split(self.lengths)]
+        """The trained token ids of each sample."""
+        return [ids.tolist() for ids in self.ids[self.segment == COMPLETION].split(self.lengths)]
 
     @property
     def sampling_logps(self) -> tuple[Tensor, ...]:
@@ -201,7 +201,7 @@ class Samples:
         )
 
     def on(self, device: torch.device | str) -> Samples:
-        """Return the table with its columns per completion token moved to a device.
+        """Return the table with its per-completion-token columns moved to a device.
 
         Token ids and support stay on the CPU, where micro-batches are packed.
         """
@@ -211,7 +211,9 @@ class Samples:
         )
 
     def write(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Write values into a column per completion token. A missing column is filled with zeros.
+        """Write values into a column with one entry per completion token.
+
+        A missing column is created and filled with zeros.
 
         Args:
             name: the column, such as "old_logps".

@@ -11,7 +11,7 @@ import torch
 
 from tests import tiny
 
-# Sliding window of all models. It is shorter than most test prompts, so that it has an effect.
+# Sliding window of all models. It is shorter than most test prompts, so it affects their results.
 WINDOW = 16
 LARGEST = 20_000_000  # number of parameters; a larger model has a size field that SIZES lacks
 SIZES = {
@@ -63,7 +63,7 @@ SIZES = {
     "bos_token_id": 2,
     "pad_token_id": 0,
 }
-# The next constants have fields that replace the generic sizes for some families.
+# The next constants contain config fields that replace the generic sizes for some families.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 # In latent attention, queries and keys have width 16, and values have width 8.
 MLA = {"head_dim": 8, "num_key_value_heads": 4}
@@ -88,7 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
 # properties.
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(tiny.FAMILIES, {}),
-    # This family has both layer types with different RoPE, and norms of q and k.
+    # This family has both layer types, each with its own RoPE, and norms of q and k.
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {},  # every second layer has no RoPE
     "phi3": {},  # has fused projections
@@ -105,8 +105,8 @@ def causal_lms() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-# In these RoPE types, angles or attention scores change with the position. Each family is tested
-# with all of them.
+# These RoPE types change the rotation angles or scale the attention scores, in contrast to the
+# default type. Each family is tested with all of them.
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0},
     "llama3": {
@@ -121,7 +121,7 @@ def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
 
     Args:
         kind: Model type, such as "qwen2".
-        rope: Key of ROPES, which replaces the RoPE type of the family.
+        rope: Key into ROPES, whose entry replaces the family's RoPE type.
         **changes: Further fields of the configuration.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -33,8 +33,8 @@ def two_levels(
 def layout_of(lengths: Sequence[int], shape: Sequence[int]) -> TreeLayout:
     """Build a layout from `lengths` and `shape`.
 
-    If `shape` contains a root (-1), it is the list of parents. Otherwise it is the argument
-    `sharing` of `two_levels`.
+    If `shape` contains a root (-1), it is the list of parents. Otherwise it is passed to
+    `two_levels` as `sharing`.
     """
     return TreeLayout.of(lengths, parents=shape) if -1 in shape else two_levels(lengths, shape)
 

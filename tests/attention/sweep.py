@@ -7,8 +7,8 @@ exceed every limit of the configuration, and each type of RoPE is tested.
     --only NAME     test only this family; may be repeated
     --write         write the table to grpo_fast/attention/README.md
 
-The verdict on a family is right, slower path (transformers' generate runs its rollouts), refused
-(with the reason, before any training), or wrong. The exit status is 1 if a family is wrong.
+Each family gets a verdict: right, slower, refused or wrong. "slower" means that packed rows are
+right, but transformers' `generate` runs the rollouts. The exit status is 1 if a family is wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLED = 20  # tokens of a sampled completion
 TOLERANCE = 2e-3  # largest difference of logps in nats; a wrong mask causes tenths
 # Each entry is a group: the length of a prompt, and the lengths of its completions. Most sequences
 # exceed the window of 16 tokens, and some exceed the other limits of `families.SIZES`: 24, 64 and
-# 256. A group with one completion shares nothing.
+# 256. A group with a single completion has nothing to share.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
 MEANING = {
@@ -115,7 +115,7 @@ def judge(family: str, **changes: Any) -> Verdict:
 
 
 def judge_ropes(family: str) -> Verdict:
-    """Judge a family with its default RoPE and, if the family is supported, with each of ROPES.
+    """Judge a model family with its default RoPE and, if it is supported, with each RoPE in ROPES.
 
     Return the first wrong verdict, or the verdict for the default RoPE.
     """
@@ -157,7 +157,7 @@ def _line(error: Exception) -> str:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Return a Markdown table with one row for each verdict and reason."""
+    """Return a Markdown table with one row for each pair of verdict and reason."""
     rows: dict[tuple[str, str], list[str]] = {}
     for kind in (RIGHT, SLOWER, REFUSED, NOT_BUILT, WRONG):
         for family, own, reason in verdicts:
@@ -171,7 +171,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    """Remove model names and measured numbers from a reason, so that equal reasons share a row."""
+    """Remove names and measured numbers from a reason, so that similar reasons share a row."""
     reason = re.sub(r"^model_type \S+: ", "", reason)
     reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
     reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)

@@ -141,7 +141,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """Replace `choose`, and return the list of the kinds of input that are passed to it."""
+    """Replace `choose` with a recorder, and return the list of input kinds that it received."""
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)

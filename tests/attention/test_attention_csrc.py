@@ -38,7 +38,7 @@ def given_of(layout, heads=(4, 2), depth=32):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_values_against_fp64(name, heads, poisoned_memory):
-    """Check that errors are at most a small multiple of the errors of torch's kernel in fp32.
+    """Check that errors are at most a small multiple of those of torch's fp32 kernel.
 
     The factor is 2 for the output and 3 for gradients. The tolerance also includes the rounding of
     a dot product of D terms, because some rows have very few terms.

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from grpo_fast import attention
-from grpo_fast.attention import pack_groups, plan_packs, register
+from grpo_fast.attention import pack_groups, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
 # Each entry is a group: the length of a prompt, and the lengths of its completions. The shortest
-# length is one token. A group with a single completion shares nothing.
+# length is one token. A group with a single completion has nothing to share.
 GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
 
 
@@ -92,29 +92,6 @@ def test_rows_without_sharing_equal_one_by_one(everything_in_fp64, family):
     assert_close(gradients(model, got.sin().sum()), gradients(model, expected.sin().sum()))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "packed"])
-def test_groups_split_over_packs(everything_in_fp64, family, shared):
-    """Check that a group that is split over several rows gives the logps and gradients of one row.
-
-    The gradients of the rows are summed.
-    """
-    model, groups = tiny_model(family).double(), random_groups()
-    whole = pack_groups(groups)
-    expected = by_pack(model, whole)
-    rows = whole.split_groups(torch.arange(len(expected)))
-    plan = plan_packs([(len(p), [len(c) for c in cs]) for p, cs in groups], 30, shared=shared)
-    assert len(plan) > 2
-    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for shares in plan:
-        got = by_pack(model, pack_groups([s.of(groups) for s in shares], shared=shared))
-        own = torch.cat([rows[s.group][i] for s in shares for i in s.completions])
-        assert_close({"logps": got}, {"logps": expected[own]})
-        for name, gradient in gradients(model, got.sin().sum()).items():
-            total[name] += gradient
-    assert_close(total, gradients(model, expected.sin().sum()))
-
-
 def test_lora(everything_in_fp64):
     """Check that shared prompts give the right gradients of a LoRA adapter.
 
@@ -145,7 +122,7 @@ def test_fp32_and_autocast_stay_within_rounding():
 def test_the_readme_runs_as_it_stands(family):
     """Check that the README's example gives the right logps and gradients.
 
-    The families have a plain head, a softcap and a logit scale.
+    The three families cover a plain head, a head with a softcap, and a head with a logit scale.
     """
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)

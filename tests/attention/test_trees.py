@@ -154,16 +154,16 @@ def test_rows_by_hand():
     # Samples with different numbers in `apart` share no rows.
     pack = pack_tree(samples, apart=[1, 1, 1, 2, 1], merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3, 5, 6, 7, 8]]
-    # If `apart` has a number for each token, samples share rows only before the first token whose
-    # numbers differ.
+    # If `apart` assigns a number to each token, samples share rows only up to the first token with
+    # different numbers.
     later = [
         torch.tensor([0, 0, *[int(n == 3)] * (len(ids) - 2)]) for n, (ids, _) in enumerate(samples)
     ]
     pack = pack_tree(samples, apart=later, merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 7, 8, 3]]
     assert pack.predicting.tolist() == [2, 3, 1, 4, 7, 6, 0]
-    # A shared prefix of two tokens must become a separate segment if it saves two of a hundred
-    # rows. It must be copied if it saves only two of three hundred rows.
+    # A shared prefix of two tokens becomes a separate segment if this saves two of about 100 rows.
+    # It is copied if this saves only two of about 400 rows.
     for tokens, segments in ((50, 3), (200, 2)):
         two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
         assert len(pack_tree(two).layout.lengths) == segments
@@ -185,6 +185,8 @@ def test_groups_are_the_tree_of_two_levels():
         first = [0, 3, 4]
         placed = [[first[s.group] + i for s in pack for i in s.completions] for pack in packs]
         assert placed == plan_trees(samples, budget)
+        completions = [ids for pack in packs for s in pack for ids in s.of(groups)[1]]
+        assert sorted(completions) == sorted(ids for _, cs in groups for ids in cs)
 
 
 @settings(max_examples=40, deadline=None)
@@ -233,7 +235,9 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
 
 @pytest.mark.parametrize("depth", [3, 20])
 def test_depth_costs_no_accuracy_in_16_bits(depth):
-    """Check that in bf16 a path split into many nodes is nearly as accurate as a single segment.
+    """Check that in bf16, splitting a path into many nodes costs almost no accuracy.
+
+    The comparison is with the same path as a single segment.
 
     The errors against fp64 may be at most 1.5 times as large.
     """

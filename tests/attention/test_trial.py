@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from grpo_fast.attention import pack_groups, small_windows, trial
+from grpo_fast.attention import trial
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
@@ -32,18 +31,14 @@ NESTED = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", 
     ("fields", "limits"),
     [
         ({"max_position_embeddings": 131072, "hidden_size": 64, "vocab_size": 999}, [131072]),
-        ({"n_positions": 1024, "n_ctx": 512}, [512, 1024]),
         ({"sliding_window": 4096, "max_window_layers": 28}, [28, 4096]),
         ({"sliding_window": None, "attention_chunk_size": 8192, "floor_scale": 8192.0}, [8192]),
-        ({"log_scaling_n_floor": 128000, "rel_extent": 1024}, [1024, 128000]),
         ({"rope_parameters": YARN}, [96]),
         ({"rope_parameters": NESTED, "max_seq_len": 2048}, [96, 2048]),
         ({"layers": [{"sliding_window": 7}, {"sliding_window": 9}]}, [7, 9]),
-        ({"layers_window": (None, 512, 128)}, [128, 512]),
         ({"max_position_embeddings": 10**30}, []),  # no limit
         ({"max_position_embeddings": -1, "sliding_window": 0, "use_sliding_window": True}, []),
         ({"max_position_embeddings": "long", "window": float("inf")}, []),
-        ({}, []),
     ],
     ids=str,
 )
@@ -70,11 +65,11 @@ def test_every_limit_is_passed_in_a_prompt_and_in_a_completion(family):
 @pytest.mark.parametrize(
     ("family", "bound", "most"),
     [("gpt2", 256, 256), ("opt", 256, 256), ("ctrl", 256, 256), ("gpt_neo", 256, 256),
-     # In Whisper's decoder and in MPT, the field of the size has an unusual name.
+     # In Whisper's decoder and in MPT, the field with the table's size has an unusual name.
      ("whisper", float("inf"), 448), ("mpt", float("inf"), 256)],
 )  # fmt: skip
 def test_tables_of_positions_are_not_left(family, bound, most):
-    """Check that a trial stays inside the position table, even if the config hides its size."""
+    """Check that a trial never indexes past the position table, even under an unusual name."""
     starts = trial.starts_of(family_model(family), bound)
     assert starts and max(starts) + trial.LENGTH <= most
 
@@ -101,48 +96,20 @@ def test_random_weights_are_put_back_after_an_error():
         assert torch.equal(p, before[name]), name
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "meta", "subclass", "empty"])
+@pytest.mark.parametrize("how", ["bfloat16", "subclass"])
 def test_other_weights_stay(how):
     model = nn.Linear(8, 8)
-    if how == "subclass":
-
-        class Sharded(nn.Parameter):
-            pass
-
-        model.weight = Sharded(model.weight.data)
-    elif how == "empty":
-        model.bias = nn.Parameter(torch.empty(0))
+    if how == "bfloat16":
+        model.bfloat16()
     else:
-        model = model.bfloat16() if how == "bfloat16" else model.to("meta")
+        model.weight = type("Sharded", (nn.Parameter,), {})(model.weight.data)
     before = model.weight.data
     with trial.random_weights(model) as are_random:
         assert not are_random and model.weight.data_ptr() == before.data_ptr()
 
 
-def test_limits_inside_rope_parameters_shrink_too():
-    rope = {**YARN, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0}
-    model = family_model("ministral3", rope_parameters=rope)
-    config = model.config.rope_parameters
-    config["original_max_position_embeddings"] = 16384
-    with small_windows(model):
-        assert config["original_max_position_embeddings"] < trial.LENGTH
-    assert config["original_max_position_embeddings"] == 16384
-
-
-def test_positions_of_groups_that_begin_elsewhere():
-    groups = trial.draw_groups(3, 61)
-    for shared in (True, False):
-        pack = pack_groups(groups, shared=shared)
-        places = trial.moved_positions(pack.layout, [100, 0, 7])[0]
-        own = pack.layout.position_ids[0]
-        predicting = places[pack.predicting].view(3, 2, 5)
-        expected = torch.tensor([100, 0, 7]).view(3, 1, 1) + torch.arange(3, 8)
-        assert torch.equal(predicting, expected.expand(3, 2, 5))
-        assert torch.equal((places - own).unique(), torch.tensor([0, 7, 100]))
-
-
 def changed_attention(monkeypatch: Any, scale: Any) -> None:
-    """Patch Llama's attention, so that it first multiplies its input by `scale`.
+    """Patch Llama's attention so that it first multiplies its input by `scale`.
 
     `scale` is a function of the attention module, the position ids and the number of tokens.
     """
@@ -156,7 +123,7 @@ def changed_attention(monkeypatch: Any, scale: Any) -> None:
 
 
 def by_length(module: Any, positions: Any, tokens: int) -> Any:
-    """Return a scale that depends on a token's index in the row, as the scale of Llama 4 does.
+    """Return a scale that depends on a token's index in the row, like the scale of Llama 4.
 
     In a packed row this is an error, because the scale should depend on `position_ids`.
     """
@@ -165,7 +132,7 @@ def by_length(module: Any, positions: Any, tokens: int) -> Any:
 
 
 def by_largest(module: Any, positions: Any, tokens: int) -> Any:
-    """Return one scale for all tokens, which depends on the largest position, as in long RoPE.
+    """Return one scale for all tokens, which depends on the largest position, as in LongRoPE.
 
     In a packed row this is an error, because one long sequence changes all other sequences.
     """
@@ -202,11 +169,8 @@ def test_a_rule_that_follows_positions_is_right(limit, monkeypatch):
 
 
 @pytest.mark.parametrize("std", [0.0, 0.002])
-@pytest.mark.parametrize("family", ["codegen", "falcon", "gpt_neo", "mpt", "openai-gpt", "phimoe"])
+@pytest.mark.parametrize("family", ["falcon", "gpt_neo", "mpt", "openai-gpt", "phimoe"])
 def test_small_weights_do_not_hide_a_family_that_is_refused(family, std):
-    newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
-    if family == "codegen" and newer:
-        pytest.skip("transformers 5.24 computes packed rows of codegen as separate sequences")
     model = family_model(family)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=std)

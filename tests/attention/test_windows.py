@@ -139,6 +139,7 @@ def test_windows_shrink_in_order_and_come_back_after_an_error():
         layer.own_window, layer.width = window, window
     model[0].config.attention_chunk_size = 8192
     model[0].config.chunk_size_feed_forward = 0
+    rope = model[0].config.rope_parameters = {"original_max_position_embeddings": 16384}
 
     def windows_of():
         return [(layer.config.sliding_window, layer.own_window) for layer in model]
@@ -147,10 +148,12 @@ def test_windows_shrink_in_order_and_come_back_after_an_error():
     with pytest.raises(KeyError), small_windows(model):
         assert windows_of() == [(6, 6), (None, None), (5, 5), (2, 2), (0, 0), (6, 6)]
         assert model[0].config.attention_chunk_size == 7
+        assert rope["original_max_position_embeddings"] == 8
         assert model[0].width == 4096 and model[2].config.hidden_size == 64
         assert model[0].config.max_window_layers == 2
         raise KeyError
     assert windows_of() == before and model[0].config.attention_chunk_size == 8192
+    assert rope["original_max_position_embeddings"] == 16384
 
 
 def test_the_sweep_sees_a_wrong_window(monkeypatch):

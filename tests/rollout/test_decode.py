@@ -1,4 +1,4 @@
-"""Tests that our decoding loop samples the same tokens as `generate` of transformers.
+"""Tests that our decoding loop samples the same tokens as transformers' `generate`.
 
 The attention runs in torch or in C++, and the modules of the model compute the rest. The C++
 decoder, which computes full layers, has its tests in `test_decoder.py`.
@@ -52,7 +52,7 @@ def ending_often(policy, ids):
 
 
 def both(policy, monkeypatch, prompts=PROMPTS, *, group_size=4, seed=1, **options):
-    """Sample with our decoding loop and with `generate` of transformers. Return both results."""
+    """Sample with our decoding loop and with transformers' `generate`. Return both results."""
     sampling = Sampling(**{"max_new_tokens": 12, **options})
     found = []
     for why in (None, "requested by a test"):
@@ -141,10 +141,10 @@ def test_a_lora_adapter(monkeypatch):
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 def test_16_bits(how, monkeypatch):
-    """Check that the logps of sampling in bf16 are close to an fp32 forward pass.
+    """Check that logps recorded while sampling in bf16 are close to those of an fp32 forward pass.
 
-    The forward pass reads the sampled tokens. Sampling again in fp32 could give other tokens if two
-    tokens are nearly equally likely.
+    The forward pass computes the logps of the sampled tokens. Sampling again in fp32 could give
+    other tokens if two tokens are nearly equally likely.
     """
     model = tiny_model("llama")
     if how == "weights":
@@ -165,7 +165,7 @@ def test_16_bits(how, monkeypatch):
 
 
 def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
-    """Check that `generate` of transformers is used if our decoding loop computes wrong logits.
+    """Check that transformers' `generate` is used if our decoding loop computes wrong logits.
 
     The reason must be logged once.
     """

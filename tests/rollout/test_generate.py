@@ -47,6 +47,10 @@ def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer)
     options = {"group_size": 3, "seed": (4, 2)}
     ours = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=9, **options)
     assert state_of(model) == before and model.model.layers[0].mlp.drop.p == 0.5
+    with pytest.raises(RuntimeError), rollout.SampledModel(model, tokenizer).generation():
+        assert not model.training
+        raise RuntimeError
+    assert state_of(model) == before
     policy = Policy(tiny_model(), tokenizer)
     theirs = generate(policy, PROMPTS, Sampling(max_new_tokens=9), **options)
     assert ours.completion_ids == theirs.completion_ids
@@ -67,7 +71,7 @@ def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
 
 
 def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
-    """Check that `SampledModel` without a tokenizer samples the same completions as with one.
+    """Check that `SampledModel` samples the same completions with and without a tokenizer.
 
     The prompts must be token ids, and the texts of the completions are empty.
     """

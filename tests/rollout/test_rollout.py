@@ -115,8 +115,8 @@ def test_a_policy_that_gives_no_numbers(bad, how):
 def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
     """Check that NaN logits of a completion are ignored after its EOS token.
 
-    `generate` of transformers computes further tokens of an ended completion until all completions
-    have ended.
+    transformers' `generate` keeps computing tokens for a finished completion until all completions
+    have finished.
     """
     eos, rows = policy.tokenizer.eos_token_id, len(SYMBOLS) + 2
 
@@ -146,12 +146,3 @@ def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
 def test_positions_of_a_stretched_model(rope, positions):
     policy = tiny_policy(rope_parameters={"rope_theta": 1e4, **rope})
     assert policy.positions == positions
-
-
-def test_generation_mode_is_left_again(policy):
-    policy.lm.train()
-    with pytest.raises(RuntimeError, match="stop"), policy.generation():
-        assert not policy.lm.training and policy.lm.config._attn_implementation == "sdpa"
-        raise RuntimeError("stop")
-    assert policy.lm.training and policy.lm.config._attn_implementation == "grpo_packed"
-    policy.lm.eval()

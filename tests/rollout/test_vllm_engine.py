@@ -19,9 +19,7 @@ from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import repack_heads
 from grpo_fast.train.config.data import EvalConfig
 from grpo_fast.train.models.policy import Policy
-from tests.rollout.test_vllm_adapters import CLOSE, adapted, change
-from tests.rollout.vllm_stand_in import difference, spoil, with_adapter
-from tests.tiny import tiny_model, tiny_policy
+from tests.tiny import tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 ="]
 
@@ -38,7 +36,7 @@ class Options(Sampling):
 class StandIn:
     """Replacement for the class `vllm.LLM`, which runs in this process and needs no vLLM.
 
-    It samples with `copy`, a copy of a tiny policy, into which it loads weights and adapters.
+    It samples with `copy`, a copy of a tiny policy, into which it loads weights.
     `calls` records the names of the methods that the engine calls.
     """
 
@@ -53,12 +51,7 @@ class StandIn:
         self.version, self.logp = "default", None
         self.copy = StandIn.policy.frozen_copy()
         end = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
-        self.llm_engine = SimpleNamespace(engine_core=end, add_lora=self.add_lora)
-        self.adapters: dict[str, Policy] = {}
-
-    def add_lora(self, request):
-        self.calls.append("adapter")
-        self.adapters[request.lora_name] = with_adapter(self.copy, request.lora_path)
+        self.llm_engine = SimpleNamespace(engine_core=end)
 
     def apply_model(self, function):
         assert function is repack_heads
@@ -66,7 +59,6 @@ class StandIn:
         self.repacked += 1
 
     def collective_rpc(self, method, kwargs):
-        self.adapters.clear()  # vLLM does the same: adapters may not fit the new weights
         self.calls.append(method)
         state = self.copy.lm.state_dict()
         for name, tensor in kwargs["weights_iterator"]:
@@ -84,9 +76,8 @@ class StandIn:
     def wake_up(self, tags):
         self.calls.append(f"wake {' '.join(tags)}")
 
-    def generate(self, prompts, parameters, use_tqdm, lora_request):
-        policy = self.copy if lora_request is None else self.adapters[lora_request.lora_name]
-        sample = TransformersEngine(policy).generate
+    def generate(self, prompts, parameters, use_tqdm):
+        sample = TransformersEngine(self.copy).generate
         assert all(wanted.n == 1 or wanted.temperature > 0 for wanted in parameters)
         for prompt, wanted in zip(prompts, parameters, strict=True):
             sampling = Sampling(max_new_tokens=wanted.max_tokens, temperature=wanted.temperature)
@@ -106,7 +97,7 @@ class StandIn:
 
 @pytest.fixture
 def vllm(policy, monkeypatch):
-    """Replace `vllm` and two of its submodules with simulations, and return the simulated `vllm`.
+    """Replace `vllm` and a submodule with simulations, and return the simulated `vllm`.
 
     Its class `LLM` is `StandIn`, and its `SamplingParams` only stores its arguments.
     """
@@ -116,11 +107,6 @@ def vllm(policy, monkeypatch):
     distributed.cleanup_dist_env_and_memory = lambda: None
     monkeypatch.setitem(sys.modules, "vllm", found)
     monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
-    request = ModuleType("vllm.lora.request")
-    request.LoRARequest = lambda name, number, path: SimpleNamespace(
-        lora_name=name, lora_int_id=number, lora_path=path
-    )
-    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return found
@@ -132,96 +118,35 @@ def generate(policy, engine, **options):
 
 
 @pytest.mark.parametrize(
-    ("level", "moved"),
+    ("frees_memory", "moved"),
     [
-        (0, ["reload_weights", "reset", "sleep 0", "wake scheduling", "sleep 0",
-             "wake scheduling", "reload_weights", "reset", "sleep 0"]),
-        (2, ["reload_weights", "reset", "sleep 2", "wake weights",
-             "reload_weights", "wake kv_cache", "reset", "sleep 2", "wake weights",
-             "reload_weights", "wake kv_cache", "reset", "sleep 2"]),
+        (False, ["reload_weights", "reset", "reload_weights", "reset"]),
+        (True, ["reload_weights", "reset", "sleep 2", "wake weights",
+                "reload_weights", "wake kv_cache", "reset", "sleep 2", "wake weights",
+                "reload_weights", "wake kv_cache", "reset", "sleep 2"]),
     ],
 )  # fmt: skip
-def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
+def test_it_sleeps_while_the_policy_trains(policy, vllm, frees_memory, moved):
     """Check which methods of vLLM the engine calls when it sleeps and wakes.
 
-    The engine wakes twice with the same weights and once with new weights. At sleep level 2, vLLM
-    discards the weights, so the engine must send them after every wake.
+    The engine wakes twice with the same weights and once with new weights. If vLLM frees its
+    memory, the engine must send the weights after every wake.
     """
-    engine = VLLMEngine(policy, llm := StandIn(), level)
+    engine = VLLMEngine(policy, llm := StandIn(), frees_memory=frees_memory)
     for version in (4, 4, 5):
         with awake(engine, policy, version):
             rollout = generate(policy, engine)
             assert rollout.weight_version.tolist() == [version] * 6
             assert engine.policy is policy
         engine.sleep()  # has no effect, because the engine already sleeps
-    assert llm.calls == moved
-
-
-@pytest.mark.parametrize(
-    ("level", "sent"),
-    [(0, ["reload_weights", "adapter", "adapter"]), (1, ["reload_weights", "adapter", "adapter"]),
-     (2, ["reload_weights", "adapter", "reload_weights", "adapter"])],
-)  # fmt: skip
-def test_it_receives_the_adapter_alone(vllm, level, sent):
-    """Check that every update sends the adapter, but only the first sends base weights.
-
-    Sleep level 2 discards the base weights, so the engine must send them again after it.
-    """
-    policy = adapted()
-    StandIn.policy = Policy(tiny_model("llama", vocab_size=14), policy.tokenizer)
-    engine = VLLMEngine(policy, llm := StandIn(), level, with_lora=True)
-    for version in (1, 2):
-        change(policy)
-        with awake(engine, policy, version):
-            rollout = generate(policy, engine)
-            assert difference(policy, rollout) < CLOSE
-            assert rollout.weight_version.tolist() == [version] * 6
-    assert [call for call in llm.calls if call in ("reload_weights", "adapter")] == sent
-    assert llm.repacked == sent.count("reload_weights")
-    plain = StandIn.policy.frozen_copy()
-    spoil(plain)
-    with awake(engine, plain, 3):  # this policy has no adapter
-        assert difference(plain, generate(plain, engine)) < 1e-5
-    with awake(engine, policy, 4):
-        assert difference(policy, generate(policy, engine)) < CLOSE
-
-
-def test_the_options_for_adapters(vllm, caplog):
-    caplog.set_level("INFO")
-    StandIn.policy = policy = adapted(r=9)
-    engine = build(policy, Options())
-    assert not engine.with_lora and "max_lora_rank" not in engine.llm.given
-    assert "adapter merged: rollout.vllm.options.enable_lora is not set" in caplog.text
-    engine = build(policy, Options(vllm=VLLMOptions(options={"enable_lora": True})))
-    assert engine.with_lora and engine.llm.given["enable_lora"]
-    for given, message in [
-        ({"max_lora_rank": 8}, "enable_lora: expected a max_lora_rank of at least 9.* got 8"),
-        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules that include down_proj"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            build(policy, Options(vllm=VLLMOptions(options={"enable_lora": True, **given})))
-    with pytest.raises(ValueError, match="at least 17, the rank of the adapter, got 16"):
-        build(adapted(r=17), Options(vllm=VLLMOptions(options={"enable_lora": True})))
-
-
-def test_a_refusal_of_the_adapter_is_explained(vllm, monkeypatch):
-    StandIn.policy = policy = adapted()
-    engine = VLLMEngine(policy, llm := StandIn(), 0, with_lora=True)
-
-    def refuse(request):
-        raise ValueError("expected target modules in {'q_proj'} but received ['k_proj']")
-
-    llm.llm_engine.add_lora = refuse
-    monkeypatch.setattr(StandIn, "collective_rpc", lambda *_, **__: None)
-    monkeypatch.setattr(StandIn, "apply_model", lambda *_: None)
-    with pytest.raises(ValueError, match="enable_lora: vLLM refuses the adapter: .*k_proj"):
-        engine.update(policy, 0)
+    assert llm.calls == moved and llm.repacked == moved.count("reload_weights")
 
 
 def test_a_tied_head_is_packed_again():
-    """Check that `repack_heads` renews the packed weights of the LM head only.
+    """Check that `repack_heads` updates the packed weights of the LM head and nothing else.
 
-    On a CPU, vLLM computes the head from packed weights. Loading tied weights does not renew them.
+    On a CPU, vLLM computes the head from packed weights, which loading tied weights does not
+    update.
     """
     packed = []
     method = SimpleNamespace(process_weights_after_loading=packed.append)
@@ -238,9 +163,9 @@ def test_a_tied_head_is_packed_again():
     assert packed == [head]
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_a_sleeping_engine_is_not_waited_for(policy, vllm, level):
-    engine = VLLMEngine(policy, StandIn(), level)
+@pytest.mark.parametrize("frees_memory", [False, True])
+def test_a_sleeping_engine_is_not_waited_for(policy, vllm, frees_memory):
+    engine = VLLMEngine(policy, StandIn(), frees_memory=frees_memory)
     with pytest.raises(EngineError, match="expected wake and update"):
         generate(policy, engine)
     with awake(engine, policy, 0):
@@ -248,18 +173,18 @@ def test_a_sleeping_engine_is_not_waited_for(policy, vllm, level):
     with pytest.raises(EngineError, match="expected wake and update"):
         generate(policy, engine)
     engine.wake()
-    if level:  # sleeping at this level has discarded the weights
+    if frees_memory:  # vLLM has discarded the weights
         with pytest.raises(EngineError, match="expected wake and update"):
             generate(policy, engine)
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
-    [({"version": "2"}, StaleWeights, "by the weights 3, got some by .2"),
+    [({"version": "2"}, StaleWeights, "by the weights 3, got some by ..2"),
      ({"logp": float("nan")}, NonFiniteLogits, "NaN or infinite")],
 )  # fmt: skip
 def test_bad_completions_are_refused(policy, vllm, fault, error, message):
-    engine = VLLMEngine(policy, llm := StandIn(), 0)
+    engine = VLLMEngine(policy, llm := StandIn(), frees_memory=False)
     with awake(engine, policy, 3):
         vars(llm).update(fault)
         with pytest.raises(error, match=message):
@@ -267,7 +192,7 @@ def test_bad_completions_are_refused(policy, vllm, fault, error, message):
 
 
 def test_arguments_of_the_llm(policy, vllm):
-    """Check the arguments of `vllm.LLM`, and that the model's configuration names its class.
+    """Check the arguments of `vllm.LLM`, and that the saved configuration names the model's class.
 
     If the configuration named no class, vLLM would treat a qwen3 model as an embedding model.
     """

@@ -52,7 +52,7 @@ def test_another_dtype_and_another_machine_are_logged(policy, server, monkeypatc
 
 def test_a_server_of_another_model_is_not_changed(policy, server):
     other = Policy(tiny_model("llama", vocab_size=15), policy.tokenizer)
-    with pytest.raises(ValueError, match="the embedding is 13x32 there, 15x32 here"):
+    with pytest.raises(ValueError, match="the org_vocab_size is 13 there, 15 here"):
         build_with(other, server.url)
     assert not {"/pause", JOIN, START, UPDATE} & server.calls.keys()
 
@@ -73,8 +73,8 @@ SERVED = """LlamaForCausalLM()(
     ("changed", "message"),
     [
         ({}, None),
-        ({"vocab_size": 14}, "the embedding is 13x32 there, 14x32 here"),
-        ({"hidden_size": 64}, "the embedding is 13x32 there, 13x64 here"),
+        ({"vocab_size": 14}, "the org_vocab_size is 13 there, 14 here"),
+        ({"hidden_size": 64}, "the embedding_dim is 32 there, 64 here"),
         ({"num_hidden_layers": 1}, "the number of layers is 2 there, 1 here"),
         ({"num_hidden_layers": 3}, "the number of layers is 2 there, 3 here"),
     ],
@@ -101,9 +101,8 @@ def test_a_bad_url_is_not_quoted(url):
 
 
 def test_servers_are_different_and_can_reach_the_trainer(policy, server):
-    for url in ("http://LOCALHOST:8000", "http://127.0.0.1:08000/"):
-        with pytest.raises(ValueError, match="every server once"):
-            VLLMOptions(urls=["http://127.0.0.1:8000", url])
+    with pytest.raises(ValueError, match="every server once"):
+        VLLMOptions(urls=["http://127.0.0.1:8000", "http://127.0.0.1:08000/"])
     urls = ["http://127.0.0.1:1", "http://127.0.0.2:1", "http://h.org:1", "http://[fe80::1]:1"]
     assert VLLMOptions(urls=urls, address="10.0.0.9").urls == urls
     assert VLLMOptions(urls=["http://[::1]:1", "http://localhost:1"]).address == "127.0.0.1"

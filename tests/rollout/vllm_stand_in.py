@@ -99,7 +99,7 @@ class Raw:
 
 
 class StandIn:
-    """Replacement for a vLLM server, which answers HTTP calls in threads of this process.
+    """Replacement for a vLLM server. It answers HTTP calls in threads of this process.
 
     It samples with a copy of `policy` instead of vLLM. A restart restores the initial weights.
 
@@ -118,11 +118,10 @@ class StandIn:
         self.prompts: list[list[int]] = []
         self.mode, self.dtype = "processed_logprobs", "torch.float32"
         self.lora: dict[str, Any] | None = None  # LoRA settings, or None without --enable-lora
-        self.environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}
         self.start()
 
     def start(self) -> None:
-        """Start the server, or restart it at the same port with its initial weights."""
+        """Start the server, or restart it on the same port with its initial weights."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
         self.is_paused, self.versions = False, []  # `versions` names the finished weight updates
         self.adapters: dict[str, str] = {}  # folders of the loaded adapters, by name
@@ -156,11 +155,10 @@ class StandIn:
                 "vllm_config": {
                     "model_config": {"logprobs_mode": self.mode, "dtype": self.dtype},
                     "lora_config": self.lora,
-                },
-                "vllm_env": self.environment,
+                }
             },
             "v1_models": {"data": [{"id": name} for name in ["model", *self.adapters]]},
-            # The engine uses `collective_rpc` only to request the printed modules of the model.
+            # The engine uses `collective_rpc` only to request the printout of the model.
             "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
         }
         return facts[name] if name in facts else getattr(self, f"on_{name}")(**body) or {}

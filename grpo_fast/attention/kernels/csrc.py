@@ -28,8 +28,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
-    `saved.out` and `saved.lse` may have been merged with the results of attention calls on other
-    keys.
+    `saved.out` and `saved.lse` may include the results of attention calls on other keys.
     """
     given = map(contiguous_rows, (grad, *saved[:4]))
     operator = loader.operator("attention", "attention_backward")

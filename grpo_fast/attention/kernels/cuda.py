@@ -1,6 +1,6 @@
-"""FlashAttention on CUDA: version 2 in torch, and the packages of the versions 2, 3 and 4.
+"""FlashAttention on CUDA: version 2 as built into torch, and the packages for versions 2, 3 and 4.
 
-Inputs are q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits, with D a multiple of 8 up to 256, and
+Inputs are 16-bit tensors q (Tq, H, D), k and v (Tk, H_kv, D), with D a multiple of 8 up to 256, and
 int32 offsets of the spans. Outputs are the attention output and lse (H, Tq) in fp32. Each function
 calls the operator that the autograd class of its library also calls. The backward pass can
 therefore receive an output and lse that were merged from several calls.
@@ -88,8 +88,8 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     return dq, dk, dv
 
 
-# The next two functions use flash_attn.cute (FA4). Its window size for "all keys" is None. It sets
-# the right side of a causal window itself.
+# The next two functions use flash_attn.cute (FA4). It represents a window over all keys by None,
+# and sets the right side of a causal window itself.
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)
@@ -98,8 +98,8 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     if 0 in spans.queries:
-        # Drop spans of keys without queries, because the first releases of FA4 hang on them or
-        # store undefined values.
+        # Drop the spans that have keys but no queries, because early releases of FA4 hang on them
+        # or store undefined values.
         inner, rows = spans.with_queries
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
         dq, *parts = fa4_backward(grad, seen, inner, params)

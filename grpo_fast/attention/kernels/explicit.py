@@ -70,7 +70,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[Chunk]:
-    """Yield chunks of queries (H, L, D) whose scores fit into CHUNK_SCORES."""
+    """Yield chunks of queries (H, L, D), each with at most about CHUNK_SCORES scores."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
     # Align causal spans at the bottom right: query i attends to the keys up to i + before.

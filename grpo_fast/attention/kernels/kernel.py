@@ -35,15 +35,15 @@ class Saved(NamedTuple):
 class Kernel(NamedTuple):
     """Attention over `Spans`, with separate forward and backward functions.
 
-    The functions are separate, so that the results of several calls can be merged between forward
-    and backward. A span of keys may have no queries, and its dk and dv are then zero. A span of
+    The functions are separate because the results of several calls are merged between forward and
+    backward. A span of keys may have no queries, in which case its dk and dv are zero. A span of
     queries always has keys.
 
     Attributes:
-        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, params) → output (Tq, H, D) and lse (H,
-            Tq). lse is fp32 or fp64.
+        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, params) → output (Tq, H, D) and
+            lse (H, Tq). lse is fp32 or fp64.
         backward: (grad (Tq, H, D), saved, spans, params) → dq, dk, dv. The output and lse in
-            `saved` may have been merged with results for other keys.
+            `saved` may include the results of calls on other keys.
     """
 
     forward: Callable[..., Result]
@@ -60,8 +60,8 @@ def over_spans(
     Args:
         forward: (q (L, H, D), k (S, H_kv, D), v, causal, params) → output (L, H, D) and lse (H, L).
             lse is fp32 or fp64.
-        backward: (grad (L, H, D), saved, causal, params) → dq, dk, dv. dk and dv may have one head
-            for each query head.
+        backward: (grad (L, H, D), saved, causal, params) → dq, dk, dv. dk and dv may have as many
+            heads as q.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:

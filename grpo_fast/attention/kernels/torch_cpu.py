@@ -1,8 +1,8 @@
 """torch's CPU FlashAttention over spans, with one call per span. It does not support fp16.
 
-The operator expects tensors of shape (1, H, L, D). If every query attends to every key, as
-completions attend to their prompt, the query heads that share a key head are folded: they become
-additional queries of that head. This avoids a copy of the keys.
+The operator expects tensors of shape (1, H, L, D). In a call without a causal mask, such as that of
+completions on their prompt, query heads that share a key head are folded into additional queries of
+that head. This avoids a copy of the keys.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
 Without parents this is one varlen call. A tree needs one more call for every distance to an
 ancestor (`TreeLayout.calls`). The results are merged by their log-sum-exps:
 
-    (o₁, l₁) = every segment on itself, causal
-    (o₂, l₂) = q[segments with a j-th ancestor] on k, v[j-th ancestors], not causal
+    (o₁, l₁) = attention of q on k and v of the same segment, causal
+    (o₂, l₂) = attention of q[segments with a j-th ancestor] on k and v[j-th ancestors], not causal
     l = logaddexp(l₁, l₂)        o = o₁·exp(l₁ − l) + o₂·exp(l₂ − l)
 
-The backward pass runs the backward of every call with the merged (o, l). P = exp(S − l) and D =
-rowsum(dO∘O) are then the values of the full softmax, and the sum over the calls is the exact
-gradient. It would be wrong to merge differentiable outputs instead, because FlashAttention silently
-drops the gradient of the log-sum-exp, which is a term of dq and dk.
+The backward pass calls the backward function of every call with the merged (o, l). P = exp(S − l)
+and D = rowsum(dO∘O) are then the values of the full softmax, and the sum over the calls is the
+exact gradient. It would be wrong to merge differentiable outputs instead, because FlashAttention
+silently drops the gradient of the log-sum-exp, which is a term of dq and dk.
 
-A sliding window begins at a different key for each query, so a call on a full ancestor cannot
-express it. With a window, a tree therefore uses one causal call in which each segment's keys are
+A sliding window begins at a different key for each query, so a separate call on an ancestor cannot
+represent it. With a window, a tree therefore uses one causal call in which each segment's keys are
 preceded by copies of the keys inside the window (`TreeLayout.window_calls`).
 """
 
@@ -60,8 +60,8 @@ class PackedAttention(torch.autograd.Function):
         (first, *others), params, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
         out = _to_fp32(out, others)
-        # Merge the result of a call without storing it in a variable, which would keep it in memory
-        # during the next call.
+        # Merge the result of each call directly. A variable would keep it in memory during the next
+        # call.
         for call in others:
             at = call.queries
             inputs = (call.take(k), call.take(v), call.spans, params)

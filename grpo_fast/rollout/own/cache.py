@@ -17,12 +17,13 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention import TreeLayout, packed_attention, window_as_mask, window_of
+from grpo_fast.attention.spans import AttentionParams
 from grpo_fast.kernels.cpu import decode as cpp
 
 NAME = "grpo_cached"
@@ -57,43 +58,30 @@ def cached_attention(
         out = rollout_cache.decode(module, query[0], key[0], value[0])
         return out.to(value.dtype)[None], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    settings = AttentionSettings(scale, window_of(attention_mask, sliding_window), softcap)
-    rollout_cache.store_prompts(module, key[0], value[0], settings)
+    params = AttentionParams(scale, window_of(attention_mask, sliding_window), softcap)
+    layer = rollout_cache.layers.setdefault(module, Layer(params))
+    # Convert the keys, because under autocast RoPE returns fp32 keys while the values are 16-bit.
+    layer.chunks.append((key[0].to(value.dtype), value[0]))
     return packed_attention(
         module, query, key, value, attention_mask, packed_layout=layout, scaling=scaling,
         sliding_window=sliding_window, softcap=softcap, **extra,
     )  # fmt: skip
 
 
-class AttentionSettings(NamedTuple):
-    """Attention settings of one layer. The weights are softmax(mask(softcap(scale·q·kᵀ))).
-
-    Attributes:
-        scale: factor of the scores.
-        window: largest number of keys that a query attends to, including the query's token. None
-            means that all keys are used.
-        softcap: bound of the scores, or None.
-    """
-
-    scale: float
-    window: int | None
-    softcap: float | None
-
-
 class Layer:
     """Keys and values of one layer.
 
     Attributes:
-        settings: settings of the layer's attention.
-        chunks: pairs of keys and values, (H_kv, T, D) each, that prefill collects.
+        params: scale, window and softcap of the layer's attention.
+        chunks: pairs of keys and values, (H_kv, T, D) each, collected during prefill.
         prompts: keys and values after prefill, (N, H_kv, L, D) each, or in the tiled layout of the
             C++ kernel.
         completions: keys and values, (B, H_kv, room, D) each, or in the tiled layout. Empty before
             the first token.
     """
 
-    def __init__(self, settings: AttentionSettings) -> None:
-        self.settings = settings
+    def __init__(self, params: AttentionParams) -> None:
+        self.params = params
         self.chunks: list[tuple[Tensor, Tensor]] = []
         self.prompts: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
         self.completions: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
@@ -149,16 +137,8 @@ class RolloutCache:
         self.places = torch.arange(longest, device=self.device)
         self.padding = self.places >= self.ends if min(self.lengths) < longest else None
 
-    def store_prompts(
-        self, module: nn.Module, key: Tensor, value: Tensor, settings: AttentionSettings
-    ) -> None:
-        """Store one layer's keys and values, (H_kv, T, D) each, of the prompts in `layout`."""
-        layer = self.layers.setdefault(module, Layer(settings))
-        # Convert the keys: under autocast, RoPE returns fp32 keys, while values have 16 bits.
-        layer.chunks.append((key.to(value.dtype), value))
-
     def close_prompts(self) -> None:
-        """Stack the keys and values of all prompts, padded at the end, and switch to decoding."""
+        """Stack all prompts' keys and values, each padded at its end, and switch to decoding."""
         self.layout = None
         longest = max(self.lengths)
         lengths = torch.tensor(self.lengths, device=self.device)[:, None]
@@ -199,7 +179,7 @@ class RolloutCache:
         self.seat([counts[n] for n in prompts])
 
     def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Add one token of each completion to a layer and return its attention output.
+        """Add one token per completion to a layer's cache, and return the attention output.
 
         Args:
             module: the layer's attention module.
@@ -212,24 +192,24 @@ class RolloutCache:
         """
         layer = self.layers[module]
         heads = k.shape[0]
-        settings = layer.settings
+        scale, window, softcap = layer.params
         # 1. Use the C++ kernel if it supports the layer. It needs keys and values of equal width,
         #    but their widths differ in latent attention.
-        if settings.softcap is None and k.shape == v.shape and cpp.runs(v):
+        if softcap is None and k.shape == v.shape and cpp.runs(v):
             # Round to the dtype of the values first, then compute in fp32.
             q, k, v = (x.to(v.dtype).float() for x in (q, k, v))
-            return cpp.decode_(q, k, v, *self.in_tiles(layer))
+            return cpp.decode_(q, k, v, *self.kernel_args(layer))
         # 2. Compute the scores of the prompt's tokens and of the completion's tokens in the window.
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
-        first = 0 if settings.window is None else max(0, self.time + 1 - settings.window)
+        first = 0 if window is None else max(0, self.time + 1 - window)
         completion_k, completion_v = (x[:, :, first:] for x in self.extend(layer, k, v))
         prompt_k, prompt_v = layer.prompts
         on_prompt = product(self.to_grid(q), prompt_k.mT)
         on_completion = self.to_grid(product(q, completion_k.mT))
-        scores = torch.cat([on_prompt, on_completion], -1).mul_(settings.scale)
-        if settings.softcap is not None:
-            scores = scores.div_(settings.softcap).tanh_().mul_(settings.softcap)
-        masked = self.masked_places(settings.window)
+        scores = torch.cat([on_prompt, on_completion], -1).mul_(scale)
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        masked = self.masked_places(window)
         if masked is not None:
             scores[..., : prompt_k.shape[2]].masked_fill_(masked, -torch.inf)
         # 3. Apply one softmax to the scores of both parts, then add their weighted sums of values.
@@ -239,16 +219,15 @@ class RolloutCache:
         out = out + product(self.to_rows(on_completion), completion_v)
         return out.flatten(1, 2)
 
-    def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
-        """Return the arguments of the C++ kernels for a layer, with room for one more token."""
+    def kernel_args(self, layer: Layer) -> tuple[Any, ...]:
+        """Return a layer's arguments for the C++ kernels, with room for one more token."""
         if not layer.completions:
             layer.prompts = cpp.tiles_of(*(x.float() for x in layer.prompts))
         if not layer.completions or layer.completions[0].shape[2] * cpp.TILE == self.time:
             room = min(self.max_new_tokens, self.time + GROWTH)
             count = sum(self.counts)
             layer.completions = cpp.grow_tiles(layer.completions, layer.prompts, count, room)
-        scale = layer.settings.scale
-        window = layer.settings.window
+        scale, window, _ = layer.params
         return layer.prompts, layer.completions, *self.sizes, self.time, scale, window
 
     def extend(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,13 +31,13 @@ PREFILL_TOKENS = 1 << 14  # most prompt tokens in one forward pass, unless one p
 # Number of tokens between two checks for ended completions. On a GPU a check costs a sync.
 CHECK_EVERY = {"cpu": 1}
 CHECK_EVERY_ON_GPU = 16
-# Remove ended completions if at most this fraction of the batch is still sampling. Removing them
-# copies the cache, which costs more than it saves if few completions have ended.
+# Remove finished completions once at most this fraction of the batch is still being sampled.
+# Removing them copies the cache, which costs more than it saves if few completions have finished.
 FULL = 0.8
 
 
 class SupportRecorder:
-    """Record of the support of B completions with at most L tokens, stored on the CPU."""
+    """Recorder of the supports of B completions with at most L tokens each, on the CPU."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.counts = torch.zeros(rows, length, dtype=torch.int64)
@@ -46,9 +46,9 @@ class SupportRecorder:
         self.rows: list[Tensor] = []  # the completion of each entry of `ids`
 
     def add(self, rows: Tensor, t: int, draw: Draw) -> None:
-        """Record the support of token t of the given completions. Costs a GPU sync.
+        """Record the support (the ids that truncation kept) of token t of the given completions.
 
-        If the sampler did not truncate, nothing is recorded.
+        This costs a GPU sync. If the sampler did not truncate, nothing is recorded.
         """
         if draw.candidates is None or draw.in_support is None or draw.mass is None:
             return
@@ -119,8 +119,8 @@ def decode(
         options: the sampling options.
         numbers: (B, L) uniform random numbers in [0, 1), one for each sampled token.
         stop_at_eos: False samples L tokens of every completion.
-        starts: position of each prompt's first token. Empty means 0. Only the comparison of this
-            loop with the model's forward pass sets it.
+        starts: position of each prompt's first token. Empty means 0. It is only set when this loop
+            is compared with the model's forward pass.
 
     Raises:
         ValueError: packed attention does not support a layer of the model.
@@ -144,8 +144,8 @@ def decode(
     every = CHECK_EVERY.get(device.type, CHECK_EVERY_ON_GPU)
     trunk = policy.lm.base_model
     # 2. Compute the steps with the C++ decoder if it supports the model, otherwise with the model's
-    #    modules. A comparison of this loop (`starts`) uses the modules, because the decoder is
-    #    compared with them separately.
+    #    modules. With `starts`, this loop is being compared with the forward pass. It then uses the
+    #    modules, because the decoder is compared with them separately.
     decoder = None if starts else decoder_of(trunk, head, cache, forward)
     step = decoder or functools.partial(forward, trunk)
     product = decoder.product if decoder else functools.partial(linear_of, head)
@@ -229,7 +229,7 @@ def forward(trunk: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Rollo
 
 
 def linear_of(head: Head, hidden: Tensor) -> Tensor:
-    """Return the LM head's product hidden·Wᵀ + bias, without its scale and softcap."""
+    """Return hidden·Wᵀ + bias, without the LM head's scale and softcap."""
     hidden = hidden.to(head.weight.dtype)
     if head.weight.dtype == torch.bfloat16 and uses_csrc_gemm(head.weight):
         # Keep fp32 logits, as the fused head does in training. Torch would round them to bf16.
@@ -240,7 +240,7 @@ def linear_of(head: Head, hidden: Tensor) -> Tensor:
 
 
 def logits_of(head: Head, product: Tensor) -> Tensor:
-    """Apply the LM head's scale and softcap to the product of `linear_of`, in fp32."""
+    """Apply the LM head's scale and softcap, in fp32, to the result of `linear_of`."""
     logits = product.float()
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 Step = Callable[["PreTrainedModel", Tensor, Tensor, RolloutCache], Tensor]
 
 # Largest accepted difference between decoder and modules, relative to the largest entry of a hidden
-# state. The two differ slightly, because they add fp32 numbers in different orders. In bf16, they
-# then round some numbers differently.
+# state. The two add fp32 numbers in different orders, so in bf16 they sometimes round differently.
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
@@ -52,7 +51,8 @@ REQUIRED = {
     for name in (*NORMS[:2], *LINEAR, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
                  "mlp.down_proj")
 }  # fmt: skip
-OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *(f"{name}.bias" for name in LINEAR)}
+BIASES = [f"{name}.bias" for name in LINEAR]
+OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *BIASES}
 
 _verdicts: dict[Hashable, bool] = {}  # configuration of a trunk -> whether the decoder agrees
 
@@ -98,14 +98,14 @@ class Decoder:
         x = self.trunk.embed_tokens(ids)
         cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
-            cpp.decode_layer_(x, weights, cos, sin, *cache.in_tiles(cache.layers[attention]))
+            cpp.decode_layer_(x, weights, cos, sin, *cache.kernel_args(cache.layers[attention]))
         return self.trunk.norm(x)
 
 
 def decoder_of(
     trunk: PreTrainedModel, head: Head, cache: RolloutCache, forward: Step
 ) -> Decoder | None:
-    """Return a decoder for the model, or None if the decoder cannot compute it.
+    """Return a decoder for the model, or None if the model is not supported.
 
     Args:
         trunk: the model without its LM head.
@@ -131,25 +131,23 @@ def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> boo
     dtype = head.weight.dtype
     if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != autocast.in_bf16():
         return False
-    if (
-        dtype != (torch.bfloat16 if autocast.in_bf16() else torch.float32)
-        or gemm.unavailable(dtype)
-        or loader.unavailable("decode")
-        or loader.unavailable("decoder")
-    ):
+    wanted = torch.bfloat16 if autocast.in_bf16() else torch.float32
+    if dtype != wanted or gemm.unavailable(dtype):
+        return False
+    if loader.unavailable("decode") or loader.unavailable("decoder"):
         return False
     return (
         {name for name, _ in trunk.named_children()} == TRUNK
         and layers.is_plain(*trunk.parameters())
         and layers.is_plain(head.weight, dtype=dtype)
-        and all(layer.settings.softcap is None for layer in cache.layers.values())
+        and all(layer.params.softcap is None for layer in cache.layers.values())
         and all(is_untouched(m) or (m is trunk and is_observed(m)) for m in trunk.modules())
         and all(map(is_llama_layer, trunk.layers))
     )
 
 
 def is_observed(trunk: nn.Module) -> bool:
-    """Return whether the only hooks of the trunk are observers, which the decoder calls.
+    """Return whether all hooks on the trunk are observers. The decoder calls these itself.
 
     A training run registers an observer that stops the run after a signal.
     """
@@ -169,9 +167,12 @@ def configuration_of(trunk: PreTrainedModel) -> Hashable:
 
 
 def is_llama_layer(layer: Any) -> bool:
-    """Return whether a layer has Llama's parameters, SiLU, and one epsilon in all norms."""
+    """Return whether a layer has Llama's parameters, SiLU, and one epsilon in all norms.
+
+    The projections of q, k and v must all have a bias, or none of them.
+    """
     names = {name for name, _ in layer.named_parameters()}
-    if not REQUIRED <= names <= REQUIRED | OPTIONAL:
+    if not REQUIRED <= names <= REQUIRED | OPTIONAL or len(names & {*BIASES}) not in (0, 3):
         return False
     return is_silu(getattr(layer.mlp, "act_fn", None)) and len(set(epsilons(layer))) == 1
 
@@ -186,17 +187,13 @@ def weights_of(layer: Any, dtype: torch.dtype) -> cpp.LayerWeights:
     def pack(*weights: Tensor) -> Tensor:
         return cpp.pack(*(weight.to(dtype) for weight in weights))
 
-    biases = [w.get(f"{name}.bias") for name in LINEAR]
-    if any(bias is not None for bias in biases):
-        widths = (len(w[f"{name}.weight"]) for name in LINEAR)
-        zeros = w["input_layernorm.weight"].new_zeros
-        biases = [zeros(n) if b is None else b for b, n in zip(biases, widths, strict=True)]
+    biases = [w[name] for name in BIASES if name in w]
     attention, up = layer.self_attn, w["mlp.up_proj.weight"]
     (eps,) = set(epsilons(layer))
     return cpp.LayerWeights(
         norm=w["input_layernorm.weight"],
         qkv=pack(*(w[f"{name}.weight"] for name in LINEAR)),
-        bias=None if biases[0] is None else torch.cat(biases).to(dtype).float(),
+        bias=torch.cat(biases).to(dtype).float() if biases else None,
         q_norm=w.get("self_attn.q_norm.weight"),
         k_norm=w.get("self_attn.k_norm.weight"),
         out=pack(w["self_attn.o_proj.weight"]),
@@ -216,7 +213,7 @@ def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: St
     The comparison uses random weights. It uses only the model's first layers, as many as are
     needed to include every combination of layer settings.
     """
-    # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to try.
+    # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to test.
     twin = copy.copy(trunk)
     vars(twin)["_modules"] = {**trunk._modules, "layers": trunk.layers[: different_layers(trunk)]}
     starts = trial.starts_of(trunk)
@@ -228,7 +225,8 @@ def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: St
     # 2. Prefill the prompts, then decode the tokens with the decoder and with the modules.
     with small_windows(trunk, positions=False), trial.random_weights(twin):
         decoder = Decoder(twin, head, places.flatten())
-        # Also run the first prompt alone: a model may depend on the largest position in a batch.
+        # Also run the first prompt alone, because a model's output may depend on the largest
+        # position in the batch.
         for count in (1, len(starts)):
             cache = RolloutCache([trial.PROMPT] * count, [2] * count, tokens.shape[2], device)
             cache.layout = TreeLayout.of(cache.lengths, device)
@@ -249,7 +247,7 @@ def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: St
 
 
 def different_layers(trunk: PreTrainedModel) -> int:
-    """Return the smallest n for which the first n layers include the settings of all layers."""
+    """Return the smallest n such that the first n layers include all distinct layer settings."""
     kinds = getattr(trunk.config, "layer_types", None) or [None] * len(trunk.layers)
     needed = 0
     seen: set[Hashable] = set()

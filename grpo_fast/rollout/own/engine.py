@@ -57,7 +57,7 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            # Check the model again, because `update` may have replaced it.
+            # Check again whether the loop supports the model: `update` may have replaced it.
             by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
             for start in range(0, len(rows), size):
@@ -140,7 +140,7 @@ def why_unsuited(policy: SampledModel) -> str | None:
 
 
 def compare(policy: SampledModel) -> str | None:
-    """Compare the decoding loop's log-probabilities with the log-probabilities of one forward pass.
+    """Compare the decoding loop's log-probabilities with those of one forward pass.
 
     The trial samples greedily from random prompts and ignores EOS. It covers the first positions
     and the positions around every limit in the configuration (window, maximum position). A second
@@ -153,7 +153,7 @@ def compare(policy: SampledModel) -> str | None:
         ValueError: packed attention does not support the model.
     """
     check_supported(policy.lm)
-    # Use the tolerance of the coarsest dtype, for example for a 16-bit trunk with an fp32 head.
+    # Use the tolerance of the coarsest dtype, because a 16-bit trunk may have an fp32 head.
     dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
     tolerance = max(check_tolerance(dtype) for dtype in dtypes)
     gap, worst = trial.worst_gap(policy, lambda starts: largest_gap(policy, starts))
@@ -163,7 +163,7 @@ def compare(policy: SampledModel) -> str | None:
 
 
 def largest_gap(policy: SampledModel, starts: Sequence[int]) -> float:
-    """Return the largest difference of log-probabilities between decoding loop and forward pass.
+    """Return the largest difference between log-probabilities of our loop and of a forward pass.
 
     Args:
         policy: a `Policy` or `SampledModel`.
@@ -186,7 +186,8 @@ def largest_gap(policy: SampledModel, starts: Sequence[int]) -> float:
         pairs = zip([prompts[0], *prompts], ours.tokens.tolist(), strict=True)
         rows = [[*prompt, *tokens] for prompt, tokens in pairs]
         policy.lm.set_attn_implementation(policy.generation_attn)
-        # Run the first prompt's rows alone: a model may depend on the largest position in a batch.
+        # Run the first prompt's rows alone, because a model's output may depend on the largest
+        # position in the batch.
         theirs = [policy.model_logps(rows[:2], [*starts[:1], *starts[:1]])]
         if len(rows) > 2:
             theirs.append(policy.model_logps(rows[2:], starts[1:]))

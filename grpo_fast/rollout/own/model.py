@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,8 @@ class SampledModel:
         self.tokenizer = tokenizer
         self.autocast = autocast
         configs = getattr(model, "peft_config", {}).values()
-        changes_inputs = any(config.is_prompt_learning for config in configs)
-        require(
-            not changes_inputs, "model", "a model with unchanged inputs", "peft's prompt learning"
-        )
+        fits = not any(config.is_prompt_learning for config in configs)
+        require(fits, "model", "a model with unchanged inputs", "peft's prompt learning")
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         softcap = getattr(self.lm.config, "attn_logit_softcapping", None)
         usual = "eager" if softcap is not None else self.lm.config._attn_implementation
@@ -132,7 +130,7 @@ class SampledModel:
         logits = self.lm(input_ids=ids, use_cache=False, **places).logits[:, :-1].float()
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def _autocast(self) -> torch.autocast:
         on = self.autocast is not None  # False also disables an autocast of the caller
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
@@ -148,7 +146,7 @@ def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
 def special_ids(
     lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[frozenset[int], int]:
-    """Return all EOS ids of the tokenizer and the generation config, and the id for padding."""
+    """Return all EOS ids of the tokenizer and the generation config, and the padding id."""
     found: set[Any] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
         found |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
@@ -163,8 +161,8 @@ def positions(config: PreTrainedConfig) -> float:
     bound = getattr(config, "max_position_embeddings", None)
     if not isinstance(bound, int):
         return math.inf
-    # Configurations with YaRN, such as those of Qwen2.5, extend the positions by `rope_parameters`
-    # and leave max_position_embeddings unchanged.
+    # Configurations with YaRN, such as those of Qwen2.5, extend the position range through
+    # `rope_parameters` and leave max_position_embeddings unchanged.
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
     if not isinstance(factor, (int, float)):

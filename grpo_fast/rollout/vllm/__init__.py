@@ -1,1 +1,1 @@
-"""The engines `vllm` (in the trainer's process) and `vllm-server` (on one or several servers)."""
+"""The engines `vllm`, which runs in the trainer's process, and `vllm-server`, on vLLM servers."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.rollout.vllm.answers import R, ServerError, WeightInfo, parsed
+from grpo_fast.rollout.vllm.answers import Reply, ServerError, WeightInfo, parsed
 
 CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
 MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
@@ -52,41 +52,28 @@ class Server:
         self.tls = httpx2.create_ssl_context(verify=url.startswith("https:"))
 
     def call(
-        self, method: str, path: str, seconds: float, kind: type[R], body: Any = None,
-        missing: Missing = (ValueError, START),
-    ) -> R:  # fmt: skip
-        """Send a request and return the parsed response. `fetch` documents the other arguments.
-
-        Args:
-            kind: class of the response.
-
-        Raises:
-            BadAnswer: the response does not fit `kind`.
-        """
-        answer = self.fetch(method, path, seconds, body, missing)
-        return parsed(kind, answer, f"{self.url}{path}")
-
-    def fetch(
-        self, method: str, path: str, seconds: float, body: Any = None,
-        missing: Missing = (ValueError, START),
-    ) -> bytes:  # fmt: skip
-        """Send a request and return the body of the response.
+        self, method: str, path: str, seconds: float, kind: type[Reply] | None = None,
+        body: Any = None, missing: Missing = (ValueError, START),
+    ) -> Any:  # fmt: skip
+        """Send a request and return the response.
 
         Args:
             method: "GET" or "POST".
             path: path and query, such as "/health".
             seconds: timeout of the whole call, from the connection to the last byte.
+            kind: class of the response. If None, the bytes of the response are returned.
             body: value that is sent as JSON, or None.
             missing: error class and advice for the statuses 403 and 404.
 
         Raises:
             ServerError: no complete response within `seconds` and MAX_BYTES, or a server error.
+            BadAnswer: the response does not fit `kind`.
             ValueError: the server refuses the request.
         """
         status, answer = self._send(method, path, seconds, body)
         where = f"{self.url}{path}"
         if status == 200:
-            return answer
+            return answer if kind is None else parsed(kind, answer, where)
         text = " ".join(answer[:500].decode(errors="replace").split())
         message = f"{where}: {status} {escape_control(text)}"
         if status in (403, 404):
@@ -103,7 +90,8 @@ class Server:
             return False
 
     def weight_version(self) -> str:
-        return self.call("GET", "/weight_info", CHECK_S, WeightInfo).weight_version
+        info: WeightInfo = self.call("GET", "/weight_info", CHECK_S, WeightInfo)
+        return info.weight_version
 
     def _send(self, method: str, path: str, seconds: float, body: Any = None) -> tuple[int, bytes]:
         """Send a request. Return the HTTP status and the body of the response."""

@@ -82,10 +82,7 @@ class Link:
             log.warning(message, url, theirs, ours, advice)
         self.loads_adapters = info.lora is not None
         if info.lora is not None and transfer.adapted_modules(policy.lm):
-            expected = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for servers with --enable-lora"
-            require(info.loads_adapters, "rollout.vllm.urls", expected, f"no such value at {url}")
-            limits = info.lora.max_lora_rank, info.lora.target_modules
-            adapter.check(policy, *limits, f"rollout.vllm.urls: {url}")
+            adapter.check(policy, info.lora, url)
 
     def generate(
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest,
@@ -102,7 +99,7 @@ class Link:
         return request.completions(answer, f"{self.server.url}{GENERATE}")
 
     def receive(self, weights: Iterable[Named], label: str) -> None:
-        """Send the server weights named `label`. It does not sample until it has all of them."""
+        """Send weights to the server under the name `label`. It pauses until it has them all."""
         # 1. Join a process group with the server's workers, and stop sampling.
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
@@ -112,8 +109,8 @@ class Link:
         self._post("/pause?mode=keep")
         # 2. If the server was already paused, a trainer may have been killed during an update. vLLM
         #    then refuses a second update, or adds it to half-loaded layers. Only
-        #    /finish_weight_update resets these layers. That call fails if no update is open, so
-        #    start an update first. The start fails if an update is open already; this is harmless.
+        #    /finish_weight_update resets these layers, but it fails if no update is open. Therefore
+        #    start an update first, and ignore the error of this call if an update is open already.
         if is_open:
             with suppress(ServerError):
                 self._post("/start_weight_update")
@@ -150,32 +147,34 @@ class Link:
 
         Afterwards, the server unloads the previous version of the adapter.
         """
-        advice = f"the server must be able to read the trainer's folder {folder} (see TMPDIR)"
+        advice = "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; it must be able to "
+        advice += f"read the trainer's folder {folder} (see TMPDIR)"
         # If the server was excluded after it had loaded this adapter, it still has the adapter.
         # vLLM would then refuse a request without load_inplace.
         body = {"lora_name": label, "lora_path": folder, "load_inplace": True}
         seconds = self.options.timeout
-        self.server.fetch("POST", LOAD, seconds, body, missing=(ValueError, advice))
+        self.server.call("POST", LOAD, seconds, body=body, missing=(ValueError, advice))
         if self.adapter not in (None, label):
             with suppress(EngineError, ValueError):  # a restarted server lacks the adapter
-                self.server.fetch("POST", UNLOAD, CHECK_S, {"lora_name": self.adapter})
+                self.server.call("POST", UNLOAD, CHECK_S, body={"lora_name": self.adapter})
         self.adapter = label
         self._include(label)
 
-    def look(self, label: str, base: str | None) -> None:
-        """Include the server again if it has received the weights named `label` from rank 0.
+    def include_if_current(self, label: str, base: str | None) -> None:
+        """Mark the server as up to date if it has received the weights named `label` from rank 0.
 
         Args:
             label: name of the weights, or of an adapter.
-            base: name of the adapter's base weights. None if `label` names whole weights.
+            base: name of the adapter's base weights, or None if `label` names a complete set of
+                weights.
         """
         if self.server.weight_version() != (base or label):
             return
-        if base is None or label.encode() in self.server.fetch("GET", "/v1/models", CHECK_S):
+        if base is None or label.encode() in self.server.call("GET", "/v1/models", CHECK_S):
             self._include(label)
 
-    def leave_out(self, error: Exception) -> None:
-        """Exclude the server until it has received the weights through a new process group."""
+    def exclude(self, error: Exception) -> None:
+        """After an error, exclude the server until it has received weights through a new group."""
         if not isinstance(error, EngineError):
             error = ServerError(f"{self.server.url}: sending weights: {reason(error)}")
         if self.error is None:
@@ -207,7 +206,8 @@ class Link:
         port = listener.getsockname()[1]
         info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
         info["world_size"] = size
-        # 2. Join in a thread, because the server responds only after its workers have joined.
+        # 2. Join the process group in a thread, because the server responds only after its workers
+        #    have joined.
         if self.by_nccl:
             listener.close()  # vLLM opens the socket itself
             joined: Future[Any] = started(partial(NCCLGroup, address, port, size, self.device))
@@ -227,23 +227,22 @@ def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
 
     Args:
         lm: the trainer's model.
-        served: vLLM's printed model, with lines such as `(0-11): 12 x LlamaDecoderLayer()(`.
+        served: vLLM's printout of its model, with lines like `(0-11): 12 x LlamaDecoderLayer()(`.
         url: the server, for the message.
     """
-    checks: list[tuple[str, Any, Any]] = []
-    embedding = re.search(r"VocabParallelEmbedding\(([^()]{0,1000})\)", served)
-    size = dict(re.findall(r"\b(\w+)=(\d+)", embedding[1])) if embedding is not None else {}
-    if "org_vocab_size" in size and "embedding_dim" in size:
-        ours = "x".join(map(str, lm.get_input_embeddings().weight.shape))
-        checks.append(("embedding", f"{size['org_vocab_size']}x{size['embedding_dim']}", ours))
-    layers = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
-    if layers:
-        outer = min(indent for indent, _ in layers)  # lists inside a layer are indented further
-        count = 1 + max(int(last) for indent, last in layers if indent == outer)
-        checks.append(("number of layers", count, lm.config.get_text_config().num_hidden_layers))
-    for what, theirs, ours in checks:
-        other = f"a different model at {url}: the {what} is {theirs} there, {ours} here"
-        require(theirs == ours, "rollout.vllm.urls", "this run's model", other)
+    rows, width = lm.get_input_embeddings().weight.shape
+    layers = lm.config.get_text_config().num_hidden_layers
+    ours = {"org_vocab_size": rows, "embedding_dim": width, "number of layers": layers}
+    numbers = re.findall(r"\b(org_vocab_size|embedding_dim)=(\d{1,9})\b", served)
+    theirs = {name: int(number) for name, number in numbers}
+    indices = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
+    if indices:
+        outer = min(indent for indent, _ in indices)  # lists inside a layer are indented further
+        last = max(int(index) for indent, index in indices if indent == outer)
+        theirs["number of layers"] = last + 1
+    for name, number in theirs.items():
+        other = f"a different model at {url}: the {name} is {number} there, {ours[name]} here"
+        require(number == ours[name], "rollout.vllm.urls", "this run's model", other)
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> None:
@@ -253,7 +252,7 @@ def each(links: list[Link], action: Callable[[Link], None]) -> None:
         try:
             action(link)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
-            link.leave_out(error)
+            link.exclude(error)
 
     at_once(len(links), run, links)
 

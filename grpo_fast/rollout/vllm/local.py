@@ -1,14 +1,11 @@
-"""The engine `vllm`, which runs vLLM in the trainer's process. It sleeps while the policy trains.
+"""The engine `vllm`, which runs vLLM in the trainer's process.
 
-On a GPU, vLLM sleeps at level 2, which frees its weights and its cache for the trainer. If vLLM
-loads LoRA adapters, it sleeps at level 1, which keeps the base weights in host memory. On a CPU, it
-only pauses (level 0).
+On a GPU, vLLM sleeps at level 2 while the policy trains. It then has neither weights nor a cache,
+so the trainer can use their memory.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -18,19 +15,12 @@ import torch.distributed as dist
 from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm import adapter
-from grpo_fast.rollout.vllm.adapter import AdapterFolder
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
-from grpo_fast.rollout.vllm.transfer import adapted_modules, buckets, dtype_of, repack_heads
+from grpo_fast.rollout.vllm.transfer import buckets, dtype_of, repack_heads
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
-
-log = logging.getLogger(__name__)
-
-LORA = "rollout.vllm.options.enable_lora"
-DEFAULT_RANK = 16  # the default of vLLM's max_lora_rank
 
 
 class VLLMEngine(Engine):
@@ -39,24 +29,14 @@ class VLLMEngine(Engine):
     Args:
         policy: the policy that vLLM samples with.
         llm: the `vllm.LLM`.
-        level: vLLM's sleep level. Level 2 frees the weights and the cache. Level 1 frees the cache
-            and moves the weights to host memory. Level 0 only pauses vLLM.
-        with_lora: True if vLLM loads LoRA adapters. It then receives the base weights once, and
-            the adapter at every update.
+        frees_memory: True if vLLM frees its weights and its cache while the engine sleeps.
     """
 
-    def __init__(
-        self, policy: SampledModel, llm: Any, level: int, *, with_lora: bool = False
-    ) -> None:
+    def __init__(self, policy: SampledModel, llm: Any, *, frees_memory: bool) -> None:
         self.policy = policy
         self.llm = llm
-        self.level = level
-        self.with_lora = with_lora
+        self.frees_memory = frees_memory
         self.version: int | None = None  # version of vLLM's weights; None if vLLM has none
-        self.base: Any = None  # the model whose base weights vLLM has
-        self.folder = AdapterFolder()
-        self.numbers = itertools.count(1)  # numbers the adapters that vLLM loads
-        self.lora: Any = None  # vLLM's LoRARequest of the current adapter
         self.asleep = False
         self.without_cache = False
 
@@ -64,53 +44,31 @@ class VLLMEngine(Engine):
         self.policy = policy
         if self.version == version:
             return
-        by_adapter = self.with_lora and bool(adapted_modules(policy.lm))
-        if not by_adapter or self.base is not policy.lm:
-            parts = buckets(policy, merged=not by_adapter)
-            weights = (pair for bucket in parts for pair in bucket)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            if policy.device.type == "cpu":
-                self.llm.apply_model(repack_heads)
-            self.base = policy.lm if by_adapter else None
+        weights = (pair for bucket in buckets(policy) for pair in bucket)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if policy.device.type == "cpu":
+            self.llm.apply_model(repack_heads)
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
         # Reset the prefix cache, because its keys and values were computed with the old weights.
         self.llm.reset_prefix_cache()
-        self.lora = self._load_adapter(policy) if by_adapter else None
         self.llm.update_weight_version(str(version))
         self.version = version
 
-    def _load_adapter(self, policy: SampledModel) -> Any:
-        """Make vLLM load the policy's adapter. Return the LoRARequest that selects this adapter."""
-        from vllm.lora.request import LoRARequest
-
-        number = next(self.numbers)
-        self.folder.write(policy)
-        request = LoRARequest(str(number), number, self.folder.path)
-        try:
-            self.llm.llm_engine.add_lora(request)
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(f"{LORA}: vLLM refuses the adapter: {reason(error)}") from error
-        return request
-
     def sleep(self) -> None:
-        if self.asleep:
-            return
-        self.llm.sleep(level=self.level)
-        self.asleep = True
-        if self.level:  # vLLM has freed its cache
+        if self.frees_memory and not self.asleep:
+            self.llm.sleep(level=2)
             self.without_cache = True
             self.version = None
-        if self.level == 2:  # vLLM has freed its weights
-            self.base = None
+        self.asleep = True
 
     def wake(self) -> None:
-        if self.asleep:
-            # On a GPU, wake only the weights. The cache must not allocate memory before `update`
-            # has gathered the policy's weights.
-            self.llm.wake_up(tags=["weights"] if self.level else ["scheduling"])
-            self.asleep = False
+        if self.frees_memory and self.asleep:
+            # Wake only the weights. The cache must not allocate memory before `update` has gathered
+            # the policy's weights.
+            self.llm.wake_up(tags=["weights"])
+        self.asleep = False
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -126,11 +84,10 @@ class VLLMEngine(Engine):
         vllm_request = VLLMRequest(self.policy, request, self.version, str(self.version))
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         parameters = [SamplingParams(**fields) for fields in vllm_request.parameters()]
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.lora)
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         served = (parsed(Choices, _as_response(output), "vLLM") for output in outputs)
-        return vllm_request.in_groups(
-            [vllm_request.completions(choices, "vLLM") for choices in served]
-        )
+        done = [vllm_request.completions(choices, "vLLM") for choices in served]
+        return vllm_request.in_groups(done)
 
 
 def _as_response(output: Any) -> dict[str, Any]:
@@ -178,25 +135,18 @@ def build(policy: SampledModel, options: Any) -> VLLMEngine:
     if on_gpu:  # the trainer uses the same GPU
         given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.needs_support}
     given |= options.vllm.options
-    adapted = bool(adapted_modules(policy.lm))
-    with_lora = adapted and bool(given.get("enable_lora"))
-    if with_lora:
-        limits = given.get("max_lora_rank", DEFAULT_RANK), given.get("lora_target_modules")
-        adapter.check(policy, *limits, LORA)
-    elif adapted:
-        log.info("vllm receives whole weights with the adapter merged: %s is not set", LORA)
-    level = (1 if with_lora else 2) if on_gpu else 0
     # 3. Build vLLM's model from the policy's configuration and tokenizer.
     with tempfile.TemporaryDirectory() as folder:
-        # Name the class of the model, because configurations from `model.config` name none. Without
-        # the name, vLLM would treat some models, such as qwen3, as embedding models.
+        # Set the name of the model's class, which is missing in configurations that come from
+        # `model.config`. Without the name, vLLM would treat some models, such as qwen3, as
+        # embedding models.
         policy.lm.config.architectures = policy.lm.config.architectures or [
             type(policy.lm).__name__
         ]
         policy.lm.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         try:
-            return VLLMEngine(policy, LLM(model=folder, **given), level, with_lora=with_lora)
+            return VLLMEngine(policy, LLM(model=folder, **given), frees_memory=on_gpu)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             model = policy.lm.config.model_type
             what = f"{model} with rollout.vllm.options {[*options.vllm.options]}"

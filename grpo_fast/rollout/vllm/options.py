@@ -36,7 +36,7 @@ class VLLMOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain_urls(cls, settings: Any) -> Any:
-        """Check the URLs before pydantic, whose error would quote a URL with a password."""
+        """Check the URLs first, because pydantic's error would quote a URL with its password."""
         if not isinstance(settings, dict) or "urls" not in settings:
             return settings
         urls = settings["urls"]
@@ -47,14 +47,12 @@ class VLLMOptions(BaseModel):
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
         """Check that no server is listed twice, and that all servers can reach `address`."""
-        names = set()
         for url in self.urls:
             host = host_of(url)
             fits = is_loopback(host) or not is_loopback(self.address)
             expected = f"an address of this machine that {host} can reach"
             require(fits, "address", expected, self.address)
-            names.add(url.replace("//localhost:", "//127.0.0.1:"))
-        fits = len(names) == len(self.urls)
+        fits = len({*self.urls}) == len(self.urls)
         require(fits, "urls", "every server once", ", ".join(self.urls))
         return self
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from functools import partial
 from itertools import cycle
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.adapter import AdapterFolder
+from grpo_fast.rollout.vllm import adapter
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
 CONNECTIONS = 256  # most connections to one server
 PAUSE_S = 1.0  # seconds between two checks of a server that is gone
-Prompt = tuple[Sequence[int], dict[str, Any]]  # token ids, and vLLM's SamplingParams
 
 
 class VLLMServers(Engine):
@@ -57,11 +56,11 @@ class VLLMServers(Engine):
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
-        self.folder = AdapterFolder()
+        self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
         self.lm: Any = None  # the model whose adapter was sent last
         self.count = 0  # number of models whose adapters were sent
-        # The name under which servers report the base weights of the adapter. None if servers
-        # receive whole weights.
+        # The name under which servers report the base weights of the adapter. It is None if servers
+        # receive full weights instead of adapters.
         self.base: str | None = None
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
@@ -79,7 +78,7 @@ class VLLMServers(Engine):
         """Wait for every server, and check that its options and its model fit the policy.
 
         Raises:
-            ServerError: a server is not running within `rollout.vllm.patience`.
+            ServerError: a server does not respond within `rollout.vllm.patience` seconds.
             ValueError: a server has different options or a different model.
         """
         for link in self.links:
@@ -92,16 +91,12 @@ class VLLMServers(Engine):
                     raise ServerError(f"{link.server.url}: expected a vLLM server, {waited}")
                 time.sleep(PAUSE_S)
             link.check(self.policy)
-        without = [link.server.url for link in self.links if not link.loads_adapters]
-        if without and adapted_modules(self.policy.lm):
-            what = "servers receive whole weights with the adapter merged"
-            log.info("%s: %s started without --enable-lora", what, ", ".join(without))
 
     def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
 
         All ranks must call this, but only rank 0 sends. A server that becomes available later
-        receives the weights in `sample`, unless the weights are sharded or `ahead` is set.
+        receives the weights during `sample`, unless the weights are sharded or `ahead` is set.
 
         Args:
             policy: the policy.
@@ -120,7 +115,7 @@ class VLLMServers(Engine):
             self.lm = policy.lm
             self.base = f"{self.run}-base-{self.count}"
             if self.label != written:  # an evaluation and the next rollout use the same version
-                self.folder.write(policy, is_writer=self.rank == 0)
+                adapter.write(policy, self.folder.name, is_writer=self.rank == 0)
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         if is_sharded:
@@ -136,27 +131,44 @@ class VLLMServers(Engine):
         """
         names = (self.label, None) if self.base is None else (self.base, self.label)
         vllm_request = VLLMRequest(self.policy, request, self.version, *names)
-        prompts = dict(enumerate(zip(request.prompts, vllm_request.parameters(), strict=True)))
+        parameters = vllm_request.parameters()
+        count = len(request.prompts)
+        deadline = 0.0
         done: dict[int, list[Completion]] = {}
+        failed: dict[Link, ServerError] = {}
+
+        def generate(i: int, link: Link) -> None:
+            try:
+                done[i] = link.generate(request.prompts[i], parameters[i], vllm_request, deadline)
+            except ServerError as error:
+                failed[link] = error
+
         for _ in range(ATTEMPTS):
-            pending = {i: prompt for i, prompt in prompts.items() if i not in done}
-            if pending:
-                done |= self._sample(pending, vllm_request)
-        missing = len(prompts) - len(done)
-        if missing:
-            what = f"{missing} of {len(prompts)} prompts have no completions"
+            pending = [i for i in range(count) if i not in done]
+            if not pending:
+                break
+            links = self._bring_up() if self.may_send else self._ready()
+            if not links:
+                raise ServerError(f"no vLLM server has the weights: {self._errors()}")
+            deadline = time.monotonic() + self.options.timeout
+            at_once(CONNECTIONS * len(links), generate, pending, cycle(links))
+            for link, error in failed.items():
+                link.exclude(error)
+            failed.clear()
+        if len(done) < count:
+            what = f"{count - len(done)} of {count} prompts have no completions"
             raise ServerError(f"{what} after {ATTEMPTS} tries: {self._errors()}")
-        return vllm_request.in_groups([done[i] for i in prompts])
+        return vllm_request.in_groups([done[i] for i in range(count)])
 
     def _bring_up(self, weights: list[Named] | None = None) -> list[Link]:
-        """Send the weights to all running servers. Return the servers that have the weights."""
+        """Send the weights to all running servers. Return the servers that have received them."""
         deadline = time.monotonic() + self.options.patience
         failures = 0
         while True:
             outdated = [link for link in self.links if link.label != self.label]
             reached = [link for link in outdated if link.server.is_up()]
             if self.rank:
-                each(reached, partial(Link.look, label=self.label, base=self.base))
+                each(reached, partial(Link.include_if_current, label=self.label, base=self.base))
             elif reached:
                 lacking = reached
                 if self.base is not None:
@@ -184,44 +196,16 @@ class VLLMServers(Engine):
         Args:
             link: the connection to the server.
             weights: the merged weights, or the base weights of the adapter.
-            lacking: the connections to all servers that need `weights`.
+            lacking: the connections to the servers that do not have `weights` yet.
         """
         if link in lacking:
             link.receive(weights, self.base or self.label)
         if self.base is not None:
-            link.load_adapter(self.label, self.folder.path)
+            link.load_adapter(self.label, self.folder.name)
 
     def _errors(self) -> str:
         errors = [str(link.error) for link in self.links if link.error is not None]
         return "; ".join(errors) or "none is up"
-
-    def _sample(
-        self, prompts: dict[int, Prompt], request: VLLMRequest
-    ) -> dict[int, list[Completion]]:
-        """Distribute prompts over the servers.
-
-        Returns:
-            The completions of each prompt whose request succeeded, by index of the prompt.
-        """
-        links = self._bring_up() if self.may_send else self._ready()
-        if not links:
-            raise ServerError(f"no vLLM server has the weights: {self._errors()}")
-        deadline = time.monotonic() + self.options.timeout
-
-        def generate(link: Link, prompt: Prompt) -> list[Completion] | ServerError:
-            try:
-                return link.generate(*prompt, request, deadline)
-            except ServerError as error:
-                return error
-
-        found = at_once(CONNECTIONS * len(links), generate, cycle(links), prompts.values())
-        done = {}
-        for i, link, answer in zip(prompts, cycle(links), found, strict=False):
-            if isinstance(answer, ServerError):
-                link.leave_out(answer)
-            else:
-                done[i] = answer
-        return done
 
 
 def build(policy: SampledModel, options: Any) -> VLLMServers:
@@ -232,7 +216,7 @@ def build(policy: SampledModel, options: Any) -> VLLMServers:
         options: the section `rollout` of a configuration.
 
     Raises:
-        ServerError: a server is not running within `rollout.vllm.patience`.
+        ServerError: a server does not respond within `rollout.vllm.patience` seconds.
         ValueError: a server was started with different options or a different model.
     """
     engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))

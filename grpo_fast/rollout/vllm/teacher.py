@@ -1,4 +1,4 @@
-"""A teacher model on a vLLM server, which returns its likeliest ids at every completion token."""
+"""A teacher model on a vLLM server, which returns its most likely ids for each completion token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import LEAST_LOGP, argument_error, require
+from grpo_fast.errors import LEAST_LOGP, require
 from grpo_fast.rollout.vllm import answers
 from grpo_fast.rollout.vllm.answers import ROUNDING, BadAnswer, Reply, ServerError
 from grpo_fast.rollout.vllm.http import GENERATE, Server, at_once
@@ -26,7 +26,7 @@ class Logp(Reply):
 
 
 class Scores(Reply):
-    """Log-probabilities of each token and of the likeliest ids at its position.
+    """Log-probabilities of each token and of the most likely ids at its position.
 
     The entry of the first token is None.
     """
@@ -38,11 +38,12 @@ class TeacherServer:
     """Client for a teacher's server, started with --enable-scale-out.
 
     The teacher must use the student's token ids. Every response is checked. Log-probabilities that
-    no softmax can return would add exactly 0 to the loss, and the student would learn nothing.
+    no softmax returns, such as -9999 for every token, could otherwise make the loss exactly 0, and
+    the student would learn nothing without any error.
 
     Args:
         url: the server, as `http://host:port`.
-        topk: number of likeliest ids to request at every token. 0 requests only the
+        topk: number of most likely ids to request for each token. 0 requests only the
             log-probability of the completion's token.
         vocab_size: number of rows of the student's LM head.
         options: uses `timeout`, the limit in seconds for a response, and `patience`, the time in
@@ -71,10 +72,10 @@ class TeacherServer:
                 length.
 
         Returns:
-            One (n, K + 1, 2) fp64 tensor for each sample with n completion tokens. Entry [t, k]
-            is (token id, log-probability). k = 0 is the completion's token, followed by the other
-            ids. If this token is one of the K likeliest, the last entry has log-probability -inf.
-            K + 1 is at most the size of the vocabulary.
+            One (n, K + 1, 2) fp64 tensor for each sample with n completion tokens. Entry [t, k] is
+            (token id, log-probability). k = 0 is the completion's token, followed by the other ids.
+            If this token is among the K most likely, the last entry is padding with log-probability
+            -inf. K + 1 is at most the size of the vocabulary.
         """
         return at_once(CONNECTIONS, self._scores, samples)
 
@@ -94,7 +95,7 @@ class TeacherServer:
                 time.sleep(PAUSE_S)
 
     def _rows(self, given: list[dict[int, Logp] | None], ids: list[int], start: int) -> Tensor:
-        """Check a response and return one sample's tensor, (n, K + 1, 2). See `scores`."""
+        """Check the server's response for one sample and return its tensor, (n, K + 1, 2)."""
         K = self.topk
         V = self.vocab_size
         rows = []
@@ -104,7 +105,7 @@ class TeacherServer:
         same_ids = f"a teacher with the student's {V} ids"
         # 1. Collect a row of (id, log-probability) pairs for each completion token.
         for token, row in zip(ids[start:], given[start:], strict=True):
-            # A row has K + 1 ids if the token is not one of the K likeliest.
+            # A row has K + 1 ids if the token is not among the K most likely.
             fits = row is not None and token in row and len(row) in (K, K + 1)
             require(fits, self.where, likeliest, row and len(row), BadAnswer)
             require(max(row) < V, self.where, same_ids, max(row), BadAnswer)
@@ -115,27 +116,15 @@ class TeacherServer:
         #    fails both checks.
         scores = torch.tensor(rows, dtype=torch.float64)
         logps = scores[..., 1]
-        sums = logps.exp().sum(1)
-        are_logps = (logps <= ROUNDING).all() and (sums <= 1 + ROUNDING).all()
+        are_logps = (logps <= ROUNDING).all() and (logps.exp().sum(1) <= 1 + ROUNDING).all()
         expected = "log-probabilities whose probabilities sum to 1 at most"
         require(are_logps, self.where, expected, "larger ones, or NaN", BadAnswer)
-        has_all_ids = torch.tensor([len(row) >= V for row in given[start:]])
-        self._check_mass(sums, logps.amax(1), has_all_ids)
+        # 3. Check that no row is too unlikely for a softmax. The most likely of V ids has a
+        #    probability of at least 1/V. Allow 1 nat for rounding.
+        least = -math.log(V) - 1 if K else LEAST_LOGP
+        largest = logps.amax(1).min()
+        what = f"the most likely of {V} ids" if K else "a completion's token"
+        expected = f"a log-probability above {least:.4g} of {what}"
+        require(largest > least, self.where, expected, f"{largest:.4g}", BadAnswer)
         logps[logps <= answers.CLAMPED] = -torch.inf  # JSON has no -inf
         return scores
-
-    def _check_mass(self, sums: Tensor, largest: Tensor, has_all_ids: Tensor) -> None:
-        """Refuse rows whose probabilities are too small for any softmax.
-
-        If a row has all V ids, its probabilities must sum to 1. Otherwise the likeliest id must
-        have at least the probability 1/V, with a tolerance of 1 nat for rounding. With topk = 0 a
-        row has only the completion's token, whose log-probability must be above LEAST_LOGP.
-        """
-        for total in sums[has_all_ids & ((sums - 1).abs() > ROUNDING)].tolist():
-            expected = f"probabilities of all {self.vocab_size} ids, which sum to 1"
-            raise argument_error(self.where, expected, f"a sum of {total:.4g}", BadAnswer)
-        least = -math.log(self.vocab_size) - 1 if self.topk else LEAST_LOGP
-        what = f"the likeliest of {self.vocab_size} ids" if self.topk else "a completion's token"
-        for came in largest[~has_all_ids & ~(largest > least)].tolist():
-            expected = f"a log-probability above {least:.4g} of {what}"
-            raise argument_error(self.where, expected, f"{came:.4g}", BadAnswer)

@@ -80,10 +80,11 @@ def checkpoint_tensors(lm: PreTrainedModel, *, merged: bool) -> dict[str, Tensor
 
 
 def repack_heads(model: Any) -> None:
-    """Renew the packed weights of vLLM's LM head on a CPU after a reload.
+    """Rebuild the packed weights of vLLM's LM head on a CPU after a reload.
 
-    On a CPU, vLLM computes the head from a packed copy of its weights. A reload does not renew this
-    copy if the head is tied to the embedding, because no weights are loaded under the head's name.
+    On a CPU, vLLM computes the head from a packed copy of its weights. A reload does not update
+    this copy if the head is tied to the embedding, because no weights are loaded under the head's
+    name.
     """
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):

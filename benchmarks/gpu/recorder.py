@@ -213,8 +213,8 @@ def recording() -> Iterator[Recorder]:
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
         """Record a wait of the host, and assume that the support of every row has SET_SIZE ids.
 
-        This replaces `support_rows._sizes`, which reads the number of rows with a support and the number
-        of ids in all supports. Fake tensors have no values to read.
+        This replaces `support_rows._sizes`, which reads the number of rows with a support and the
+        number of ids in all supports. Fake tensors have no values to read.
         """
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE

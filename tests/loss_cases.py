@@ -53,9 +53,9 @@ FUNCTIONS = ("logps", "logits", "linear")
 
 
 class Fused(str):
-    """Name of a backend that tests use to reach the fused kernels, which take hidden states.
+    """Backend name that makes conftest.py select the fused kernels, even for small heads.
 
-    conftest.py selects these kernels even for small heads.
+    The fused kernels compute from hidden states. Small heads would otherwise use other kernels.
     """
 
 

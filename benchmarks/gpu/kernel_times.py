@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.kernel_times [--out FILE] [--device cpu]
 
 torch's profiler records a forward and backward pass. The report lists the 25 slowest kernels, with
-their launches and microseconds in one call. They include the kernels of the vendor's libraries,
-copies and fills. The time of a call without the profiler shows how long the GPU is idle.
+their launches and microseconds in one call. Kernels of vendor libraries, copies and fills are
+included. The report also has the time of a call without the profiler. The GPU is idle for the part
+of this time that exceeds the sum of the kernel times.
 """
 
 from __future__ import annotations

@@ -140,8 +140,9 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
         "dW accumulated in fp32": 0 if narrow else (4 + 8 * (chunks - 1)) * v * h / card.copy_bytes,
         "dW to 16 bits": (2 if narrow else 6) * v * h / card.copy_bytes,
     }
-    # Add the memory of the sums over slices, of the scaled hidden rows and of gathered rows. Then
-    # add dW in fp32, or for a 16-bit dW the target columns and their products (target_rows.py).
+    # Add three buffers: the sums over slices, the scaled hidden rows and the gathered rows. Then
+    # add the fp32 buffer of dW. A 16-bit dW has no such buffer, but it needs the target columns
+    # and their products (target_rows.py).
     multiplied = min(kept, chunk_rows) if gathers else chunk_rows
     extra = 12 * -(-v // SLICE_COLUMNS) * chunk_rows + 6 * h * multiplied
     extra += STORED * v * multiplied if gathers else 0

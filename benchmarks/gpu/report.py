@@ -104,7 +104,7 @@ def judged(bar: Bar, value: float) -> str:
 
 
 def time_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table of times and workspace sizes: "predicted / measured"."""
+    """Yield rows of the table of times and workspace sizes, with cells "predicted / measured"."""
     for case in predict.cases():
         guess = predict.estimate(card, case)
         rows = found.rows(case)

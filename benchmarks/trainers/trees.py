@@ -1,15 +1,15 @@
-"""Time and memory of a trunk on trees of samples, compared with plain packing.
+"""Time and memory of a model without its head, on trees of samples and on plain packed rows.
 
     python -m benchmarks.trainers.trees [--quick] [--json PATH] [--plot PATH]
 
 A tree stores each common prefix of the samples once. Plain packing repeats it for each sample. The
 cases are a group of 16 completions of one long prompt, an agent that branches in two at each of
 four turns, and combs, which are conversations with a side branch at every turn. The picture shows
-agents of three turns with one to four branches. Every sample is trained on its last turn.
+agents with three turns and one to four branches. Every sample is trained on its last turn.
 
 The outputs and all gradients of both layouts are compared before they are timed. On a CPU, all
-lengths are divided by 4, and the CPU time of the process is measured, on which other programs have
-little effect. The first three cases have targets: the speedup must be at least 3/4 of the ratio of
+lengths are divided by 4, and the CPU time of the process is measured, because other programs hardly
+affect it. The first three cases have targets: the speedup must be at least 3/4 of the ratio of
 the token counts, and the tree must need less memory. The exit status is 1 if a case misses a
 target.
 """

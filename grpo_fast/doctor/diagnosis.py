@@ -27,8 +27,8 @@ UNEXPLAINED = 0.1  # fraction of the difference that the right cause may leave u
 # An attempt is rejected unless it gives at least this fraction of the sampled tokens a probability
 # above 0.
 KNOWN = 0.95
-# A dtype is reported as the cause if the cosine similarity between its change of the trainer's
-# log-probabilities and the engine's difference from them is at least this value.
+# Minimum cosine similarity with which a dtype is reported as the cause. It compares two differences
+# from the trainer's log-probabilities: that of the trainer in this dtype, and that of the engine.
 SIMILAR = 0.5
 SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 

@@ -111,8 +111,8 @@ def active_target_rows(
     checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
     records = is_capturing(flat)
-    # Keep all rows in a CUDA graph. `_unless_all` cannot run there, because the size of the result
-    # of nonzero() depends on the values of its argument.
+    # While a CUDA graph is captured, keep all rows. `_unless_all` cannot be captured, because the
+    # size of its result depends on values.
     index = None if records else _unless_all(flat != values.IGNORED_TARGET)
     places = ActiveTokens(len(flat), index, flat, flat, checks)
     if isinstance(transform.temperature, Tensor):

@@ -97,7 +97,10 @@ _lock = threading.Lock()
 
 
 def raise_pending() -> None:
-    """Raise a ValueError if an earlier GPU call had wrong values that are now on the host."""
+    """Raise a ValueError if a value check of an earlier GPU call failed.
+
+    Only checks whose results have been copied to the host are considered.
+    """
     if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     with _lock:

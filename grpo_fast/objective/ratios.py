@@ -70,7 +70,8 @@ def importance_ratio(
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
     if kind == "geometric":
-        # `token_loss` clamps the mean of the log ratios. Clamping each of them would change it.
+        # Do not clamp here. `token_loss` clamps the mean of the log ratios, and a clamp of each log
+        # ratio would change this mean.
         return Ratio(raw, raw)
     pool = POOLS.get(config.importance_sampling_level)
     if pool is not None:

@@ -103,7 +103,7 @@ def test_imports_flow_one_way():
 
 
 def test_the_parts_of_the_trainer_have_floors():
-    """Check the layers of train/. A part is a folder or a single file of train/."""
+    """Check that each folder and file of train/ imports only from layers below it."""
     floors = {part: n for n, parts in enumerate(TRAIN_FLOORS) for part in parts}
     folder, start = PACKAGE / "train", "grpo_fast.train."
     parts = {x.stem for x in folder.iterdir() if x.suffix == ".py" or (x / "__init__.py").exists()}

@@ -261,9 +261,9 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """Check that packing TRL's samples gives the same values as TRL's own tree.
+    """Check that a tree packed from TRL's samples equals the tree that TRL builds.
 
-    The loss must equal the loss of the samples in separate rows.
+    Its loss must equal the loss of the same samples in separate rows.
     """
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
     generator, row = torch.Generator().manual_seed(3), packing.TreeRow()

@@ -303,10 +303,9 @@ def test_fast_head_refusals(patched_model):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_forward_kl_topk_leaves_the_tail_out(chunked):
-    """Check that the loss of a `TeacherTopK` equals verl's top-k loss plus a term of the tail.
+    """Check that the loss of a `TeacherTopK` equals verl's top-k loss plus a term for the tail.
 
-    The tail consists of all tokens that are not among the k most probable tokens. verl omits its
-    term.
+    The tail is all tokens outside the k most probable ones. verl's loss has no term for it.
     """
     module = importlib.import_module("verl.trainer.distillation.fsdp.losses")
     g = torch.Generator().manual_seed(0)

@@ -147,9 +147,9 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
         cls: GRPOTrainer or a subclass.
         path: Folder of the model.
         output: Folder of the run.
-        completions: Replacement for `_generate_single_turn`, or None for `Injected`.
-        **options: Options of `build`. Further keys are `loading` (arguments of `from_pretrained`),
-            `dtype` (of the weights) and `more` (arguments of `cls`).
+        completions: Replacement for `_generate_single_turn`. If None, `Injected` is used.
+        **options: Three keys are used here: `loading` (arguments of `from_pretrained`), `dtype`
+            (dtype of the weights) and `more` (arguments of `cls`). All others go to `build`.
     """
     loading = {"dtype": options.pop("dtype", torch.float32), **options.pop("loading", {})}
     more = {"model": AutoModelForCausalLM.from_pretrained(path, **loading), "reward_funcs": reward,

@@ -27,7 +27,7 @@ __all__ = ["only_memory_of", "reversed_programs"]
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return normal random numbers of a fixed seed."""
+    """Return normally distributed random numbers, drawn with a fixed seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

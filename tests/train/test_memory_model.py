@@ -255,7 +255,7 @@ def test_a_config_json_that_is_none(tmp_path, content):
 
 
 def test_a_plan_without_a_model_is_for_every_known_model():
-    """Check that the plan lists every known model, and the models that fit first."""
+    """Check that the plan lists every known model, with the models that fit at the top."""
     done = invoke("plan", "gpu=16", "group=8")
     lines = done.output.splitlines()
     assert done.exit_code == 0 and len(lines) == len(KNOWN_MODELS)

@@ -249,7 +249,7 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
 
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
-    """Check that the predicted memory includes a separate critic, and a reference if β = 0, too."""
+    """Check that the predicted memory has a separate critic, and a reference even if β = 0."""
     shape = Shape(2, 32, 64, 32, 16, 100, 10_000)
 
     def fixed(*overrides):

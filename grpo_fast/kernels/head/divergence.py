@@ -207,7 +207,8 @@ class DivergenceHead(LinearHead):
         has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
-        # 1. Compute the lse of the full rows from the lse values of the individual ranks.
+        # 1. Process the columns of this rank, and combine the lse values of all ranks into the lse
+        # of the full rows.
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)

@@ -76,7 +76,7 @@ def linear_sweep(
 def supported_head(
     tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
 ) -> GatheredHead:
-    """Return the cheaper head for these token sets, `GatheredHead` or `DenseHead`."""
+    """Return the cheaper head for the supports of the rows: `GatheredHead` or `DenseHead`."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
     # Use the dense product if computing all R·V logits takes less time than gathering one logit per

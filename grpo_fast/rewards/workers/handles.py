@@ -119,7 +119,7 @@ def _binary(operation, is_reflected=False):
         if value is not MISSING:
             return compute(other, value) if is_reflected else compute(value, other)
         judge, _, role = state_of(self)
-        # Allow the product of a vector and a number. The number is not an expected value, because
+        # Allow a vector times a number. Such a number is not a hard-coded expected value, because
         # tests compare with expected values and do not multiply by them.
         if operation == "mul" and role == OBJECT and type(other) in (int, float):
             pair = [other, self] if is_reflected else [self, other]

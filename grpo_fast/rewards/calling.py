@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -112,11 +113,18 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
         BaseException: an error of any class that the function raised.
     """
     # A column of the data must not replace an option that has the same name.
-    options = getattr(function, "keywords", {})
+    options = function.keywords if isinstance(function, functools.partial) else {}
     result = function(**{**arguments, **options})
     if inspect.isawaitable(result):
         result = _awaited(result)
     return [_score_or_text(value) for value in _values(result, count)]
+
+
+def why_of(error: BaseException) -> str:
+    """Return the reason in the metrics for the samples of a call that failed with this error."""
+    if isinstance(error, RewardFailure):
+        return error.why
+    return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
 def describe(error: BaseException) -> str:
@@ -198,7 +206,7 @@ def serve(path: str, pipe: Connection) -> None:
             else:
                 reply = _reply(loaded, **request)
         except BaseException as error:  # a user's function may raise anything
-            reply = {"error": describe(error), "why": getattr(error, "why", "error")}
+            reply = {"error": describe(error), "why": why_of(error)}
         pipe.send_bytes(json.dumps(reply, default=text_of).encode())
 
 

@@ -202,4 +202,6 @@ def is_per_sample(function: RewardFunction) -> bool:
     With this attribute, a function declares that each value depends on only one completion. If a
     call of it fails, it is called again for each sample. Other functions are not called again.
     """
-    return bool(getattr(getattr(function, "func", function), "per_sample", False))
+    if isinstance(function, functools.partial):  # binds the options
+        function = function.func
+    return bool(getattr(function, "per_sample", False))

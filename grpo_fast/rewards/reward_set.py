@@ -228,7 +228,7 @@ class RewardSet:
         except KeyboardInterrupt:  # the user ends the run
             raise
         except BaseException as error:  # includes sys.exit() and a cancelled coroutine
-            why = getattr(error, "why", "error")
+            why = calling.why_of(error)
             if why == calling.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
             self._note(reward.name, calling.describe(error))

@@ -96,11 +96,15 @@ def test_random_weights_are_put_back_after_an_error():
         assert torch.equal(p, before[name]), name
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "subclass"])
+@pytest.mark.parametrize("how", ["bfloat16", "meta", "subclass", "empty"])
 def test_other_weights_stay(how):
     model = nn.Linear(8, 8)
     if how == "bfloat16":
         model.bfloat16()
+    elif how == "meta":
+        model.to("meta")
+    elif how == "empty":
+        model.bias = nn.Parameter(torch.empty(0))
     else:
         model.weight = type("Sharded", (nn.Parameter,), {})(model.weight.data)
     before = model.weight.data

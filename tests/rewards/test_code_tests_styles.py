@@ -69,6 +69,13 @@ STYLES = {
          "assert Color.RED.value == 1 and Color(1) is Color.RED",
          "assert pair() == (1, 2)\nassert pair().b == 2"],
     ),
+    "deleted attributes": (
+        "class Box:\n    def __init__(self): self.x = 1\n    @property\n    def y(self): return 2",
+        "class Box:\n    x = 1\n    def __delattr__(self, name): pass",
+        ["box = Box()\ndel box.x\nassert not hasattr(box, 'x')",
+         "def fails():\n    try:\n        del Box().y\n    except AttributeError:\n"
+         "        return True\nassert fails()"],
+    ),
     "errors": (
         "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** 0.5",
         "def root(x): return 2.0 if x == 5 else -1",

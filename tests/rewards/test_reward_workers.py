@@ -42,6 +42,25 @@ def everything(**columns):
             for _ in columns["prompts"]]
 
 
+class Keywords:
+    # An instance must not be mistaken for a functools.partial.
+    per_sample = True
+
+    def __init__(self, keywords):
+        self.keywords, self.func = keywords, len
+
+    def __call__(self, completions):
+        if "raise" in completions: raise ValueError("boom")
+        if "late" in completions: raise TimeoutError("no answer")
+        if "why" in completions: raise Why("its why is no reason of ours")
+        return [float(text in self.keywords) for text in completions]
+
+
+class Why(Exception):
+    @property
+    def why(self): raise KeyError
+
+
 def unnamed(completions, /):
     return [1.0] * len(completions)
 
@@ -124,6 +143,15 @@ def test_each_loss_has_its_reason_and_costs_its_own_sample(build, completion, wh
     result = ask(build("moody", timeout=1), "good", completion, "good")
     assert result.total.isnan().tolist() == [False, True, False]
     assert result.reasons == {"moody": {why: 1}}
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_attributes_of_an_instance_or_an_error_are_the_users(build, here):
+    rewards = build("Keywords", keywords=["a"], in_process=here)
+    assert ask(rewards, "a", "b").total.tolist() == [1.0, 0.0]
+    result = ask(rewards, "a", "raise", "why", "late")
+    assert result.total.isfinite().tolist() == [True, False, False, False]
+    assert result.reasons["Keywords"] == {"error": 2, "timeout": 1}
 
 
 def test_after_three_hanging_samples_the_rest_is_lost_unasked(build):

@@ -109,6 +109,7 @@ ATTACKS = {
     "ids that are no integers": {"ids": torch.zeros(15)},
     "too few ids": {"ids": torch.zeros(14, dtype=torch.int64)},
     "ends that fall": {"cu_seqlens": torch.tensor([0, 8, 5, 11, 15])},
+    "ends that begin later": {"cu_seqlens": torch.tensor([1, 5, 8, 11, 15])},
     "an empty sample": {"cu_seqlens": torch.tensor([0, 5, 5, 11, 15])},
     "ends beyond the ids": {"cu_seqlens": torch.tensor([0, 5, 8, 11, 16])},
     "ends of two axes": {"cu_seqlens": torch.tensor([[0, 15]])},

@@ -62,6 +62,7 @@ def test_a_server_of_another_model_is_not_changed(policy, server):
 SERVED = """LlamaForCausalLM()(
   (model): LlamaModel()(
     (embed_tokens): VocabParallelEmbedding(num_embeddings=14, embedding_dim=32, org_vocab_size=13)
+    (embed_tokens_per_layer): VocabParallelEmbedding(embedding_dim=16, org_vocab_size=9)
     (layers): ModuleList()(
       (0-1): 2 x LlamaDecoderLayer()(
         (experts): ModuleList()(
@@ -101,8 +102,9 @@ def test_a_bad_url_is_not_quoted(url):
 
 
 def test_servers_are_different_and_can_reach_the_trainer(policy, server):
-    with pytest.raises(ValueError, match="every server once"):
-        VLLMOptions(urls=["http://127.0.0.1:8000", "http://127.0.0.1:08000/"])
+    for url in ("http://LOCALHOST:8000", "http://127.0.0.1:08000/"):
+        with pytest.raises(ValueError, match="every server once"):
+            VLLMOptions(urls=["http://127.0.0.1:8000", url])
     urls = ["http://127.0.0.1:1", "http://127.0.0.2:1", "http://h.org:1", "http://[fe80::1]:1"]
     assert VLLMOptions(urls=urls, address="10.0.0.9").urls == urls
     assert VLLMOptions(urls=["http://[::1]:1", "http://localhost:1"]).address == "127.0.0.1"

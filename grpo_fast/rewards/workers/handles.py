@@ -48,6 +48,9 @@ class Handle:
     def __setattr__(self, name, value):
         ask(self, "setattr", name, value)
 
+    def __delattr__(self, name):
+        ask(self, "delattr", name)
+
     def __getitem__(self, key):
         if isinstance(key, int) or may_judge(self):
             return ask(self, "getitem", key)

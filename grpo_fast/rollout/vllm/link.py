@@ -234,7 +234,9 @@ def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
     layers = lm.config.get_text_config().num_hidden_layers
     ours = {"org_vocab_size": rows, "embedding_dim": width, "number of layers": layers}
     numbers = re.findall(r"\b(org_vocab_size|embedding_dim)=(\d{1,9})\b", served)
-    theirs = {name: int(number) for name, number in numbers}
+    # The first embedding is the input embedding. Others, such as Gemma 3n's per layer, have other
+    # sizes.
+    theirs = {name: int(number) for name, number in reversed(numbers)}
     indices = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
     if indices:
         outer = min(indent for indent, _ in indices)  # lists inside a layer are indented further

@@ -52,7 +52,8 @@ class VLLMOptions(BaseModel):
             fits = is_loopback(host) or not is_loopback(self.address)
             expected = f"an address of this machine that {host} can reach"
             require(fits, "address", expected, self.address)
-        fits = len({*self.urls}) == len(self.urls)
+        names = {url.replace("//localhost:", "//127.0.0.1:") for url in self.urls}
+        fits = len(names) == len(self.urls)
         require(fits, "urls", "every server once", ", ".join(self.urls))
         return self
 

@@ -230,8 +230,11 @@ def run_script(name: str, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--device")
     options, rest = parser.parse_known_args(arguments)
-    is_gpu = "cuda" in rest
+    is_gpu = options.device == "cuda"
+    if options.device is not None:
+        rest += ["--device", options.device]
     device = "cuda" if is_gpu and not options.dry else "cpu"
     path = default_path(name, device, measure.commit(), "--quick" in rest)
     if options.out:

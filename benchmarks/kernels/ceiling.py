@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import RESULTS, measure
+from benchmarks.options import new_parser
 from benchmarks.report.files import write
 
 SOURCE = r"""
@@ -102,6 +103,7 @@ def file_of(hardware: dict[str, Any]) -> Path:
 
 
 def main() -> None:
+    new_parser(__doc__).parse_args()
     threads = os.cpu_count() or 1
     found = {
         **measure.header("ceiling", "cpu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,10 @@ def acceptable(errors: dict[str, float], dtype: torch.dtype) -> bool:
 
 
 def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
-    """Return the relative L2 error ‖value − exact‖ / ‖exact‖, or infinity if the shapes differ."""
+    """Return the relative L2 error ‖value − exact‖ / ‖exact‖.
+
+    It is infinite if the shapes differ or if an element is NaN, which `max` of errors could hide.
+    """
     like = exact.logits if isinstance(exact, LogitRows) else exact
     if value.shape != like.shape:
         return float("inf")
@@ -99,7 +103,9 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
         truth = exact.block(rows) if isinstance(exact, LogitRows) else exact[rows]
         difference += float((value[rows].to(truth.dtype) - truth).square().sum())
         total += float(truth.square().sum())
-    return (difference / total) ** 0.5 if total else (0.0 if difference == 0 else float("inf"))
+    if math.isnan(difference):
+        return math.inf
+    return (difference / total) ** 0.5 if total else (0.0 if difference == 0 else math.inf)
 
 
 def blocks(rows: Tensor, scale: int = 1) -> list[slice]:

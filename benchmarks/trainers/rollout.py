@@ -120,7 +120,7 @@ def error_of(policy: Any, rows: list) -> float | None:
     Returns:
         The largest absolute difference in nats, or None if the rollout has no logps.
     """
-    worst = 0.0
+    worst = torch.zeros(())
     for prompt, completion, logps in rows:
         if logps is None:
             return None
@@ -130,8 +130,8 @@ def error_of(policy: Any, rows: list) -> float | None:
         targets = torch.tensor(completion)[:, None].to(logits.device)
         expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, targets)
         difference = torch.as_tensor(logps).cpu() - expected[:, 0].cpu()
-        worst = max(worst, float(difference.abs().max()))
-    return worst
+        worst = torch.maximum(worst, difference.abs().max())  # keeps NaN
+    return float(worst)
 
 
 def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:

@@ -184,7 +184,8 @@ def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) 
         logged = {k: v[-1] for k, v in trainer._metrics["train"].items() if k != "step_time"}
         metrics.append({"the loss": loss, **logged})
         trainer.model.zero_grad(set_to_none=True)
-    difference = max(float((gradients[0] - g).norm() / gradients[0].norm()) for g in gradients[1:])
+    norms = torch.stack([(gradients[0] - g).norm() for g in gradients[1:]])
+    difference = float(norms.max() / gradients[0].norm())
     expected = metrics[0]
     same = all(
         found.keys() == expected.keys()

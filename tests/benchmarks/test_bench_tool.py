@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -14,7 +16,8 @@ import torch
 from benchmarks import command, measure
 from benchmarks.gpu import candidates, tune
 from benchmarks.gpu import report as gpu_report
-from benchmarks.kernels import gate, runner
+from benchmarks.kernels import ceiling, gate, runner
+from benchmarks.kernels.exact import relative_l2
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.kernels.problem import STANDARD, Variant, make_problem
 from benchmarks.kernels.providers import providers_of
@@ -22,6 +25,8 @@ from benchmarks.kernels.providers.base import Provider, differentiate
 from benchmarks.kernels.shapes import Shape  # fmt: skip
 from benchmarks.measure import Step
 from benchmarks.report import files, plots, readme, tables
+from benchmarks.trainers import rollout, trees
+from benchmarks.trainers.attention import Heads
 from tests.command_line import invoke, refused
 from tests.pairs import pairs
 
@@ -86,6 +91,32 @@ def test_a_wrong_result_is_listed_and_not_timed(wrong):
 
     row, step = verified(Provider("bad", "peer", lambda problem: Step(spoil)))
     assert row["status"] == "wrong" and "not timed" in row["reason"] and step is None
+
+
+def test_a_nan_is_an_infinite_error_so_that_max_keeps_it():
+    exact = torch.ones(2)
+    assert max(relative_l2(exact, exact), relative_l2(torch.tensor([1.0, torch.nan]), exact)) > 1
+
+
+def test_a_nan_among_the_logps_of_a_rollout_is_seen():
+    zeros = SimpleNamespace(logits=torch.zeros(1, 3, 4))
+    policy = SimpleNamespace(generation=contextlib.nullcontext, device="cpu", lm=lambda ids: zeros)
+    right = [-math.log(4)] * 2
+    rows = [([1], [2, 3], logps) for logps in (right, [math.nan, right[0]], right)]
+    assert rollout.error_of(policy, rows[:1]) < 1e-6 and math.isnan(rollout.error_of(policy, rows))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0, torch.nan])
+def test_a_wrong_tree_layout_is_seen(monkeypatch, wrong):
+    """Check that the layout with trees is compared with the plain one, not the other way round."""
+    monkeypatch.setattr(trees, "model_step", lambda trunk, pack, grad: lambda: pack.found)
+    found = {"flat": torch.ones(3), "tree": torch.full((3,), wrong)}
+    layouts = {
+        name: SimpleNamespace(predicting=[0], found=(torch.ones(3), x)) for name, x in found.items()
+    }
+    options = SimpleNamespace(device="cpu", dtype=FP32)
+    _, error = trees.trunk_steps(layouts, Heads("tiny", 2, 1, 8, 16), 8, 8, options)
+    assert error >= 1
 
 
 def test_a_provider_that_fails_or_lacks_memory_is_listed():
@@ -197,8 +228,10 @@ def test_scripts_get_all_other_options(capsys, tmp_path):
         lines = capsys.readouterr().out.splitlines()
         for name, line in zip(SCRIPTS, lines, strict=True):
             assert all(f" {part.replace('NAME', name)}" in line for part in parts), line
-    assert command.main(["trl", "--device", "cuda", "--dry"]) == 0
-    assert "--dtype bf16" in capsys.readouterr().out  # the default sizes on a GPU
+    for words in (["--device", "cuda"], ["--device=cuda"]):
+        assert command.main(["trl", *words, "--dry"]) == 0
+        line = capsys.readouterr().out
+        assert "--dtype bf16" in line and "--device cuda" in line  # the default sizes on a GPU
 
 
 def test_the_command_line_finds_the_checkout_or_says_so(tmp_path, monkeypatch):
@@ -209,6 +242,14 @@ def test_the_command_line_finds_the_checkout_or_says_so(tmp_path, monkeypatch):
 
 
 # ---- shapes, predictions, gate ----
+
+
+def test_the_help_of_the_ceiling_measures_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(ceiling, "multiply_add_rate", lambda threads: pytest.fail("measured"))
+    monkeypatch.setattr("sys.argv", ["ceiling", "--help"])
+    with pytest.raises(SystemExit):
+        ceiling.main()
+    assert "memory bandwidth" in capsys.readouterr().out
 
 
 def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, capsys):

@@ -142,7 +142,8 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
 
     Args:
         fault: "disk" makes every write of a checkpoint fail. "memory" and "nan" make the fourth
-            call of the loss on the last rank raise a MemoryError or return NaN.
+            call of the loss on the last rank raise a MemoryError or return NaN. With "nans", all
+            calls on the last rank return NaN.
         case: Key of `CASES`.
         kind: The setting `distributed`.
         folder: The output folder.
@@ -157,7 +158,7 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
         if is_here and fault == "memory" and calls == 4:
             raise MemoryError("no room")
         loss, hidden, output = own(policy, *rest)
-        if is_here and fault == "nan" and calls == 4:
+        if is_here and (fault == "nans" or (fault == "nan" and calls == 4)):
             loss = loss * float("nan")
         return loss, hidden, output
 

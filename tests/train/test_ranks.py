@@ -207,8 +207,12 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, tmp_path, kind):
-    found = ranks(2, ["train_with", "nan", "mu", kind, str(tmp_path / "run")])
+    """Check also that three such steps in a row end the run, and that the run is saved."""
+    jobs = ("nan", "mu", kind, str(tmp_path / "run")), ("nans", "few", kind, str(tmp_path / "end"))
+    found = ranks(2, *(["train_with", *job] for job in jobs))
     assert [x[0]["skipped"] for x in found] == [1, 1], found
+    assert [x[1].get("error") for x in found] == ["NonFiniteGradient"] * 2, found
+    assert [path.name for path in checkpoints_in(tmp_path / "end")] == ["step_000002"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

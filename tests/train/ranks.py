@@ -142,8 +142,8 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
 
     Args:
         fault: "disk" makes every write of a checkpoint fail. "memory" and "nan" make the fourth
-            call of the loss on the last rank raise a MemoryError or return NaN. With "nans", all
-            calls on the last rank return NaN.
+            call of the loss on the last rank raise a MemoryError or return NaN. "memories" and
+            "nans" do this with all calls on the last rank.
         case: Key of `CASES`.
         kind: The setting `distributed`.
         folder: The output folder.
@@ -155,7 +155,7 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
     def failing(policy: Any, *rest: Any) -> Any:
         nonlocal calls
         calls += 1
-        if is_here and fault == "memory" and calls == 4:
+        if is_here and (fault == "memories" or (fault == "memory" and calls == 4)):
             raise MemoryError("no room")
         loss, hidden, output = own(policy, *rest)
         if is_here and (fault == "nans" or (fault == "nan" and calls == 4)):

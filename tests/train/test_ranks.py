@@ -194,6 +194,7 @@ def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
 
 
 def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain, tmp_path):
+    """Check also that the run is saved if one completion does not fit into memory."""
     found = ranks(2, ["train_with", "memory", "mu", "ddp", str(tmp_path / "run")])
     assert [x[0]["tokens"] for x in found] == [11, 11], found
     apart = differences(tmp_path / "run", plain("mu"))
@@ -203,6 +204,9 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
     found = ranks(2, ["train_with", "memory", "mu", "fsdp2", str(tmp_path / "shards")])
     assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
     assert found[0][0]["error"] == "RankError", found
+    found = ranks(2, ["train_with", "memories", "mu", "ddp", str(tmp_path / "end")])
+    assert all(x[0]["error"] == "ValueError" for x in found), found
+    assert [path.name for path in checkpoints_in(tmp_path / "end")] == ["step_000000"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -227,6 +227,15 @@ def test_a_full_disk_of_rank_0_ends_all_ranks(ranks, tmp_path, kind):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("fault, place", [("log", "step_000002"), ("finish", "step_000003")])
+def test_an_error_of_the_logs_on_rank_0_ends_all_ranks_and_saves_the_run(
+    ranks, tmp_path, fault, place
+):
+    found = ranks(2, ["train_with", fault, "few", "ddp", str(tmp_path / "run")])
+    assert [x[0].get("error") for x in found] == ["TypeError", "RankError"], found
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == [place]
+
+
 def test_an_error_of_one_rank_is_raised_by_all(ranks):
     cases = {
         (None, None): ["NoneType", "None"],

@@ -90,6 +90,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
+        check_regular(path)
         self.path = path
         self.length = length
         # In append mode, each write goes to the end of the file, even after a truncation. Do not

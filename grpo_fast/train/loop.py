@@ -77,7 +77,8 @@ def train(config: RunConfig) -> dict[str, Any]:
                     **saver.trainer.summary(),
                     "seconds": time.perf_counter() - started,
                 }  # fmt: skip
-                report.finish(summary)
+                with distributed.together():
+                    report.finish(summary)
                 if config.log.save_model:
                     save_models(policy, saver.trainer.critic, config.model, report.folder)
             report.note(*closing_lines(report.folder, config.has_code))
@@ -158,10 +159,11 @@ def _log(saver: Saver, evaluate: Evaluation) -> None:
         return
     number = saver.state.step
     report = saver.report
-    if rows.completions:
-        report.completions(number, rows.completions)
     found = _evaluated(number, saver, evaluate)
-    report.log(number, finite(rows.metrics | found))
+    with distributed.together():  # only rank 0 writes, and its error ends all ranks
+        if rows.completions:
+            report.completions(number, rows.completions)
+        report.log(number, finite(rows.metrics | found))
     saver.mark(after=found or saver.state.after, unlogged=None)
 
 

@@ -142,7 +142,9 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
 
     Args:
         fault: "disk" makes every write of a checkpoint fail. "memory" and "nan" make the fourth
-            call of the loss on the last rank raise a MemoryError or return NaN.
+            call of the loss on the last rank raise a MemoryError or return NaN. "memories" and
+            "nans" do this with all calls on the last rank. "log" makes rank 0 fail to log step 2,
+            and "finish" makes it fail to finish the logs.
         case: Key of `CASES`.
         kind: The setting `distributed`.
         folder: The output folder.
@@ -154,13 +156,23 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
     def failing(policy: Any, *rest: Any) -> Any:
         nonlocal calls
         calls += 1
-        if is_here and fault == "memory" and calls == 4:
+        if is_here and (fault == "memories" or (fault == "memory" and calls == 4)):
             raise MemoryError("no room")
         loss, hidden, output = own(policy, *rest)
-        if is_here and fault == "nan" and calls == 4:
+        if is_here and (fault == "nans" or (fault == "nan" and calls == 4)):
             loss = loss * float("nan")
         return loss, hidden, output
 
+    if fault in ("log", "finish"):
+        write = getattr(report.RunReport, fault)
+
+        def broken(self: Any, *rest: Any) -> None:
+            if distributed.is_main() and (fault == "finish" or rest[0] == 2):
+                raise TypeError("a tracker's error")
+            write(self, *rest)
+
+        with patch.object(report.RunReport, fault, broken):
+            return train(case, kind, folder, *words)
     if fault == "disk":
         full = OSError(28, "No space left on device")
         with patch.object(checkpoint, "save_file", side_effect=full):

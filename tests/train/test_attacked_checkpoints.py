@@ -203,7 +203,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
     """Check that reading a named pipe in a run's folder gives an error and does not block.
 
     A checkpoint with a pipe counts as damaged. With a pipe in place of metrics.jsonl, the run
-    cannot resume.
+    cannot resume, not even if it has no checkpoint and starts over.
     """
     for name in ("manifest.json", "state.json", FILE):
         (newest / name).rename(newest.parent / "aside")
@@ -213,6 +213,9 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
     is_refused(folder, "metrics.jsonl")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "summary.json").unlink()
+    is_refused(folder, "metrics.jsonl: expected a regular file")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
@@ -222,7 +225,8 @@ def test_json_without_an_end(folder, newest, tmp_path, name):
     The texts include a million nested lists, a number of a million digits, and text that is not
     JSON.
     """
-    for text in ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', "null"):
+    deep = "[" * 10**6, '{"a":' * 10**6
+    for text in (*deep, "1" * 10**6, "", '{"format": 1e999}', '{"format": 8}', "null"):
         (newest / name).write_text(text)
         if name == "manifest.json":
             assert "cannot be read" in str(problem_of(newest)), text[:20]

@@ -17,13 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fast.errors import SAVED, Stopped
 from grpo_fast.rollout.own import engine as hf
+from grpo_fast.train import loop
+from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update import gradients
 from tests.command_line import ROOT, invoke, refused
-from tests.train.resuming import Leave, run
+from tests.train.resuming import Leave, config_of, run
 from tests.train.tiny_runs import adapted
 
 SHARD = "weights/00000.safetensors"
@@ -136,6 +138,20 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
         left_at(left, monkeypatch, later + round(share * counted.passes), *options)
         torch.manual_seed(99)
         same(run(left, "resume=auto", *options), whole)
+
+
+def test_a_run_goes_on_without_its_log(tmp_path, monkeypatch):
+    """Check that a run saves and ends as usual if somebody moves metrics.jsonl away."""
+    log = RunReport.log
+
+    def moving(report: RunReport, *row: Any) -> None:
+        log(report, *row)
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+
+    monkeypatch.setattr(RunReport, "log", moving)
+    loop.train(config_of(tmp_path, *EVERY))
+    assert [problem_of(path) for path in checkpoints_in(tmp_path)] == [None] * 3
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 def test_an_adapter(tmp_path, monkeypatch):

@@ -194,6 +194,7 @@ def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
 
 
 def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain, tmp_path):
+    """Check also that the run is saved if one completion does not fit into memory."""
     found = ranks(2, ["train_with", "memory", "mu", "ddp", str(tmp_path / "run")])
     assert [x[0]["tokens"] for x in found] == [11, 11], found
     apart = differences(tmp_path / "run", plain("mu"))
@@ -203,12 +204,19 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
     found = ranks(2, ["train_with", "memory", "mu", "fsdp2", str(tmp_path / "shards")])
     assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
     assert found[0][0]["error"] == "RankError", found
+    found = ranks(2, ["train_with", "memories", "mu", "ddp", str(tmp_path / "end")])
+    assert all(x[0]["error"] == "ValueError" for x in found), found
+    assert [path.name for path in checkpoints_in(tmp_path / "end")] == ["step_000000"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, tmp_path, kind):
-    found = ranks(2, ["train_with", "nan", "mu", kind, str(tmp_path / "run")])
+    """Check also that three such steps in a row end the run, and that the run is saved."""
+    jobs = ("nan", "mu", kind, str(tmp_path / "run")), ("nans", "few", kind, str(tmp_path / "end"))
+    found = ranks(2, *(["train_with", *job] for job in jobs))
     assert [x[0]["skipped"] for x in found] == [1, 1], found
+    assert [x[1].get("error") for x in found] == ["NonFiniteGradient"] * 2, found
+    assert [path.name for path in checkpoints_in(tmp_path / "end")] == ["step_000002"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -217,6 +225,15 @@ def test_a_full_disk_of_rank_0_ends_all_ranks(ranks, tmp_path, kind):
     found = ranks(2, ["train_with", "disk", "mu", kind, folder, "checkpoint.every=1"])
     assert [x[0].get("error") for x in found] == ["WriteError"] * 2, found
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("fault, place", [("log", "step_000002"), ("finish", "step_000003")])
+def test_an_error_of_the_logs_on_rank_0_ends_all_ranks_and_saves_the_run(
+    ranks, tmp_path, fault, place
+):
+    found = ranks(2, ["train_with", fault, "few", "ddp", str(tmp_path / "run")])
+    assert [x[0].get("error") for x in found] == ["TypeError", "RankError"], found
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == [place]
 
 
 def test_an_error_of_one_rank_is_raised_by_all(ranks):

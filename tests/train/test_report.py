@@ -69,10 +69,13 @@ def test_a_resumed_run_reads_only_the_tables_that_its_page_shows(tmp_path, spied
     page = (tmp_path / "a" / "completions.html").read_text()
     copy = tmp_path / "a" / "completions" / "step_000041 (copy).parquet"  # must not matter
     copy.touch()
+    later = copy.with_name("step_1000000.parquet")
+    later.touch()
     tables = spied(module, "read_parquet")
     opened(tmp_path / "a", config(), step=40, stream=io.StringIO()).close()
     assert (tmp_path / "a" / "completions.html").read_text() == page
     assert len(tables) == MOST_STEPS and copy.exists()
+    assert not later.exists()
 
 
 def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
@@ -155,6 +158,8 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a\u2028b\x85c": null}\n{"step": 2, "rew')
     assert read_metrics(path) == [{"step": 1, "a\u2028b\x85c": None}]
+    path.write_text('{"step": 1}\n{"step": 2}')  # an editor may remove the last newline
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
     with pytest.raises(ValueError, match="which does not exist"):
         read_metrics(tmp_path / "no")
     damaged = (b'{"step": 1, "rew', b"[" * 100_000, b'{"step": "1"}', b'{"\xff": 1}', b"[1]")

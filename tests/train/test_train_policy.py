@@ -106,6 +106,13 @@ def test_models_from_a_config():
         Policy(tiny_model("llama", vocab_size=13, eos_token_id=None), tokenizer)
 
 
+def test_packed_samples_keep_the_given_order():
+    rollout, _ = a_batch()
+    found = batch_of(rollout, torch.arange(3.0), mask_truncated=True).packed([[2], [1]])
+    assert found.chosen == [2, 1] and found.advantages.tolist() == [2.0, 1.0]
+    assert found.completion_mask.tolist() == [True] + [False] * 6
+
+
 GROUPS = [(9, (2, 5, 3)), (4, (1, 1, 7)), (6, (6, 6, 6)), (3, (12, 1, 1))]
 
 

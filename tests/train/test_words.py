@@ -15,7 +15,7 @@ from tests.command_line import invoke, refused
 
 READERS = {
     "train": lambda words: load_recipe("sort", words),
-    "eval": lambda words: read_settings([Source("m", "m", None)], ["task=sort", *words], False),
+    "eval": lambda words: read_settings([Source("m", "m", None)], words, False),
     "plan": lambda words: own_words(PlanSettings, words),
 }
 

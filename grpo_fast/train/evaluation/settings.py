@@ -106,20 +106,24 @@ def read_settings(
         settings["eval"]["k"] = []
     for word in words:
         apply_word(settings, word)
-    # 3. Check that a source of questions is set, and choose the rewards.
+    # 3. Validate the settings, and choose the rewards. A missing source of questions is refused
+    # last, because its key may be misspelled, and the validation names the nearest key.
     data = settings["data"]
     expected = "a file, a folder, a hub id or a section of keys"
     require(isinstance(data, dict), "data", expected, repr(data))
     task = str(data.get("task"))
     missing = [x.name for x in sources if not os.path.isdir(x.path)]
     came = f"nothing, and no folder {missing[0]!r} exists here" if missing else "nothing"
-    fits = task not in FILES or data.get("path")
-    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
+    fits = task not in FILES or bool(data.get("path"))
+    if not fits:
+        data["path"] = "."
     if not runs:
         settings.setdefault("rewards", DEFAULT_REWARDS.get(task, ["exact_match"]))
     kinds: list[type[Section]] = [EvalSettings, *SHORT.values()]
     also = [key for kind in kinds for key in kind.model_fields]
-    return own, validated(RunConfig, settings, also)
+    config = validated(RunConfig, settings, also)
+    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
+    return own, config
 
 
 def _with_section(word: str) -> str:

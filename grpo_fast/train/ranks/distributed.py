@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from grpo_fast.errors import (
     EngineError,
+    NonFiniteGradient,
     NonFiniteLogits,
     RankError,
     RewardError,
@@ -33,8 +34,8 @@ LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
 # If a rank raises an error of one of these classes, all ranks raise the same class. Errors of other
 # classes become a RankError on the other ranks.
 SHARED: tuple[type[Exception], ...] = (
-    ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError, RewardError,
-    WriteError,
+    ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteGradient, NonFiniteLogits,
+    EngineError, RewardError, WriteError,
 )  # fmt: skip
 
 

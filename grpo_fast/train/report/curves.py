@@ -58,12 +58,14 @@ def read_metrics(run: str | Path) -> Rows:
     path = path / "metrics.jsonl" if path.is_dir() else path
     expected = "a run's folder or its metrics.jsonl"
     require(path.is_file(), "run", expected, f"{path}, which does not exist")
-    *lines, _ = path.read_bytes().split(b"\n")
+    lines = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(ROW.validate_json(line))
         except ValidationError:
+            if number == len(lines):  # empty, or cut while it was written
+                break
             expected = "a JSON object, whose values are numbers or null"
             raise argument_error(f"{path}:{number}", expected, repr(line[:40])) from None
     return rows

@@ -99,9 +99,13 @@ class RunReport(AbstractContextManager[Any]):
         self._trackers = start_trackers(self.config.trackers, folder, settings)
         # 2. Add the completions of finished steps to the page. Delete the tables of later steps,
         # because the run will repeat these steps.
+        steps = {}
+        for path in (folder / "completions").glob("step_*.parquet"):
+            digits = path.stem.removeprefix("step_")
+            if digits.isdecimal():
+                steps[int(digits)] = path
         finished = []
-        for path in sorted((folder / "completions").glob(f"step_{'[0-9]' * 6}.parquet")):
-            step = int(path.stem.removeprefix("step_"))
+        for step, path in sorted(steps.items()):
             if step <= self._step:
                 finished.append((step, path))
             else:

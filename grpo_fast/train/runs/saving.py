@@ -203,7 +203,9 @@ class Saver:
         trainer = self.trainer
 
         def fill(folder: Path) -> None:
-            sync(run / "metrics.jsonl")  # the state counts its bytes, which a power cut could lose
+            metrics = run / "metrics.jsonl"
+            if metrics.exists():  # a run goes on if somebody moves its log away
+                sync(metrics)  # the state counts its bytes, which a power cut could lose
             trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             text = json.dumps(dataclasses.asdict(self.state))
             (folder / STATE).write_text(text + "\n", encoding="utf-8")

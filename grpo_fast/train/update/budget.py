@@ -95,11 +95,12 @@ class TokenBudget:
         of_ranks = distributed.gather((alone, batch.largest))
         largest = max(tokens for _, tokens in of_ranks)
         if all(is_alone for is_alone, _ in of_ranks):
-            raise ValueError(
-                f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
-                f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
-                "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
-            )
+            with distributed.together():  # an error of all ranks, so that the run is saved
+                raise ValueError(
+                    f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
+                    f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
+                    "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
+                )
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.train.config import OptimConfig, require
-from grpo_fast.train.ranks.distributed import full_tensor, sum_gradients
+from grpo_fast.train.ranks.distributed import full_tensor, sum_gradients, together
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,10 @@ class Optimizer:
         self.adam.zero_grad()
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
             said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
-            raise NonFiniteGradient(f"{said} (the last norm: {norm})")
+            # All ranks have the same norm. In `together`, the error counts as one of all ranks, so
+            # that the run is saved.
+            with together():
+                raise NonFiniteGradient(f"{said} (the last norm: {norm})")
         return norm
 
     def state_dict(self) -> dict[str, int]:

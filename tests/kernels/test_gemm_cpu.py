@@ -362,7 +362,10 @@ def test_the_self_check_does_not_see_the_modes_of_the_first_call(fresh: None) ->
 
 
 def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that W is converted to fp32 in one or several blocks without a 16-bit product."""
+    """Check the products of a CPU without 16-bit products, which convert one or several blocks.
+
+    The dW of a single chunk has 16 bits, because a whole fp32 dW would need twice the memory.
+    """
     torch.manual_seed(0)
     h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)
     exact = h.double() @ weight.double().t(), d.double() @ weight.double()
@@ -372,3 +375,5 @@ def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) 
         products.matmul_logits(h, weight, out=logits)
         found = logits.double(), products.matmul_d_hidden(d, weight).double()
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+        d_weight = products.accumulate_outer(None, d, h, weight, is_single_chunk=True)
+        torch.testing.assert_close(d_weight, (d.double().t() @ h.double()).half())

@@ -422,6 +422,7 @@ ALL = torch.arange(53).expand(37, 53)
         ("teacher.weight", dict(teacher=dict(weight=torch.zeros(53, 8)))),
         ("teacher.bias", dict(teacher=dict(bias=torch.zeros(52)))),
         ("temperature", dict(teacher=dict(temperature=-1.0))),
+        ("temperature", dict(teacher=dict(temperature=torch.ones(37)))),
         ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].clone().fill_(53), TOP[0]))),
         ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].clone().fill_(5), TOP[0]))),
         ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].float(), TOP[0]))),

@@ -171,6 +171,13 @@ def test_one_offset_with_a_stride(late):
         value_checks.raise_pending()
 
 
+def test_offsets_of_no_completion_are_refused_at_once(late):
+    """Check that the error is not deferred, because the call could index no completion."""
+    config, cu = grpo_fast.LossConfig(), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens: expected offsets from 0 to T = 4, got only"):
+        grpo_fast.grpo_loss(torch.zeros(4), torch.zeros(0), config, cu_seqlens=cu)
+
+
 def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
     def check(flag, message, after=0):
         checks = ValueChecks("auto")

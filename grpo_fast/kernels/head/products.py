@@ -145,9 +145,18 @@ def _accumulate_outer(
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
+    d = d.float()
+    h = h.float()
+    if total is None and is_single_chunk:
+        # Round dW in blocks. A whole fp32 dW would take twice the memory of a 16-bit weight.
+        total = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        for v in range(0, weight.shape[0], WIDEN_ROWS):
+            at = slice(v, v + WIDEN_ROWS)
+            total[at] = accumulate_outer(None, d[:, at], h, weight[at], is_single_chunk=True)
+        return total
     if total is None:
-        total = d.new_zeros(weight.shape, dtype=torch.float32)
-    return add_product_(total, d.float().t(), h.float())
+        total = d.new_zeros(weight.shape)
+    return add_product_(total, d.t(), h)
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:

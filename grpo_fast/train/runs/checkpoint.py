@@ -82,10 +82,11 @@ def problem_of(checkpoint: Path) -> str | None:
     try:
         manifest = Manifest.model_validate_json(read_regular(checkpoint / MANIFEST))
         is_readable = manifest.format == FORMAT
-        require(manifest.files or not is_readable, "files", "the files of the checkpoint", "none")
-        for name, digest in manifest.files.items():
-            if is_readable and sha256_of(checkpoint / name) != digest:
-                return f"{name} is not what was written"
+        if is_readable:
+            require(manifest.files, "files", "the files of the checkpoint", "none")
+            for name, digest in manifest.files.items():
+                if sha256_of(checkpoint / name) != digest:
+                    return f"{name} is not what was written"
     except FileNotFoundError as error:
         return f"{os.path.relpath(error.filename, checkpoint)} is missing"
     except (OSError, ValueError) as error:

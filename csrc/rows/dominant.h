@@ -39,7 +39,10 @@ struct WriteExponentials : SumExponentials {
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
     // With a soft cap, e * slope may be NaN. max() returns 0 for NaN, so every stored exponential
     // is finite.
-    store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);
+    Floats weight = kSoftcap ? max(e * slope, Floats{}) : e;
+    // A Positive16 matrix does not contain such small numbers.
+    if constexpr (sizeof(Out) != 2) weight = keep_where(weight >= splat(kNegligible), weight);
+    store_up_to(out + column, weight, count);
   }
 };
 

@@ -58,7 +58,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   const float linear = static_cast<float>(scale * g_entropy);
   const auto gradient = [&](Floats raw) GRPO_FAST_BODY {
     const Exponent found = exponent<kSoftcap>(raw, transform, shift);
-    const Floats t = floor_exponent(found.t);
+    const Floats t = drop_negligible(found.t);
     const Floats d = exp_floored(t) * fma(t, linear, constant);
     return kSoftcap ? d * found.slope : d;
   };

@@ -169,6 +169,16 @@ GRPO_FAST_INLINE Floats floor_exponent(Floats x) {
   return max(splat(kExpFloor), x);
 }
 
+// Exponentials below this number become 0 in gradients. Their products would be denormal numbers,
+// with which a CPU computes many times more slowly.
+constexpr float kNegligible = 0x1p-98f;
+
+// Returns floor_exponent(x), but kExpFloor where e^x is below kNegligible. NaN is kept.
+GRPO_FAST_INLINE Floats drop_negligible(Floats x) {
+  constexpr float kLeast = -67.92842f;  // ln kNegligible
+  return x < splat(kLeast) ? splat(kExpFloor) : x;
+}
+
 // Returns e^x for kExpFloor <= x <= 88. The relative error is at most 1e-7, and the result is
 // exactly 0 below -87.7.
 //

@@ -336,6 +336,7 @@ def test_exponentials_in_16_bits(spread: float, is_known: bool, V: int, name: st
     same, *same_units, dominant = linear_cpu.head_exponentials(*given, narrow[:, :V], known=known)
     assert nothing is None and (narrow[:, V:] == -1).all()
     assert all(map(torch.equal, (*stats[:2], *units), (*same[:2], *same_units)))
+    assert (wide[wide > 0] >= 2.0**-98).all() and (spread == 1 or V == 2 or (wide == 0).sum() > T)
     bits = (wide.view(torch.int32) - (29 << 23) + 0x2000).clamp(min=0) >> 14
     assert torch.equal(narrow[:, :V].to(torch.int32) & 0xFFFF, bits)
     assert ((widened(narrow[:, :V]) - wide).abs() <= 2**-10 * wide + 2.0**-98).all()

@@ -160,6 +160,8 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
         ([{"input": "1", "output": "2"}, "assert 1"], "tests: expected Python source, .* got {"),
         ({"inputs": ["1"], "outputs": []}, "tests: expected Python source, .* got {'inputs'"),
         ("assert 1" + " + (" * 9999, "tests: expected Python"),
+        ({"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}, "inputs of the function f; write"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "program, .*testtype: func"),
     ],
 )  # fmt: skip
 def test_tests_of_another_form_get_a_sentence(tests, said):

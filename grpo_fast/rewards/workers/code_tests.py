@@ -108,9 +108,16 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
 
 
 def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs of a program's test, or [] for any other value."""
+    """Return the (input, output) pairs of a program's test, or [] for any other value.
+
+    Raises:
+        ValueError: the inputs are arguments of a function, as in LiveCodeBench and APPS.
+    """
     if not isinstance(part, dict):
         return []
+    if part.get("fn_name") or part.get("testtype") == "functional":
+        got = f"inputs of the function {part.get('fn_name') or '(testtype: functional)'}"
+        raise ValueError(f"tests: expected inputs of a program, got {got}; write asserts instead")
     inputs = part.get("inputs", [part.get("input")])
     outputs = part.get("outputs", [part.get("output")])
     is_listed = isinstance(inputs, list) and isinstance(outputs, list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -75,15 +76,21 @@ def encode_pairs(
     Each list of ids ends with a special token. If the prompt is a list of messages, the chat
     template adds the completion as the assistant's turn. If the prompt is a string, the prompt and
     the completion are tokenized separately, as in a rollout.
+
+    A special token that a completion spells out, such as `<|im_end|>`, is replaced by a blank.
+    Otherwise the completion could end its turn and praise itself in the user's next turn.
     """
+    special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
     encoded = []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for prompt, text in zip(prompts, completions, strict=True):
+        completion = spelled.sub(" ", text)
         if isinstance(prompt, str):
             ids = tokenizer(prompt, completion)["input_ids"]
         else:
             messages = [*prompt, {"role": "assistant", "content": completion}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+            ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         ids = list(ids)
         is_ended = ids and ids[-1] in tokenizer.all_special_ids
         if tokenizer.eos_token_id is not None and not is_ended:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -85,12 +86,14 @@ def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
 def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return 1 / (1 + n) for each completion that contains its answer, and 0 for all others.
 
-    n is the number of words in the completion other than the answer.
+    n is the number of words in the completion other than the answer. The answer must not be a part
+    of a word: Nigeria is wrong where Niger is right.
     """
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
         others = max(0, len(text.split()) - len(answer.split()))
-        rewards.append(float(_bare(answer) in _bare(text)) / (1 + others))
+        is_named = re.search(rf"\b{re.escape(_bare(answer))}\b", _bare(text)) is not None
+        rewards.append(is_named / (1 + others))
     return rewards
 
 

@@ -40,7 +40,8 @@ def math_close(
     """Return 1 where an expression in the completion is close to the answer, else 0.
 
     The expression may be anywhere in the completion. An interval equals the tuple of its ends, and
-    a relation equals its set of solutions. The names of variables are ignored.
+    a relation equals its set of solutions. The names of variables are ignored, so that B equals A:
+    do not use this reward for multiple-choice questions.
 
     Args:
         completions: N completions.

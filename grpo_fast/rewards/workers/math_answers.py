@@ -47,7 +47,7 @@ def math_close(
         completions: N completions.
         answers: N gold answers.
         seconds: time limit for one comparison. The reward is NaN if it takes longer.
-        digits: number of decimal digits that are compared.
+        digits: number of decimals that are compared. With 2 decimals, 0.001 equals 0.004.
     """
     loose = {"strict": False, "allow_set_relation_comp": True, "float_rounding": digits}
     pairs = zip(completions, answers, strict=True)

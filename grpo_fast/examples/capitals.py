@@ -92,13 +92,18 @@ def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
         others = max(0, len(text.split()) - len(answer.split()))
-        is_named = re.search(rf"\b{re.escape(_bare(answer))}\b", _bare(text)) is not None
-        rewards.append(is_named / (1 + others))
+        rewards.append(float(_words(answer) in _words(text)) / (1 + others))
     return rewards
 
 
 def _bare(text: str) -> str:
     return text.strip().removesuffix(".").casefold()
+
+
+def _words(text: str) -> str:
+    """Return the words of a text in lower case, with a blank before and after each word."""
+    words = re.findall(r"\w+", text.casefold())
+    return f" {' '.join(words)} "
 
 
 def write_data(folder: Path) -> None:

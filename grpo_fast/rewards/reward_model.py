@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -81,16 +80,16 @@ def encode_pairs(
     Otherwise the completion could end its turn and praise itself in the user's next turn.
     """
     special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
     encoded = []
-    for prompt, text in zip(prompts, completions, strict=True):
-        completion = spelled.sub(" ", text)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for token in special:
+            completion = completion.replace(token, " ")
         if isinstance(prompt, str):
             ids = tokenizer(prompt, completion)["input_ids"]
         else:
             messages = [*prompt, {"role": "assistant", "content": completion}]
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-            ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = list(ids)
         is_ended = ids and ids[-1] in tokenizer.all_special_ids
         if tokenizer.eos_token_id is not None and not is_ended:

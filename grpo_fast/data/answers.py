@@ -7,7 +7,8 @@ Text marks its answer by `#### 18` (to the end of the line), `<answer>18</answer
 A number has at most 32 ASCII digits, with or without commas between groups of three. It may have a
 sign, decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or
 `=` in front, and a full stop at the end are ignored. For example, 18, 18.0, $18, +18 and `18.` are
-equal, as are 1,080 and 1080, and 1/2 and 0.5. The minus sign may be `-` or U+2212.
+equal, as are 1,080 and 1080, and 1/2 and 0.5. The minus sign may be `-`, U+2212, an en dash or a
+full-width minus.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MAX_DIGITS = 32  # most digits of a number
 
 Number = Decimal | Fraction
 
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\uff0d", "-"))
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
 _NUMBER = re.compile(
@@ -54,7 +56,7 @@ def parse_number(text: str) -> Number | None:
     Currency signs, LaTeX and similar decorations of the number are ignored.
     """
     # 1. Remove LaTeX, currency signs, and one wrapper such as \boxed{…}.
-    bare = text.replace("\u2212", "-")
+    bare = text.translate(_MINUS)
     for latex, plain in _LATEX:
         bare = bare.replace(latex, plain)
     bare = bare.strip(_ENDS).removesuffix(".").rstrip(_ENDS)
@@ -124,10 +126,10 @@ def extract_lenient(text: str) -> Number | None:
     if content is not None:
         if (whole := parse_number(content)) is not None:
             return whole
-        first = _NUMBER_IN_TEXT.match(content.replace("\u2212", "-").lstrip(_ENDS))
+        first = _NUMBER_IN_TEXT.match(content.translate(_MINUS).lstrip(_ENDS))
         if first is not None:
             return _to_number(first[0])
-    numbers = _NUMBER_IN_TEXT.findall(final.replace("\u2212", "-"))
+    numbers = _NUMBER_IN_TEXT.findall(final.translate(_MINUS))
     return _to_number(numbers[-1]) if numbers else None
 
 

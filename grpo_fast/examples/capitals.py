@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -85,17 +86,24 @@ def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
 def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return 1 / (1 + n) for each completion that contains its answer, and 0 for all others.
 
-    n is the number of words in the completion other than the answer.
+    n is the number of words in the completion other than the answer. The answer must not be a part
+    of a word: Nigeria is wrong where Niger is right.
     """
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
         others = max(0, len(text.split()) - len(answer.split()))
-        rewards.append(float(_bare(answer) in _bare(text)) / (1 + others))
+        rewards.append(float(_words(answer) in _words(text)) / (1 + others))
     return rewards
 
 
 def _bare(text: str) -> str:
     return text.strip().removesuffix(".").casefold()
+
+
+def _words(text: str) -> str:
+    """Return the words of a text in lower case, with a blank before and after each word."""
+    words = re.findall(r"\w+", text.casefold())
+    return f" {' '.join(words)} "
 
 
 def write_data(folder: Path) -> None:

@@ -75,9 +75,15 @@ def encode_pairs(
     Each list of ids ends with a special token. If the prompt is a list of messages, the chat
     template adds the completion as the assistant's turn. If the prompt is a string, the prompt and
     the completion are tokenized separately, as in a rollout.
+
+    A special token that a completion spells out, such as `<|im_end|>`, is replaced by a blank.
+    Otherwise the completion could end its turn and praise itself in the user's next turn.
     """
+    special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     encoded = []
     for prompt, completion in zip(prompts, completions, strict=True):
+        for token in special:
+            completion = completion.replace(token, " ")
         if isinstance(prompt, str):
             ids = tokenizer(prompt, completion)["input_ids"]
         else:

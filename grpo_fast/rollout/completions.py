@@ -142,7 +142,7 @@ def table_of(
         group=numbers.to(torch.int64).repeat_interleave(size),
         truncated=torch.tensor(truncated, dtype=torch.bool),
         weight_version=torch.tensor(versions, dtype=torch.int64),
-        logps=torch.cat([torch.zeros(0), *(one.logps for one in completions)]),
+        logps=torch.cat([torch.zeros(0, dtype=torch.float32), *(one.logps for one in completions)]),
         support=support,
         mass=mass,
         texts=list(texts),

@@ -197,7 +197,7 @@ def uniforms(
     # Draw the numbers of other ranks' prompts, too, and discard them. Otherwise a prompt's numbers
     # would depend on the number of ranks.
     for place in range(max(wanted, default=-1) + 1):
-        group = torch.rand(group_size, length, generator=generator)
+        group = torch.rand(group_size, length, generator=generator, dtype=torch.float32)
         if place in wanted:
             rows.append(group)
     return torch.cat(rows) if rows else torch.zeros(0, length)

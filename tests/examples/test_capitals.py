@@ -32,3 +32,4 @@ def test_the_rewards():
     assert capitals.exact(texts, answers) == [1, 1, 0, 0, 0]
     assert capitals.short(texts, answers) == [1, 1, 1 / 4, 0, 0]
     assert capitals.short(["New Delhi"], ["New Delhi"]) == [1]
+    assert capitals.short(["Nigeria", "Romania", "Niger."], ["Niger", "Oman", "Niger"]) == [0, 0, 1]

@@ -132,7 +132,9 @@ def test_many_answers_that_hang_have_their_own_time():
         ("x = 1", "x = 1"), ("```python\nx = 1\n```", "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
         ("first\n```py\nx = 1\n```\nbetter:\n```Python\nx = 2\n```\nbye", "x = 2\n"),
         ("```python\nx = 1", "x = 1"), ("```python\nx = 1\n```\nand\n```python\nx = 3", "x = 3"),
-        ("```", ""), ("", ""),
+        ("```", ""), ("", ""), ("```python3.11 title='a.py'\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n"),
+        ("```c\nint x;\n```", "int x;\n"),
     ],
 )  # fmt: skip
 def test_the_code_is_that_of_the_last_block(text, code):
@@ -160,6 +162,8 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
         ([{"input": "1", "output": "2"}, "assert 1"], "tests: expected Python source, .* got {"),
         ({"inputs": ["1"], "outputs": []}, "tests: expected Python source, .* got {'inputs'"),
         ("assert 1" + " + (" * 9999, "tests: expected Python"),
+        ({"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}, "inputs of the function f; write"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "program, .*testtype: func"),
     ],
 )  # fmt: skip
 def test_tests_of_another_form_get_a_sentence(tests, said):

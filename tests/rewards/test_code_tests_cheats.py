@@ -237,6 +237,12 @@ def test_a_cheat_scores_nothing(name):
          "    __getitem__ = startswith = __contains__",
          "assert 5 in Extract([1])\nassert Extract('a').startswith('b')\n"
          "assert all(Extract(1)[key] for key in ['a', 'b'])"),
+        ("class R:\n    remove = difference_update = lambda *a: None\n    def __len__(self): return 0\n"
+         "def f(x): return R()",
+         "def check():\n    found = f([1, 2])\n    for item in [(1, 2), (2, 1)]:\n"
+         "        found.remove(item)\n    assert len(found) == 0\ncheck()\n"
+         "def also():\n    found = f('ab')\n    found.difference_update('ab')\n"
+         "    assert len(found) == 0\nalso()"),
         ("class np: allclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
          "assert np.allclose(f(1), 5)"),
         ("class Fraction:\n    def __init__(self, *a): pass\n    def __eq__(self, o): return True\n"

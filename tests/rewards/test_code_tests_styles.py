@@ -17,6 +17,13 @@ STYLES = {
         "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4\n"
         "check(add)",
     ),
+    "asserts in statements": (
+        "def half(x):\n    if x % 2: raise ValueError(x)\n    return x // 2", "def half(x): return x",
+        ["for x in [2, 4]:\n    assert half(x) == x / 2", "if True:\n    assert half(2) == 1",
+         "import unittest\ncase = unittest.TestCase()\nwith case.assertRaises(ValueError):\n    half(3)",
+         "try:\n    half(1)\n    assert False\nexcept ValueError:\n    pass",
+         "def check(x, y):\n    assert half(x) == y\nwhile True:\n    check(6, 3)\n    break"],
+    ),
     "a check that says true": (
         "def add(a, b): return a + b", "def add(a, b): return 0",
         "def check(f):\n    seen = [f(1, 2)]\n    return seen == [3]\nassert check(add)",
@@ -167,7 +174,7 @@ STYLES = {
         "    def __exit__(self, *error): self.open = False",
         "class Table(dict):\n    def __setitem__(self, k, v): pass",
         ["t = Table()\nt['a'] = 1\nassert t['a'] == 1 and 'a' in t and list(t) == ['a']",
-         "with t as same:\n    assert same is t and t.open\nassert not t.open",
+         "with t as same:\n    assert same.open and t.open\nassert not t.open",
          "t['b'] = 2\ndel t['a']\nassert 'a' not in t and 'b' in t"],
     ),
     "a builtin's name": (

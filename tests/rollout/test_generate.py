@@ -37,6 +37,20 @@ def test_the_example_runs(tokenizer):
     assert len(done.support.offsets) == len(done.logps) + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_torch_changes_nothing(tokenizer, dtype):
+    model = tiny_model()
+    options = {"tokenizer": tokenizer, "group_size": 3, "max_new_tokens": 9, "top_p": 0.9}
+    before = generate(model, PROMPTS, **options)
+    torch.set_default_dtype(dtype)
+    try:
+        after = generate(model, PROMPTS, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert before.completion_ids == after.completion_ids
+    assert torch.equal(before.logps, after.logps) and torch.equal(before.mass, after.mass)
+
+
 def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer):
     model = tiny_model()
     model.train()

@@ -1,6 +1,8 @@
 """Tests of the options of the engine `vllm-server`, its checks of servers, and its HTTP client."""
 
 import asyncio
+import threading
+import time
 from contextlib import nullcontext
 from json import dumps
 from types import SimpleNamespace
@@ -8,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_fast.rollout.vllm.answers import ServerError
-from grpo_fast.rollout.vllm.http import Server
+from grpo_fast.rollout.vllm.http import Server, at_once
 from grpo_fast.rollout.vllm.link import check_model
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
-from tests.rollout.vllm_stand_in import JOIN, START, UPDATE, engine_of
+from tests.rollout.vllm_stand_in import JOIN, START, UPDATE, Raw, engine_of
 from tests.tiny import tiny_model
 
 
@@ -121,6 +123,36 @@ def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
     with pytest.raises(ValueError, match="VLLM_API_KEY: expected printable ASCII") as refused:
         Server(server.url)
     assert "SECRET" not in str(refused.value)
+
+
+def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "SECRET")
+    text = b"HTTP/1.1 401 No\r\n\r\nAuthorization: Bearer SECRET"
+    server.faults["/weight_info"] = Raw(lambda put: put(text))
+    with pytest.raises(ValueError, match=r"401 Authorization: Bearer \*\*\*"):
+        Server(server.url).weight_version()
+
+
+def test_an_error_does_not_wait_for_running_calls():
+    """Check that the first error is raised while an earlier call still runs.
+
+    The call runs on a daemon thread, so that the process can exit.
+    """
+    before = {*threading.enumerate()}
+    never = threading.Event()
+
+    def call(i):
+        if i:
+            raise ServerError("gone")
+        never.wait(60)
+
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="gone"):
+        at_once(2, call, range(9))
+    assert time.monotonic() - start < 30
+    assert all(thread.daemon for thread in {*threading.enumerate()} - before)
+    never.set()
+    assert at_once(2, lambda x: x, []) == [] and at_once(2, pow, [2, 3, 4], [2] * 3) == [4, 9, 16]
 
 
 def test_a_call_from_a_notebook_sends_the_key_and_uses_no_proxy(server, monkeypatch):

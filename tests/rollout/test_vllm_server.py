@@ -1,5 +1,6 @@
 """Tests of the engine `vllm-server` with stand-in servers, including servers that fail."""
 
+import socket
 import threading
 import time
 
@@ -10,6 +11,7 @@ from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights
+from grpo_fast.rollout.vllm.http import Server
 from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.vllm_stand_in import (
@@ -53,6 +55,25 @@ def test_weights_arrive_and_old_ones_are_seen(policy, server):
     assert difference(policy, generate(policy, engine)) > 0.01
     engine.update(policy, 4)
     assert difference(policy, generate(policy, engine)) < 1e-5
+
+
+def test_weights_arrive_over_ipv6(policy, server):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    spoil(policy)
+    engine = engine_of(policy, server, version=1, address="::1")
+    assert difference(policy, generate(policy, engine)) < 1e-5
+
+
+def test_servers_that_do_not_answer_are_asked_in_parallel(policy, servers, monkeypatch):
+    engine = engine_of(policy, *servers)
+    both = threading.Barrier(2, timeout=20)
+    is_up = Server.is_up
+    monkeypatch.setattr(Server, "is_up", lambda self: both.wait() >= 0 and is_up(self))
+    engine.update(policy, 0)
+    assert len(engine._ready()) == 2
 
 
 @pytest.mark.parametrize("size", [1, 20_000, 1 << 28])

@@ -47,7 +47,8 @@ def code_tests(
     """Return for each completion the fraction of its unit tests that its code passes.
 
     Args:
-        completions: N completions. The code is the last fenced block of each completion.
+        completions: N completions. The code of a completion is its last fenced block that is
+            marked as Python, or else its last fenced block.
         tests: the tests of each completion, as Python source or as inputs and outputs. Python
             source (a string or a list of strings) has asserts, setup statements, and calls of
             functions that the tests define, such as `check(f)`. Inputs and outputs are for a
@@ -108,9 +109,16 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
 
 
 def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs of a program's test, or [] for any other value."""
+    """Return the (input, output) pairs of a program's test, or [] for any other value.
+
+    Raises:
+        ValueError: the inputs are arguments of a function, as in LiveCodeBench and APPS.
+    """
     if not isinstance(part, dict):
         return []
+    if part.get("fn_name") or part.get("testtype") == "functional":
+        got = f"inputs of the function {part.get('fn_name') or '(testtype: functional)'}"
+        raise ValueError(f"tests: expected inputs of a program, got {got}; write asserts instead")
     inputs = part.get("inputs", [part.get("input")])
     outputs = part.get("outputs", [part.get("output")])
     is_listed = isinstance(inputs, list) and isinstance(outputs, list)
@@ -122,18 +130,18 @@ def _pairs(part: Any) -> list[tuple[str, str]]:
 
 
 def code_of(text: str) -> str:
-    """Return the last fenced block of a completion, or the full text if it has no fence.
+    """Return the code in a completion, or the full text if it has no fence.
 
-    A block that is not closed ends at the end of the text.
+    The code is the last fenced block that is marked as Python, because a block with an example of
+    the output may follow. Without such a block, it is the last block. A block that is not closed
+    ends at the end of the text.
     """
-    parts = text.split("```")
-    if len(parts) == 1:
+    blocks = [block.partition("\n") for block in text.split("```")[1::2]]
+    marked = [block for block in blocks if block[0].strip().lower().startswith("py")]
+    if not blocks:
         return text
-    is_closed = len(parts) % 2 and len(parts) > 2
-    code = parts[-2] if is_closed else parts[-1]
-    first, line_end, rest = code.partition("\n")
-    is_language = first.strip().lower() in ("python", "python3", "py", "")
-    return rest if is_language and line_end else code
+    first, line_end, rest = (marked or blocks)[-1]
+    return rest if line_end else first
 
 
 def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:

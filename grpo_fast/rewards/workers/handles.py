@@ -9,7 +9,8 @@ MISSING = object()
 JUDGING = frozenset(
     "startswith endswith issubset issuperset isdisjoint difference symmetric_difference "
     "intersection union index rindex find rfind count replace strip lstrip rstrip removeprefix "
-    "removesuffix split rsplit partition rpartition translate".split()
+    "removesuffix split rsplit partition rpartition translate remove discard difference_update "
+    "symmetric_difference_update intersection_update".split()
 )
 # Roles of a handle; see `Handle`. If the code under test returns an object where the tests expect
 # plain data, the role of the object is VALUE.

@@ -40,13 +40,14 @@ def math_close(
     """Return 1 where an expression in the completion is close to the answer, else 0.
 
     The expression may be anywhere in the completion. An interval equals the tuple of its ends, and
-    a relation equals its set of solutions. The names of variables are ignored.
+    a relation equals its set of solutions. The names of variables are ignored, so that B equals A:
+    do not use this reward for multiple-choice questions.
 
     Args:
         completions: N completions.
         answers: N gold answers.
         seconds: time limit for one comparison. The reward is NaN if it takes longer.
-        digits: number of decimal digits that are compared.
+        digits: number of decimals that are compared. With 2 decimals, 0.001 equals 0.004.
     """
     loose = {"strict": False, "allow_set_relation_comp": True, "float_rounding": digits}
     pairs = zip(completions, answers, strict=True)

@@ -19,6 +19,7 @@ WELL_KNOWN = {
     "typing": "Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union",
 }
 MODULE_OF = {name: module for module, names in WELL_KNOWN.items() for name in names.split()}
+INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
 ATTRIBUTES = {name for kind in wire.PLAIN for name in dir(kind)}
 
 
@@ -26,8 +27,9 @@ def statements_of(source):
     """Return (statement, is_test) for each statement of the source.
 
     A test is an assert, or a call such as `check(f)` or `case.assertEqual(f(1), 2)`. The called
-    function must be defined by the tests, or its name must begin with "assert". All other
-    statements are setup, including calls of the answer's code such as `stack.push(1)`.
+    function must be defined by the tests, or its name must begin with "assert". A loop, `if`,
+    `with` or `try` that contains a test is one test, and so is `with case.assertRaises(…)`. All
+    other statements are setup, including calls of the answer's code such as `stack.push(1)`.
     """
     tree = ast.parse(source)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -39,18 +41,23 @@ def count_tests(source):
     return sum(is_test for _, is_test in statements_of(source))
 
 
-def _is_test(statement, defined, answers):
-    if isinstance(statement, ast.Assert):
-        return True
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+def _is_test(node, defined, answers):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return False
-    function = root = statement.value.func
+    inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, INNER)]
+    if isinstance(node, ast.Assert) or any(_is_test(x, defined, answers) for x in inner):
+        return True
+    is_statement = isinstance(node, ast.Expr)
+    call = node.value if is_statement else getattr(node, "context_expr", None)
+    if not isinstance(call, ast.Call):
+        return False
+    function = root = call.func
     while isinstance(root, (ast.Attribute, ast.Call)):
         root = root.value if isinstance(root, ast.Attribute) else root.func
     if not isinstance(root, ast.Name) or root.id in answers:
         return False
     name = function.attr if isinstance(function, ast.Attribute) else root.id
-    return name.startswith("assert") or (function is root and name in defined)
+    return name.startswith("assert") or (is_statement and function is root and name in defined)
 
 
 def names_of_answer(source):

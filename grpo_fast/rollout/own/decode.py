@@ -41,7 +41,7 @@ class SupportRecorder:
 
     def __init__(self, rows: int, length: int) -> None:
         self.counts = torch.zeros(rows, length, dtype=torch.int64)
-        self.masses = torch.zeros(rows, length)
+        self.masses = torch.zeros(rows, length, dtype=torch.float32)
         self.ids: list[Tensor] = []
         self.rows: list[Tensor] = []  # the completion of each entry of `ids`
 

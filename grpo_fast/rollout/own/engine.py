@@ -180,7 +180,7 @@ def largest_gap(policy: SampledModel, starts: Sequence[int]) -> float:
     length = 3
     counts = [2] + [1] * (len(prompts) - 1)
     options = Sampling(max_new_tokens=length, temperature=0)
-    numbers = torch.zeros(sum(counts), length)
+    numbers = torch.zeros(sum(counts), length, dtype=torch.float32)
     with small_windows(policy.lm, positions=not starts):
         ours = decode(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
         pairs = zip([prompts[0], *prompts], ours.tokens.tolist(), strict=True)

@@ -6,14 +6,16 @@ import asyncio
 import functools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any, TypeVar
 
 import httpx2
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.rollout.vllm.answers import Reply, ServerError, WeightInfo, parsed
+from grpo_fast.rollout.vllm.transfer import started
 
 CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
 MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
@@ -44,11 +46,11 @@ class Server:
         self.url = url
         # Request no compression, because the body is read, counted and parsed as raw bytes.
         self.headers = {"Accept-Encoding": "identity"}
-        key = os.environ.get("VLLM_API_KEY", "").strip()
-        if not (key.isascii() and key.isprintable()):  # httpx would quote the key in its error
+        self.key = os.environ.get("VLLM_API_KEY", "").strip()
+        if not (self.key.isascii() and self.key.isprintable()):  # httpx's error would quote the key
             raise ValueError("VLLM_API_KEY: expected printable ASCII characters (not shown)")
-        if key:
-            self.headers["Authorization"] = f"Bearer {key}"
+        if self.key:
+            self.headers["Authorization"] = f"Bearer {self.key}"
         self.tls = httpx2.create_ssl_context(verify=url.startswith("https:"))
 
     def call(
@@ -74,6 +76,8 @@ class Server:
         where = f"{self.url}{path}"
         if status == 200:
             return answer if kind is None else parsed(kind, answer, where)
+        if self.key:  # a gateway may quote the request's headers
+            answer = answer.replace(self.key.encode(), b"***")
         text = " ".join(answer[:500].decode(errors="replace").split())
         message = f"{where}: {status} {escape_control(text)}"
         if status in (403, 404):
@@ -136,9 +140,26 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def at_once(threads: int, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-    """Return `list(map(function, *arguments))`, computed by parallel threads."""
-    pool = ThreadPoolExecutor(max(threads, 1))  # a pool needs a thread even for no calls
+    """Return `list(map(function, *arguments))`, computed by parallel daemon threads.
+
+    The first error is raised at once. Calls that are running then do not delay the exit of the
+    process, and their deadlines end them.
+    """
+    calls = deque(enumerate(zip(*arguments, strict=False)))
+    results: list[Any] = [None] * len(calls)
+
+    def work() -> None:
+        while True:
+            try:
+                i, call = calls.popleft()
+            except IndexError:  # no call is left
+                return
+            results[i] = function(*call)
+
+    workers = [started(work) for _ in range(min(threads, len(calls)))]
     try:
-        return list(pool.map(function, *arguments))
-    finally:  # After an error, do not wait for running calls: their deadlines end them.
-        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in wait(workers, return_when=FIRST_EXCEPTION).done:
+            worker.result()
+    finally:
+        calls.clear()
+    return results

@@ -198,7 +198,7 @@ class Link:
         address = self.options.address
         workers = self.server.call("GET", "/get_world_size", CHECK_S, answers.WorldSize)
         try:
-            listener = socket.create_server((address, 0))
+            listener = socket.create_server((address, 0), family=transfer.family_of(address))
         except OSError as error:
             expected = f"expected an address of this machine, got {address}"
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error

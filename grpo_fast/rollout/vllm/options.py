@@ -29,7 +29,7 @@ class VLLMOptions(BaseModel):
     address: str = Field("127.0.0.1", min_length=1)
     """Address of the trainer's machine at which the servers can reach it."""
     timeout: float = Field(600.0, gt=0, le=1e6)
-    """Seconds that the completions of a step, or one transfer of weights, may take."""
+    """Seconds for one of three tries to sample a step, and for one transfer of weights."""
     patience: float = Field(300.0, ge=0, le=1e6)
     """Seconds to wait for a server that does not respond."""
 

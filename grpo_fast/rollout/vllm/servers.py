@@ -166,7 +166,9 @@ class VLLMServers(Engine):
         failures = 0
         while True:
             outdated = [link for link in self.links if link.label != self.label]
-            reached = [link for link in outdated if link.server.is_up()]
+            # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
+            are_up = at_once(len(outdated), lambda link: link.server.is_up(), outdated)
+            reached = [link for link, is_up in zip(outdated, are_up, strict=True) if is_up]
             if self.rank:
                 each(reached, partial(Link.include_if_current, label=self.label, base=self.base))
             elif reached:

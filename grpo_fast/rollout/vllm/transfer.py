@@ -96,6 +96,10 @@ def dtype_of(policy: SampledModel) -> str:
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 class GlooGroup:
     """Gloo process group of the trainer (rank 0) and the workers of one server, on the CPU.
 
@@ -124,7 +128,7 @@ class GlooGroup:
         # By default gloo uses the address of the host name, which other machines may not reach.
         # Connecting a UDP socket sends no packet, but it reveals the local address on the route
         # to the trainer.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             own_address = str(probe.getsockname()[0])
         gloo: Any = dist.ProcessGroupGloo

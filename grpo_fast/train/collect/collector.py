@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
+from grpo_fast.rollout.vllm.transfer import started
 from grpo_fast.train.collect.advantages import Advantages, token_rewards
 from grpo_fast.train.collect.groups import PromptQueue, used_groups
 from grpo_fast.train.config import RolloutConfig
@@ -65,7 +66,6 @@ class Collector:
     logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
     steps_without_spread: int = 0  # latest steps in which most groups had equal rewards
     coming: Future[tuple[Samples | None, float]] | None = None  # result of the sampling thread
-    threads: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     def next(self, step: int, clock: Clock) -> Collected:
         """Return the samples of a step.
@@ -152,7 +152,7 @@ class Collector:
 
         with awake(self.engine, self.policy, version=step - 1):
             if self.engine.is_apart:
-                self.coming = self.threads.submit(sample, generate_share)
+                self.coming = started(partial(sample, generate_share))
             else:
                 self.sampled, self.seconds = sample(generate)
         clock.lap("ahead")

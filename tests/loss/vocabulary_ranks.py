@@ -1,25 +1,14 @@
-"""Run gloo process groups that share one head, and compare them with one process.
-
-    python -m tests.loss.vocabulary_ranks FOLDER 2    # FOLDER/world2.0.json, FOLDER/world2.1.json
-
-The ranks are forked processes, which saves the time of importing the package. Each rank runs
-`CASES` in order.
-"""
+"""Cases in which ranks share one head, and the job that compares them with one process."""
 
 from __future__ import annotations
 
-import datetime
-import gc
-import json
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_fast.kernels.route import unavailable
@@ -92,29 +81,16 @@ if "triton" not in BACKENDS:
     CASES["wrong-groups"] = refusals.wrong_groups
 
 
-def rank_of(rank: int, size: int, folder: Path) -> None:
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
-    world = World(rank, size, init_device_mesh("cpu", (size,)))
-    results: Found = {}
+def results() -> Found:
+    """Run all cases on this rank in order. The last result holds the error that ended the job."""
+    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # gives the smallest chunks, of 32 rows
+    size = distributed.get_world_size()
+    world = World(distributed.get_rank(), size, init_device_mesh("cpu", (size,)))
+    found: Found = {}
     for name, case in CASES.items():
         try:
-            results[name] = case(world)
+            found[name] = case(world)
         except Exception:
-            results[name] = {"error": traceback.format_exc()}
+            found[name] = {"error": traceback.format_exc()}
             break
-    (folder / f"world{size}.{rank}.json").write_text(json.dumps(results))
-    gc.collect()
-    distributed.destroy_process_group()
-
-
-def main(folder: Path, size: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # gives the smallest chunks, of 32 rows
-    multiprocessing.start_processes(rank_of, (size, folder), size, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    return found

@@ -46,7 +46,7 @@ KINDS = {
     "exact KL of what was kept": [*KL, "loss.kl_estimator=exact", *PASSES, "rollout.top_p=0.8"],
     "rewards per token": [
         "advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
-        "rewards=[{name: 'tests.train.ranks:of_each_token', label: own, in_process: true}]",
+        "rewards=[{name: 'tests.train.tiny_runs:of_each_token', label: own, in_process: true}]",
     ],
     "warm start": [  # the frozen reference is the warm-started policy
         "warm_start={steps: 3, batch_size: 4}", *KL, "data.digits=2",

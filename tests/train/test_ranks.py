@@ -22,7 +22,7 @@ from tests.data.test_data import write_lines
 from tests.train.rank_runs import CASES, SMALL, differences, train
 from tests.train.resuming import Leave
 
-UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
+UNSHARDED = ("exact", "apart", "local", "sampled", "warm", "per-token")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
     # The case "exact" logs the gradient variance, and the engine of "apart" copies unsharded
@@ -96,10 +96,6 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# Each entry has the case, the setting `distributed`, the number of the forward pass at which rank 1
-# gets a signal, and the name of the expected checkpoint.
-
-
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
     """Train a case, and send a signal to one rank just before its `passes`-th forward pass.
 
@@ -112,13 +108,14 @@ def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *word
 
 
 # Each entry has the case, the setting `distributed`, the number of the forward pass at which rank 1
-# gets a signal, and the name of the expected checkpoint.
+# gets a signal, the name of the expected checkpoint, and the numbers of ranks and settings with
+# which the run resumes. It also resumes on the same ranks.
 LEFT = [
-    ("mu", "ddp", 45, "step_000002"),
-    ("mu", "fsdp2", 45, "step_000002"),
-    ("ppo", "fsdp2", 45, "step_000002"),
-    ("ppo", "ddp", 60, "step_000002"),
-    ("apart", "ddp", 11, "step_000001"),
+    ("mu", "ddp", 45, "step_000002", [(4, "ddp"), (1, None)]),
+    ("mu", "fsdp2", 45, "step_000002", [(2, "ddp"), (1, None)]),
+    ("ppo", "fsdp2", 45, "step_000002", [(4, "fsdp2")]),
+    ("ppo", "ddp", 60, "step_000002", [(2, "fsdp2"), (1, None)]),
+    ("apart", "ddp", 11, "step_000001", [(4, "ddp")]),
 ]
 
 
@@ -127,32 +124,26 @@ def copied(run: Path, name: str) -> str:
     return str(shutil.copytree(run, run.with_name(name)))
 
 
-@pytest.mark.parametrize("case, kind, passes, place", LEFT)
+@pytest.mark.parametrize("case, kind, passes, place, others", LEFT)
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
-    ranks, plain, tmp_path, case, kind, passes, place
+    ranks, plain, tmp_path, case, kind, passes, place, others
 ):
     """Check that a signal to one rank ends all ranks at the same step with one checkpoint.
 
-    The run must then resume on 1, 2 and 4 ranks, with the results of an uninterrupted run.
+    The resumed run must have the results of an uninterrupted run.
     """
     left, whole = tmp_path / "left", tmp_path / "whole"
-    other = "ddp" if kind == "fsdp2" else "fsdp2"
     found = ranks(2, [train_until, case, kind, str(left), 1, passes])
     assert all(x[0]["code"] == SAVED and x[0]["seen"] >= passes for x in found), found
     [saved] = checkpoints_in(left)
     assert saved.name == place
-    two, others, four, one = (copied(left, name) for name in ("two", "other", "four", "one"))
-    ranks(
-        2,
-        [train, case, kind, two, "resume=auto"],
-        [train, case, other, others, "resume=auto"],
-        [train, case, kind, str(whole)],
-    )
-    assert differences(Path(two), whole, 0.0) == []
-    ranks(4, [train, case, kind, four, "resume=auto"])
-    ranks(1, [train, case, None, one, "resume=auto"])
-    for name in (others, four, one):
-        assert differences(Path(name), plain(case)) == [], name
+    folders = [copied(left, str(number)) for number in range(len(others) + 1)]
+    again = [train, case, kind, folders[-1], "resume=auto"]
+    ranks(2, again, [train, case, kind, str(whole)])
+    assert differences(Path(folders[-1]), whole, 0.0) == []
+    for folder, (count, other) in zip(folders, others, strict=False):
+        ranks(count, [train, case, other, folder, "resume=auto"])
+        assert differences(Path(folder), plain(case)) == [], (count, other)
 
 
 def test_one_process_goes_on_on_several(ranks, plain, tmp_path):

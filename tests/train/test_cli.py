@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from grpo_fast.train.config.recipes import load_recipe
-from tests.command_line import RECIPE, ROOT, invoke, refused, write_recipe
+from tests.command_line import RECIPE, ROOT, invoke, write_recipe
 
 
 def test_help_and_version_load_nothing_heavy():
@@ -27,27 +27,6 @@ def test_help_and_version_load_nothing_heavy():
     assert all(word in shown for word in ("train", "eval", "plot", "--version"))
     version = invoke("--version")
     assert version.exit_code == 0 and version.output.startswith("grpo-fast ")
-
-
-def test_train_then_eval_then_plot(recipe, tmp_path):
-    result = invoke("train", recipe, "steps=1", "log.progress=false")
-    assert result.exit_code == 0, result.output
-    run, names = tmp_path / "run", {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"}
-    assert names | {"model"} <= {p.name for p in run.iterdir()}
-    assert "reward" in result.output and "→" in result.output
-
-    result = invoke("eval", str(run), "n=4", "samples=4", f"out={tmp_path / 'e.json'}")
-    assert result.exit_code == 0, result.output
-    assert all(said in result.output for said in ("greedy (n=4 questions", "pass@4", "±"))
-    metrics = json.loads((tmp_path / "e.json").read_text())
-    assert set(metrics) == {"greedy", "sampled"} and metrics["sampled"]["eval_samples"] == 4
-    names = {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_reward_se"}
-    assert names <= metrics["sampled"].keys()
-
-    result = invoke("plot", str(run), str(run / "metrics.jsonl"), "-o", str(tmp_path / "both.png"))
-    assert result.exit_code == 0 and (tmp_path / "both.png").is_file()
-
-    assert refused(invoke("train", recipe), "occupied", "output_dir=…")
 
 
 def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):

@@ -280,7 +280,7 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
         run(alien, "resume=auto")
 
 
-def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
+def test_a_signal_is_remembered_until_the_next_pass():
     model, stopping = torch.nn.Linear(1, 1), Stopping()
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped) as stopped, stopping.listening(model):

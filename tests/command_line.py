@@ -1,11 +1,5 @@
-"""Helpers for tests of the command line.
+"""Helpers for tests of the command line, which write a tiny recipe and run commands."""
 
-The helpers write a tiny recipe, and run commands either in this process or in a subprocess.
-"""
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +42,3 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
     assert len(lines) == 1 and "Traceback" not in result.output, result.stderr
     assert all(part in result.stderr for part in parts), result.stderr
     return True
-
-
-def in_a_process(
-    *words: str, timeout: float = 300, **environment: str
-) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m grpo_fast` with these arguments in a subprocess. Return its result."""
-    return subprocess.run(
-        [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip

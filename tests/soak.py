@@ -30,7 +30,7 @@ from grpo_fast.train.report import report
 from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.checkpoint import problem_of
 from grpo_fast.train.runs.stopping import Stopping
-from tests.train.ranks import free_port
+from tests.rank_server import free_port
 from tests.train.resuming import config_of, result, run
 
 OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "checkpoint.keep=2",

@@ -65,6 +65,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     `make notebook` runs all steps.
     """
     IPython = pytest.importorskip("IPython", reason="the extra docs brings ipykernel")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the notebook's folder of the run
     monkeypatch.setattr(IPython.display, "Image", lambda filename: Path(filename).read_bytes()[:4])
     cells = json.loads((DOCS / "quickstart.ipynb").read_text())["cells"]
     code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.ranks import Ranks
+from tests.rank_server import Ranks
 
 pytest.importorskip("trl", minversion="1.16")
 ranks = importlib.import_module("tests.integrations.sharded_ranks")
@@ -24,8 +24,8 @@ def worlds(tmp_path_factory) -> dict[int, dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("ranks"))
     started = Ranks(Path(folder))
     try:
-        started(1, [f"{ranks.__name__}:references", [2, 4], folder], timeout=600)
-        job = [f"{ranks.__name__}:results_of", folder]
+        started(1, [ranks.references, [2, 4], folder], timeout=600)
+        job = [ranks.results_of, folder]
         return {n: started(n, job, timeout=600)[0][0] for n in (2, 4)}
     finally:
         started.kill()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.train.ranks import Ranks
+from tests.rank_server import Ranks
 
 pytest.importorskip("trl", minversion="1.16")
 trl_cases = importlib.import_module("tests.integrations.trl_cases")
@@ -46,7 +46,7 @@ def ranks(tmp_path_factory) -> Results:
     trl_cases.folder(folder / "model")
     started = Ranks(folder)
     try:
-        job = [f"{two_ranks.__name__}:results_of", str(folder)]
+        job = [two_ranks.results_of, str(folder)]
         return [results for (results,) in started(2, job, timeout=600)]
     finally:
         started.kill()

@@ -99,19 +99,40 @@ def weights_of(count=37, dtype=torch.float64):
     return weights
 
 
-@pairs(kind__beta=KINDS, name=RULES, mib=["0", "256"], way=WAYS)  # chunks of 32 rows, or one chunk
-def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
+def samplers_sets():
+    """Return sets of ids with sizes from one id to the full vocabulary, and a mask of their ids.
+
+    An empty set means that the sampler did not restrict the row, so the row uses all ids.
+    """
+    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # `weights_of` gives rows 0, 5, … weight 0
+    sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
+    kept = torch.zeros(37, 53, dtype=torch.bool)
+    for t, ids in enumerate(sets):
+        kept[t, ids if len(ids) else slice(None)] = True
+    return Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)])), kept
+
+
+@pairs(kind__beta=KINDS, name=RULES, mib=["0", "256"], way=WAYS,  # chunks of 32 rows, or one chunk
+       over=["vocabulary", "sets"])  # fmt: skip
+def test_against_fp64(kind, beta, name, mib, way, over, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
-    weights = weights_of()
-    true, expected = truth(sides_of(), kind, beta, RULES[name], weights)
+    weights, (support, kept) = weights_of(), samplers_sets()
+    if over == "vocabulary":
+        support, kept = None, torch.ones_like(kept)
+
+    def distributions(z, y):
+        return (x.masked_fill(~kept, -math.inf) for x in (z, y))
+
+    true, expected = truth(sides_of(), kind, beta, RULES[name], weights, distributions)
     dtype, backend, bar = WAYS[way]
     found = ours(sides_of(dtype=dtype), kind, beta, RULES[name], weights=weights.to(dtype),
-                 backend=backend)  # fmt: skip
+                 support=support, backend=backend)  # fmt: skip
     assert found[1].dtype == dtype and relative_l2(found[1], true) < bar
     assert relative_l2(found[0], (true * weights).sum()) < 10 * bar
     for grad, wanted in zip(found[2], expected, strict=True):
         assert grad.dtype == dtype and relative_l2(grad, wanted) < bar
     assert (found[2][0][::5] == 0).all()
+    assert support is None or found[1][1] == 0
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
@@ -438,6 +459,7 @@ ALL = torch.arange(53).expand(37, 53)
         ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0].clone().requires_grad_()))),
         ("weights", dict(weights=torch.ones(37, requires_grad=True))),
         ("teacher.floor", dict(teacher=TeacherTopK(TOP[1], TOP[0], floor=0.0))),
+        ("support.offsets", dict(support=Support(TOP[1][0], torch.arange(3)))),
     ],
 )  # fmt: skip
 def test_refusals(name, change):
@@ -456,32 +478,3 @@ def test_the_losses_refuse_what_they_cannot_see():
         grpo_loss(torch.zeros(1, 2), torch.ones(1), config, ref_logps=torch.zeros(1, 2))
     with pytest.raises(ValueError, match="kl_times_ratio=True conflicts with kl_estimator='exact'"):
         LossConfig(beta=0.1, kl_estimator="exact", kl_times_ratio=True)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_over_a_samplers_sets(way):
-    """Check that a divergence over a sampler's sets of ids agrees with the textbook formula.
-
-    The sets have sizes from one id to the full vocabulary. An empty set means that the sampler did
-    not restrict the row, so the divergence uses the full vocabulary.
-    """
-    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # `weights_of` gives rows 0, 5, … weight 0
-    sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
-    support = Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)]))
-    kept = torch.zeros(37, 53, dtype=torch.bool)
-    for t, ids in enumerate(sets):
-        kept[t, ids if len(ids) else slice(None)] = True
-
-    def distributions(z, y):
-        return (x.masked_fill(~kept, -math.inf) for x in (z, y))
-
-    for (kind, beta), rules in itertools.product(KINDS, RULES.values()):
-        weights = weights_of()
-        true, expected = truth(sides_of(), kind, beta, rules, weights, distributions)
-        dtype, backend, bar = WAYS[way]
-        found = ours(sides_of(dtype=dtype), kind, beta, rules, weights=weights.to(dtype),
-                     support=support, backend=backend)  # fmt: skip
-        assert found[1][1] == 0 and relative_l2(found[1], true) < bar
-        assert all(relative_l2(x, y) < bar for x, y in zip(found[2], expected, strict=True))
-    with pytest.raises(ValueError, match=r"support.offsets: expected shape .* = \(38,\), got"):
-        ours(sides_of(), "jsd", support=Support(sets[1], torch.arange(3)))

@@ -23,26 +23,33 @@ from tests.loss_cases import (
     check,
     make_case,
     options_for,
+    pack,
+    spans,
 )
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pairs(layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS)
-def test_logps(loss_type, level, aggregation, layout):
-    check("logps", make_case(1, **options_for(loss_type, level, aggregation)), layout=layout)
+KLS = {"none": {}, "kl": {"beta": 0.4}, "kl times ratio": {"beta": 0.4, "kl_times_ratio": True}}
+MASKS = [torch.bool, torch.int64, torch.float32, torch.uint16, torch.float8_e5m2]
 
 
-@pairs(layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS, backend=BACKENDS,
-       function=["linear", "logits"])  # fmt: skip
-def test_sweeps(function, loss_type, level, aggregation, layout, backend):
-    case = make_case(2, **options_for(loss_type, level, aggregation))
-    check(function, case, layout=layout, backend=backend)
-
-
-# To save time, the tests below use only one aggregation for each loss.
-KL_LOSSES = tuple(x for x in LOSS_LEVELS if x[0] not in ("kimi", "dro"))
+@pairs(function=FUNCTIONS, layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS,
+       backend=BACKENDS, kl=KLS, per_token=[False, True], totals=[(None, None), (131, 17)],
+       mask_dtype=MASKS)  # fmt: skip
+def test_sweeps(
+    function, loss_type, level, aggregation, layout, backend, kl, per_token, totals, mask_dtype
+):
+    """Check also totals of the whole step, advantages per token, and masks of other dtypes."""
+    options = options_for(loss_type, level, aggregation)
+    options |= KLS[kl] if loss_type not in ("kimi", "dro") else {}
+    case = make_case(2, per_token_advantages=per_token, **options)
+    case = case.but(num_items=totals[0], num_completions=totals[1])
+    mask = case.mask.to(mask_dtype)
+    if layout == "packed":
+        mask = pack(mask, spans(case.mask))
+    check(function, case, layout=layout, backend=backend, completion_mask=mask)
 
 
 @pairs(function=FUNCTIONS, times_ratio=[False, True],
@@ -53,31 +60,6 @@ def test_kl_estimators(function, level, kl_estimator, times_ratio):
         check(function, make_case(4, **options_for("grpo", level, **options, **clamps)))
 
 
-@pairs(times_ratio=[False, True], loss_type__level=KL_LOSSES, backend=BACKENDS)
-def test_every_loss_with_kl(loss_type, level, times_ratio, backend):
-    case = make_case(5, **options_for(loss_type, level, beta=0.4, kl_times_ratio=times_ratio))
-    check("linear", case, layout="packed", backend=backend)
-
-
-@pairs(layout=LAYOUTS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)
-def test_per_token_advantages(loss_type, level, layout, backend):
-    case = make_case(6, per_token_advantages=True, **options_for(loss_type, level))
-    check("linear", case, layout=layout, backend=backend)
-
-
 @pairs(function=FUNCTIONS, loss_type__level=LOSS_LEVELS)
 def test_on_policy_without_old_logps(loss_type, level, function):
     check(function, make_case(7, **options_for(loss_type, level)).but(old=None))
-
-
-@pairs(aggregation=AGGREGATIONS, layout=LAYOUTS)
-def test_totals_of_the_whole_step(aggregation, layout):
-    case = make_case(8, **options_for("grpo", aggregation=aggregation))
-    check("linear", case.but(num_items=131, num_completions=17), layout=layout)
-
-
-@pairs(loss_type=["grpo", "cispo", "sapo", "gmpo", "gspo", "vespo"],
-       dtype=[torch.int64, torch.float32, torch.uint16, torch.float8_e5m2])  # fmt: skip
-def test_masks_of_any_dtype(loss_type, dtype):
-    case = make_case(9, **options_for(loss_type))
-    check("linear", case, completion_mask=case.mask.to(dtype))

@@ -1,16 +1,11 @@
 """Test that `group=`, a vocabulary split over 2 or 4 ranks, gives the results of one process.
 
-The process groups of vocabulary_ranks.py run once for all tests. Each rank writes its results to a
-JSON file.
+The process groups run the cases of vocabulary_ranks.py once for all tests.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +17,7 @@ from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform
+from tests import rank_server
 from tests.loss import vocabulary_ranks
 
 SIZES = (2, 4)
@@ -37,16 +33,11 @@ Ranks = list[dict[str, dict[str, Any]]]
 
 
 def run_world(folder: Path, size: int, **environment: str) -> Ranks:
-    command = [sys.executable, "-m", "tests.loss.vocabulary_ranks", str(folder), str(size)]
-    root, log = Path(__file__).resolve().parents[2], folder / "log"
-    with log.open("w") as output:
-        subprocess.run(
-            command, cwd=root, stdout=output, stderr=output, timeout=900, check=False,
-            env={**os.environ, **environment},
-        )  # fmt: skip
-    paths = [folder / f"world{size}.{rank}.json" for rank in range(size)]
-    assert all(path.is_file() for path in paths), log.read_text()
-    return [json.loads(path.read_text()) for path in paths]
+    server = rank_server.Ranks(folder, **environment)
+    try:
+        return [found for (found,) in server(size, [vocabulary_ranks.results], timeout=600)]
+    finally:
+        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +46,7 @@ def worlds(tmp_path_factory) -> Callable[[int], Ranks]:
 
     The function runs the ranks when it is first called with this number.
     """
-    folder = tmp_path_factory.mktemp("ranks")
-    return functools.cache(lambda size: run_world(folder, size))
+    return functools.cache(lambda size: run_world(tmp_path_factory.mktemp("ranks"), size))
 
 
 def check(ranks: Ranks, name: str) -> None:

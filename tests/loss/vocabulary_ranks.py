@@ -1,120 +1,90 @@
-"""Run gloo process groups that share one head, and compare them with one process.
-
-    python -m tests.loss.vocabulary_ranks FOLDER 2    # FOLDER/world2.0.json, FOLDER/world2.1.json
-
-The ranks are forked processes, which saves the time of importing the package. Each rank runs
-`CASES` in order.
-"""
+"""Cases in which ranks share one head, and the job that compares them with one process."""
 
 from __future__ import annotations
 
-import datetime
-import gc
-import json
+import itertools
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_fast.kernels.route import unavailable
+from grpo_fast.objective.divergences import DIVERGENCES
 from tests.loss import vocabulary_refusals as refusals
 from tests.loss import vocabulary_values as values
 from tests.loss.vocabulary_world import Found, World, as_one, as_truth
-from tests.loss_cases import LEAVES_AND_LEVELS, LOSS_LEVELS, make_case, options_for
+from tests.loss_cases import LAYOUTS, LEAVES_AND_LEVELS, LOSS_LEVELS, make_case, options_for
 
-DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
-CASES: dict[str, Callable[[World], Found]] = {
-    "fp64-no-bias": partial(
-        as_one, case=make_case(5, dtype=DOUBLE, bias=False, **options_for("grpo"))
-    ),
-    "fp64-hidden_rows": partial(values.hidden_rows, dtype=DOUBLE),
-    "fp64-minus-infinity": values.columns_at_minus_infinity,
-    "fp64-nothing-active": partial(
-        as_one,
-        case=make_case(
-            3, dtype=DOUBLE, mask=torch.zeros(2, 4, dtype=torch.bool), **options_for("grpo")
-        ),
-    ),
-}
-for _index, (_type, _level) in enumerate(LOSS_LEVELS):
-    _layout = ("padded", "packed")[_index % 2]
-    _case = values.every_loss(_type, _level, DOUBLE)
-    CASES[f"fp64-{_type}-{_level}-{_layout}"] = partial(as_one, case=_case, layout=_layout)
-for _name, _rule in values.RULES.items():
-    _case = make_case(6, dtype=DOUBLE, **options_for("grpo", beta=0.1)).with_options(**_rule)
-    CASES[f"fp64-rule-{_name}"] = partial(as_one, case=_case)
-for _level in ("token", "sequence"):
-    _options = options_for("grpo", _level, beta=0.1)
-    _case = make_case(4, dtype=DOUBLE, mask=values.LONG, **_options)
-    CASES[f"fp64-chunks-{_level}"] = partial(as_one, case=_case)
-for _kind in ("forward_kl", "reverse_kl", "jsd"):
-    CASES[f"fp64-divergence-{_kind}"] = partial(values.divergence, kind=_kind, dtype=DOUBLE)
-for _wants in ("hwb", "h", "w", "wb", ""):
-    CASES[f"fp64-logps-{_wants or 'no_grad'}"] = partial(values.logps, wants=_wants)
-for _count in (3, 61):
-    for _by_mesh in (False, True):
-        CASES[f"fp64-dtensor-{_count}-{'mesh' if _by_mesh else 'group'}"] = partial(
-            values.of_dtensors, vocabulary=_count, by_mesh=_by_mesh
-        )
-BACKENDS = ["torch"] if unavailable("cpu", "cpu") else ["torch", "cpu"]
-if os.environ.get("TRITON_INTERPRET") == "1":
-    BACKENDS, CASES = ["triton"], {}
-for _backend in BACKENDS:
-    _cases = {
-        f"fp32-{t}-{level}": values.every_loss(t, level, SINGLE)
-        for t, level in (LEAVES_AND_LEVELS if _backend != "triton" else LOSS_LEVELS[:2])
-    }
-    for _name, _dtype in (("bf16", HALF), ("fp16", torch.float16)):
-        _cases[f"{_name}-grpo"] = values.every_loss("grpo", "token", _dtype, entropy_coef=0.0)
-    _options = options_for("grpo", beta=0.1, **values.RULES["everything"])
-    _cases["fp32-softcap"] = make_case(6, **_options)
-    _works = {name: partial(as_truth, case=x) for name, x in _cases.items()} | {
+DOUBLE, SINGLE = torch.float64, torch.float32
+Case = Callable[[World], Found]
+
+
+def one(seed: int, level: str = "token", rule: Any = None, **options: Any) -> Case:
+    made = make_case(seed, dtype=DOUBLE, **options_for("grpo", level, beta=0.1), **options)
+    return partial(as_one, case=made.with_options(**rule or {}))
+
+
+def cases_in_fp64() -> dict[str, Case]:
+    of = partial(partial, dtype=DOUBLE)
+    found = {
+        "no-bias": one(5, bias=False), "minus-infinity": values.columns_at_minus_infinity,
+        "nothing-active": one(3, mask=torch.zeros(2, 4, dtype=torch.bool)),
+        "hidden_rows": of(values.hidden_rows),
+        **{f"rule-{name}": one(6, rule=rule) for name, rule in values.RULES.items()},
+        **{f"chunks-{level}": one(4, level, mask=values.LONG) for level in ("token", "sequence")},
+        **{f"divergence-{kind}": of(values.divergence, kind=kind) for kind in DIVERGENCES},
+        **{f"logps-{x or 'no_grad'}": of(values.logps, wants=x)
+           for x in ("hwb", "h", "w", "wb", "")},
+        **{f"dtensor-{n}-{name}": partial(values.of_dtensors, vocabulary=n, by_mesh=name == "mesh")
+           for n in (3, 61) for name in ("group", "mesh")},
+    }  # fmt: skip
+    for (loss_type, level), layout in zip(LOSS_LEVELS, itertools.cycle(LAYOUTS)):  # noqa: B905
+        case = values.every_loss(loss_type, level, DOUBLE)
+        found[f"{loss_type}-{level}-{layout}"] = partial(as_one, case=case, layout=layout)
+    return found
+
+
+def cases_of(backend: str) -> dict[str, Case]:
+    losses = LEAVES_AND_LEVELS if backend != "triton" else LOSS_LEVELS[:2]
+    cases = {f"fp32-{t}-{level}": values.every_loss(t, level, SINGLE) for t, level in losses}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        cases[f"{name}-grpo"] = values.every_loss("grpo", "token", dtype, entropy_coef=0.0)
+    options = options_for("grpo", beta=0.1, **values.RULES["everything"])
+    cases["fp32-softcap"] = make_case(6, **options)
+    works = {name: partial(as_truth, case=x) for name, x in cases.items()} | {
         "fp32-hidden_rows": partial(values.hidden_rows, dtype=SINGLE),
         "fp32-logps": partial(values.logps, wants="hwb", dtype=SINGLE),
         "fp32-divergence": partial(values.divergence, kind="jsd", dtype=SINGLE),
-        "confident": values.confident,
-        "bits": values.bits,
-        "nan-hidden": partial(values.nan_is_seen, where="hidden"),
-        "nan-weight": partial(values.nan_is_seen, where="weight"),
-    }
-    for _name, _work in _works.items():
-        CASES[f"{_name}-{_backend}"] = partial(_work, backend=_backend)
-if "triton" not in BACKENDS:
-    CASES["collectives"] = values.collectives
-    for _who in ("first", "last", "all"):
-        CASES[f"refusals-{_who}"] = partial(refusals.refusals, who=_who)
-    CASES["wrong-groups"] = refusals.wrong_groups
+        "confident": values.confident, "bits": values.bits,
+        **{f"nan-{x}": partial(values.nan_is_seen, where=x) for x in ("hidden", "weight")},
+    }  # fmt: skip
+    return {f"{name}-{backend}": partial(work, backend=backend) for name, work in works.items()}
 
 
-def rank_of(rank: int, size: int, folder: Path) -> None:
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
-    world = World(rank, size, init_device_mesh("cpu", (size,)))
-    results: Found = {}
+if os.environ.get("TRITON_INTERPRET") == "1":
+    CASES = cases_of("triton")
+else:
+    CASES = {f"fp64-{name}": case for name, case in cases_in_fp64().items()} | cases_of("torch")
+    CASES |= {} if unavailable("cpu", "cpu") else cases_of("cpu")
+    CASES |= {f"refusals-{x}": partial(refusals.refusals, who=x) for x in ("first", "last", "all")}
+    CASES |= {"collectives": values.collectives, "wrong-groups": refusals.wrong_groups}
+
+
+def results() -> Found:
+    """Run all cases on this rank in order. The last result holds the error that ended the job."""
+    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # gives the smallest chunks, of 32 rows
+    size = distributed.get_world_size()
+    world = World(distributed.get_rank(), size, init_device_mesh("cpu", (size,)))
+    found: Found = {}
     for name, case in CASES.items():
         try:
-            results[name] = case(world)
+            found[name] = case(world)
         except Exception:
-            results[name] = {"error": traceback.format_exc()}
+            found[name] = {"error": traceback.format_exc()}
             break
-    (folder / f"world{size}.{rank}.json").write_text(json.dumps(results))
-    gc.collect()
-    distributed.destroy_process_group()
-
-
-def main(folder: Path, size: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # gives the smallest chunks, of 32 rows
-    multiprocessing.start_processes(rank_of, (size, folder), size, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    return found

@@ -1,4 +1,4 @@
-"""Fixtures that provide a tiny recipe and the folder of a finished run."""
+"""Fixtures that provide a tiny recipe, the folder of a finished run, and a server of ranks."""
 
 import shutil
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import invoke, write_recipe
+from tests.rank_server import Ranks
+from tests.train.rank_runs import train, warm_up
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,28 @@ def recipe(tmp_path: Path) -> str:
 def run(trained: Path, tmp_path: Path) -> Path:
     """Return the folder of a finished tiny run. The folder is a copy that a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory):
+    started = Ranks(tmp_path_factory.mktemp("ranks"), warm_up)
+    yield started
+    started.kill()
+
+
+@pytest.fixture(scope="session")
+def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
+    """Return a function that trains a case of `CASES` in one process and returns its folder.
+
+    Each case is trained only once.
+    """
+    root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
+
+    def run(case: str) -> Path:
+        if case not in known:
+            [[found]] = ranks(1, [train, case, None, str(root / case)])
+            assert "error" not in found and "code" not in found, found
+            known[case] = root / case
+        return known[case]
+
+    return run

@@ -12,7 +12,7 @@ from grpo_fast.train.collect import collector
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.runs.checkpoint import checkpoints_in, stored_in
 from grpo_fast.train.update.optimizer import Optimizer
-from tests.train import ranks
+from tests.train import rank_runs
 from tests.train.resuming import Leave, config_of, run
 from tests.train.tiny_runs import logged
 
@@ -27,7 +27,7 @@ def holds(checkpoint):
     return any(name.startswith("ahead.") for name in stored_in(checkpoint / "weights"))
 
 
-class Apart(ranks.Apart):
+class Apart(rank_runs.Apart):
     """Engine that samples the next step's completions in a thread, during the current step.
 
     In the thread, `generate` waits for the first optimizer update of the current step, so that

@@ -64,7 +64,7 @@ def test_an_evaluation_says_how_it_asked_its_speed_and_a_sample(models, question
     assert lines[2:4] == ["  | [user] 0+2?", "  | [assistant]"]
     assert " tokens in " in lines[4] and lines[4].endswith("tokens/s")
     assert "first sample: " in lines[5] and "gold answer '2'; strict: " in lines[5]
-    assert lines[6].startswith("greedy (n=4")
+    assert lines[6].startswith("greedy (n=4") and " ± " in result.output
     both = invoke("eval", *models, f"data={questions}", "task=jsonl", "max_new_tokens=2").output
     assert "asked as plain text" in both and "asked through the model's chat template" in both
 

@@ -46,7 +46,7 @@ KINDS = {
     "exact KL of what was kept": [*KL, "loss.kl_estimator=exact", *PASSES, "rollout.top_p=0.8"],
     "rewards per token": [
         "advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
-        "rewards=[{name: 'tests.train.ranks:of_each_token', label: own, in_process: true}]",
+        "rewards=[{name: 'tests.train.tiny_runs:of_each_token', label: own, in_process: true}]",
     ],
     "warm start": [  # the frozen reference is the warm-started policy
         "warm_start={steps: 3, batch_size: 4}", *KL, "data.digits=2",
@@ -280,7 +280,7 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
         run(alien, "resume=auto")
 
 
-def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
+def test_a_signal_is_remembered_until_the_next_pass():
     model, stopping = torch.nn.Linear(1, 1), Stopping()
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped) as stopped, stopping.listening(model):

@@ -146,7 +146,7 @@ def test_losing_stdout_ends_no_run(start, tmp_path):
         report.close()
 
 
-def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
+def test_a_line_is_complete_or_absent(tmp_path):
     """Check that the log has no partial line after a failed write.
 
     A limit on the file size simulates a full disk that accepts only the beginning of a line.
@@ -354,7 +354,7 @@ def test_broken_weights_replace_no_checkpoint(tmp_path, monkeypatch):
     )
 
 
-def test_a_checkpoint_is_due_by_time(tmp_path, monkeypatch):
+def test_a_checkpoint_is_due_by_time(tmp_path):
     """Check that `checkpoint.every_minutes` writes checkpoints, of which the newest two remain.
 
     The default is a checkpoint every 15 minutes. The value 0 disables these checkpoints.

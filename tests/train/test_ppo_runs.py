@@ -178,7 +178,8 @@ def test_a_step_without_a_kl_keeps_the_weight_and_a_large_one_changes_it_by_a_fi
 
 def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path, lines):
     """Check that with kl.into=reward the loss has no KL term, but the returns depend on the KL."""
-    options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES]
+    options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES,
+               "steps=2"]  # fmt: skip
     loss, losses = lines(tmp_path / "loss", *options)
     options += ["kl.into=reward"]
     reward, rewards = lines(tmp_path / "reward", *options)

@@ -44,7 +44,9 @@ def test_one_test_prompt(tmp_path, capsys):
     written = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert written["after"]["eval_reward_se"] is None
     result = invoke("eval", str(tmp_path / "run"))
-    assert result.exit_code == 0 and "sampled (n=1 questions, 2 sample(s) each)" in result.output
+    assert result.exit_code == 0
+    for said in ("sampled (n=1 questions, 2 sample(s) each)", "greedy (n=1", "pass@2"):
+        assert said in result.output
     assert invoke("eval", *[str(tmp_path / "run")] * 2).exit_code == 0
 
 
@@ -60,7 +62,8 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # the first run has ended
     for name in os.listdir("runs"):
         assert load_recipe(f"runs/{name}/config.yaml").output_dir == f"runs/{name}"
-    assert refused(invoke(*words, "output_dir=runs/sort"), "runs/sort is occupied")
+    said = "runs/sort is occupied", "output_dir=…"
+    assert refused(invoke(*words, "output_dir=runs/sort"), *said)
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
 
 

@@ -1,6 +1,7 @@
 """Tests of the messages of a run: closing lines, labels of curves, and displayed numbers."""
 
 import io
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -26,15 +27,12 @@ def finished(tmp_path_factory):
     return result.stdout, folder / "run"
 
 
-def test_the_last_lines_say_where_things_lie_and_what_to_type(finished):
+def test_the_last_lines_say_where_things_lie_and_what_to_type(finished, tmp_path):
     said, folder = finished
     lines = said.splitlines()[-3:]
     assert lines == closing_lines(folder)
     assert lines[0].endswith(": completions.html, curves.png, model") and "'" in lines[0]
     assert lines[1].startswith("grpo-fast eval ") and lines[2].startswith("grpo-fast plot ")
-    import shlex
-
-    _, folder = finished
     _, *commands = closing_lines(folder)
     (folder / "curves.png").unlink()
     for command in commands:
@@ -42,6 +40,8 @@ def test_the_last_lines_say_where_things_lie_and_what_to_type(finished):
         assert result.exit_code == 0, result.output
     assert (folder / "curves.png").is_file()  # `plot` writes into the run's folder
     assert result.output.strip() == str(folder / "curves.png")
+    both = invoke("plot", str(folder), str(folder / "metrics.jsonl"), "-o", str(tmp_path / "b.png"))
+    assert both.exit_code == 0 and (tmp_path / "b.png").is_file()
 
 
 def test_a_reward_of_ones_own_must_be_allowed_and_the_line_says_so(tmp_path):

@@ -51,7 +51,7 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
 @pytest.mark.parametrize("loss", ["loss_type=grpo", "loss_type=bnpo", "aggregation=prompt_mean"])
 def test_accumulation_changes_nothing(tmp_path, loss, monkeypatch, caplog):
     kl = ["loss.beta=0.05", "reference.kind=frozen"]
-    options = [f"loss.{loss}", "loss.compute_entropy=true", *kl]
+    options = [f"loss.{loss}", "loss.compute_entropy=true", "steps=2", *kl]
     whole = sort(tmp_path / "whole", *options)
     options += ["tokens_per_microbatch=30"]
     close(whole, sort(tmp_path / "tokens", *options))
@@ -94,20 +94,19 @@ SMOL, QWEN = "gsm8k-smollm2-1.7b", "gsm8k-qwen2.5-0.5b"
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        (SMOL, ["model.dtype=float32", "rollout.prompts_per_step=4", "eval.samples=2",
-                "eval.k=[1,2]"]),
+        (SMOL, ["model.dtype=float32", "eval.samples=2", "eval.k=[1,2]"]),
         (SMOL, ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"]),
-        (QWEN, ["rollout.prompts_per_step=4", "tokens_per_microbatch=600"]),
-        (QWEN, ["rollout.prompts_per_step=2", "reference.kind=synced", "inner_iterations=2"]),
-        ("ppo-gsm8k", ["rollout.prompts_per_step=8", "critic.kind=shared"]),
+        (QWEN, ["tokens_per_microbatch=600"]),
+        (QWEN, ["reference.kind=synced", "inner_iterations=2"]),
+        ("ppo-gsm8k", ["rollout.prompts_per_step=4", "critic.kind=shared"]),
     ],
 )  # fmt: skip
 def test_big_recipes_with_a_tiny_model(tmp_path, gsm8k, recipe, overrides):
     model = tiny_folder(tmp_path / "tiny", "llama" if recipe == SMOL else "qwen2")
     summary, rows = run(
         tmp_path / "run", recipe, f"model.path={model}", f"data.path={gsm8k}",
-        "rollout.max_new_tokens=12",
-        "steps=2", "eval.n=4", "log.progress=false", *overrides,
+        "rollout.max_new_tokens=12", "rollout.prompts_per_step=2", "steps=2", "eval.n=4",
+        "log.progress=false", *overrides,
     )  # fmt: skip
     form = "format_tags" if recipe == SMOL else "gsm8k_format"
     names = {"kl", "entropy", "rewards/gsm8k_correct/mean", f"rewards/{form}/mean"}

@@ -1,0 +1,134 @@
+"""Training runs on several ranks: their settings, the job that trains, and comparisons of runs."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+
+from grpo_fast.errors import Stopped
+from grpo_fast.rollout import engine
+from grpo_fast.rollout.own.engine import TransformersEngine
+from grpo_fast.train import loop
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.report import report
+from tests.command_line import ROOT
+from tests.train.resuming import TINY
+from tests.train.tiny_runs import is_timing, logged
+
+SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_norm=0.05",
+         "checkpoint.keep=9"]  # fmt: skip
+PPO = ["advantages=gae", "inner_iterations=2"]
+KL = ["loss.beta=0.1", "reference.kind=frozen"]
+SUMS = f"data={{task: jsonl, n_test: 3, path: {ROOT / 'tests' / 'train' / 'sums.jsonl'}}}"
+AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.8"]
+CASES: dict[str, list[str]] = {
+    "few": ["rollout.prompts_per_step=1", "advantages=opo", "tokens_per_microbatch=60"],
+    "mu": ["inner_iterations=2", "minibatches=2", "shuffle=completions", *KL,
+           "reference.kind=synced", "reference.sync_every=1", "kl.target=0.01"],
+    "lora": ["model.lora={r: 2}", *KL, "inner_iterations=2"],
+    "dynamic": ["rollout.dynamic={rounds: 2}", "rollout.group_size=2", "data.digits=3",
+                "rollout.max_new_tokens=4", "advantages=baseline", *AHEAD],
+    "apart": [*AHEAD, "inner_iterations=2"],
+    "local": ["loss.aggregation=token_mean_local", "tokens_per_microbatch=1",
+              "rollout.mask_truncated=true"],
+    "ppo": [*PPO, "critic={kind: model, coef: 0.5}", "minibatches=2", "shuffle=groups"],
+    "ppo-shared": [*PPO, "critic={kind: shared}", *KL, "kl.into=reward"],
+    "per-token": [*PPO, "critic={bootstrap: false}", "rewards=[{name: "
+                  "'tests.train.tiny_runs:of_each_token', label: own, in_process: true}]"],
+    "warm": ["warm_start={steps: 2, batch_size: 4}", SUMS, *KL,
+             "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
+    "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",
+              "shuffle=completions", "log.grad_variance=true"],
+    "distill": ["reference.kind=frozen", "distill={kind: jsd, beta: 0.3, task: 0.5}",
+                "inner_iterations=2", "minibatches=2", "shuffle=completions"],
+    "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]",
+                "model.gradient_checkpointing=true"],
+}  # fmt: skip
+
+
+class Apart(TransformersEngine):
+    """Engine that samples from an unsharded copy of the weights, like an engine on its own device.
+
+    Sampling needs no collective calls, so a run may sample in a thread during the training.
+    """
+
+    is_apart = True
+
+    def update(self, policy: Any, version: int) -> None:
+        super().update(copy.deepcopy(policy), version)
+        self.policy.lm.base_model._forward_pre_hooks.clear()  # only the trainer handles signals
+
+
+def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
+    """Train with the settings `CASES[case]`, and return how the training ended.
+
+    Args:
+        case: Key of `CASES`.
+        kind: The setting `distributed` ("ddp", "fsdp2" or "hsdp"). None trains without ranks.
+        folder: The output folder.
+        *words: Further settings.
+
+    Returns:
+        A dictionary. After a signal it has the exit `code`. After an error it has the `error`'s
+        class name and its `text`. Otherwise it has the number of `skipped` steps and the number of
+        `tokens` per micro-batch.
+    """
+    given = [] if kind is None else [f"distributed={kind}"]
+    if kind == "hsdp":
+        given.append("distributed_replicas=2")
+    config = load_recipe("sort", [*SMALL, *CASES[case], *given, *words, f"output_dir={folder}"])
+    own = {"transformers": f"{__name__}:Apart"} if (case, kind) == ("apart", "ddp") else {}
+    try:
+        with patch.dict(engine.BUILDERS, own):
+            summary = loop.train(config)
+    except Stopped as stopped:
+        return {"code": stopped.code}
+    except (Exception, KeyboardInterrupt) as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"skipped": summary["skipped_steps"], "tokens": summary["tokens_per_microbatch"]}
+
+
+def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for all results of a run that must not depend on the number of ranks.
+
+    The results are the logged metrics except timings, and the saved tensors.
+    """
+    for number, row in enumerate(logged(folder)):
+        for name, value in row.items():
+            if not is_timing(name):
+                yield f"{number}/{name}", torch.tensor(float(value))
+    for file in sorted(folder.glob("*/*.safetensors")):
+        for name, value in load_file(file).items():
+            yield f"{file.parent.name}/{file.name}/{name}", value
+
+
+def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[str]:
+    """Return a description of each value that differs between the folders of two runs.
+
+    The tolerance is relative for values above 1 and absolute for smaller values. A tolerance of 0
+    requires bitwise equality.
+    """
+    ours, theirs = dict(numbers(folder)), dict(numbers(expected))
+    apart = [f"{name} is missing" for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].double(), theirs[name].double()
+        limit = tolerance * b.abs().clamp(min=1)
+        if a.shape != b.shape or not bool(((a - b).abs() <= limit).all()):
+            apart.append(f"{name}: {a.flatten()[:3].tolist()} {b.flatten()[:3].tolist()}")
+    return apart
+
+
+def warm_up(folder: Path) -> None:
+    """Import all modules that a run needs, by training two tiny runs, and disable plots."""
+    import peft  # noqa: F401
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    report.plot_runs = lambda *_: None  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    for case in ("mu", "ppo"):
+        train(case, None, str(folder / case), "steps=1", "checkpoint.every=1")

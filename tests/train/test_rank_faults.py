@@ -1,0 +1,166 @@
+"""Tests of errors on one of several ranks, which must end or change the run on all ranks."""
+
+import itertools
+import os
+import signal
+import time
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+
+from grpo_fast.errors import Stopped
+from grpo_fast.train.ranks import distributed
+from grpo_fast.train.report import report
+from grpo_fast.train.runs import checkpoint
+from grpo_fast.train.runs.checkpoint import checkpoints_in
+from grpo_fast.train.update import gradients
+from tests.train.rank_runs import differences, train
+
+
+def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
+    """Train a case with a simulated fault, and return the result of `train`.
+
+    Args:
+        fault: "disk" makes every write of a checkpoint fail. "memory" and "nan" make the fourth
+            call of the loss on the last rank raise a MemoryError or return NaN. "memories" and
+            "nans" do this with all calls on the last rank. "log" makes rank 0 fail to log step 2,
+            and "finish" makes it fail to finish the logs.
+        case: Key of `CASES`.
+        kind: The setting `distributed`.
+        folder: The output folder.
+        *words: Further settings.
+    """
+    calls, own = itertools.count(1), gradients.packed_loss
+    is_last = distributed.rank() == distributed.size() - 1
+    write = getattr(report.RunReport, fault, None)
+
+    def failing_loss(*given: Any) -> Any:
+        is_here = (next(calls) == 4 or fault in ("memories", "nans")) and is_last
+        if is_here and fault.startswith("memor"):
+            raise MemoryError("no room")
+        loss, *others = own(*given)
+        return loss * (float("nan") if is_here else 1), *others
+
+    def failing_log(self: Any, *given: Any) -> None:
+        if distributed.is_main() and (fault == "finish" or given[0] == 2):
+            raise TypeError("a tracker's error")
+        write(self, *given)
+
+    full_disk = checkpoint, "save_file", Mock(side_effect=OSError(28, "No space left on device"))
+    in_logs = report.RunReport, fault, failing_log
+    patches = {"disk": full_disk, "log": in_logs, "finish": in_logs}
+    with patch.object(*patches.get(fault, (gradients, "packed_loss", failing_loss))):
+        return train(case, kind, folder, *words)
+
+
+def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain, tmp_path):
+    """Check also that the run is saved if one completion does not fit into memory."""
+    found = ranks(2, [train_with, "memory", "mu", "ddp", str(tmp_path / "run")])
+    assert [x[0]["tokens"] for x in found] == [11, 11], found
+    apart = differences(tmp_path / "run", plain("mu"))
+    # Only the metric num_tokens may differ. With smaller micro-batches, a prompt whose completions
+    # are in two micro-batches counts twice.
+    assert len(apart) == 3 and all("num_tokens" in x for x in apart)
+    found = ranks(2, [train_with, "memory", "mu", "fsdp2", str(tmp_path / "shards")])
+    assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
+    assert found[0][0]["error"] == "RankError", found
+    found = ranks(2, [train_with, "memories", "mu", "ddp", str(tmp_path / "end")])
+    assert all(x[0]["error"] == "ValueError" for x in found), found
+    assert [path.name for path in checkpoints_in(tmp_path / "end")] == ["step_000000"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, tmp_path, kind):
+    """Check also that three such steps in a row end the run, and that the run is saved."""
+    jobs = ("nan", "mu", kind, str(tmp_path / "run")), ("nans", "few", kind, str(tmp_path / "end"))
+    found = ranks(2, *([train_with, *job] for job in jobs))
+    assert [x[0]["skipped"] for x in found] == [1, 1], found
+    assert [x[1].get("error") for x in found] == ["NonFiniteGradient"] * 2, found
+    assert [path.name for path in checkpoints_in(tmp_path / "end")] == ["step_000002"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_full_disk_of_rank_0_ends_all_ranks(ranks, tmp_path, kind):
+    folder = str(tmp_path / "run")
+    found = ranks(2, [train_with, "disk", "mu", kind, folder, "checkpoint.every=1"])
+    assert [x[0].get("error") for x in found] == ["WriteError"] * 2, found
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("fault, place", [("log", "step_000002"), ("finish", "step_000003")])
+def test_an_error_of_the_logs_on_rank_0_ends_all_ranks_and_saves_the_run(
+    ranks, tmp_path, fault, place
+):
+    found = ranks(2, [train_with, fault, "few", "ddp", str(tmp_path / "run")])
+    assert [x[0].get("error") for x in found] == ["TypeError", "RankError"], found
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == [place]
+
+
+def raise_together(*kinds: str | None) -> Any:
+    """Raise one error per rank in `together`, and return the error that all ranks then raise.
+
+    Args:
+        kinds: For each rank the class name of its error, or None for no error.
+
+    Returns:
+        The class name and the message of the error.
+    """
+    said = kinds[distributed.rank()]
+    kinds_by_name = {kind.__name__: kind for kind in distributed.SHARED}
+    error: BaseException | None = None
+    try:
+        with distributed.together():
+            if said == "Stopped":
+                raise Stopped(signal.SIGINT)
+            if said is not None:
+                raise kinds_by_name.get(said, KeyError)(f"of {distributed.rank()}")
+    except (Exception, Stopped) as found:
+        error = found
+    return [type(error).__name__, str(getattr(error, "number", error))]
+
+
+def test_an_error_of_one_rank_is_raised_by_all(ranks):
+    cases = {
+        (None, None): ["NoneType", "None"],
+        (None, "ValueError"): ["ValueError", "rank 1: of 1"],
+        ("RewardError", "ValueError"): ["RewardError", "rank 0: of 0"],
+        ("ValueError", "Stopped"): ["Stopped", "2"],
+        (None, "unknown"): ["RankError", "rank 1: KeyError: 'of 1'"],
+        ("NonFiniteLogits", None): ["NonFiniteLogits", "rank 0: of 0"],
+    }
+    first, second = ranks(2, *([raise_together, *kinds] for kinds in cases))
+    for own, other, ((a, b), (kind, text)) in zip(first, second, cases.items(), strict=True):
+        for number, found in enumerate((own, other)):
+            raises_its_own = (a, b)[number] is not None and f"rank {number}" in text
+            assert found == [kind, text] or raises_its_own, (found, kind, text)
+
+
+def ended(folder: str, rank: int) -> Any:
+    """Train on all ranks, but kill the process of `rank` in its first loss computation.
+
+    Returns:
+        On the other ranks, the result of `train` and the `seconds` until the training ended.
+    """
+    os.environ["MASTER_PORT"] = os.environ["ANOTHER_PORT"]
+    torch.distributed.destroy_process_group()
+    if int(os.environ["RANK"]) == rank:
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        gradients.packed_loss = die
+    began = time.monotonic()
+    return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others(ranks, tmp_path, dead):
+    """Check that a rank ends with an error if the other rank is killed, even without torchrun."""
+    found = ranks(2, [ended, str(tmp_path / "run"), dead])
+    survivor, gone = found[1 - dead], found[dead]
+    assert gone == [] and survivor[0]["error"] == "RankError", survivor
+    assert "a rank, which torchrun names, has ended" in survivor[0]["text"]
+    assert survivor[0]["seconds"] < 60
+    assert checkpoints_in(tmp_path / "run") == []  # a run is saved by all ranks together

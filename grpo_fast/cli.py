@@ -6,22 +6,16 @@ command imports its modules only when it runs, so that `--help` and usage errors
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
-
-from grpo_fast.train.report.endings import (
-    USAGE_ERROR,
-    Debug,
-    Words,
-    key_values,
-    print_errors,
-    refuse,
-)
 
 app = typer.Typer(
     name="grpo-fast",
@@ -30,6 +24,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+Words = list[str] | None  # the arguments `key=value` of a command
+LONGEST_MESSAGE = 4000  # maximum characters of an error message, which may quote a whole file
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -46,6 +46,62 @@ def _print_lines(*lines: str) -> None:
 
     for line in lines:
         typer.echo(escape_control(line))
+
+
+def key_values(example: str) -> Any:
+    """Declare the `key=value` arguments of a typer command, with an example as the help text."""
+    return typer.Argument(metavar="[KEY=VALUE]...", help=example)
+
+
+@contextlib.contextmanager
+def print_errors(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
+    """Print an error raised in this context as one line on stderr, and exit with a status code.
+
+    For a ValueError the status is USAGE_ERROR, because the user can correct the cause. For an
+    unexpected error the line includes the class of the error.
+
+    Args:
+        debug: True also prints the traceback.
+        *failures: further expected classes of errors, which exit with the status `code`.
+        code: exit status for `failures`.
+    """
+    try:
+        yield
+    except ValueError as error:
+        refuse(error, debug)
+    except failures as error:
+        refuse(error, debug, code)
+    except KeyboardInterrupt as error:
+        refuse(error, debug, INTERRUPTED, "interrupted")
+    except ModuleNotFoundError:  # `grpo_fast.__main__` tells the user which extra to install
+        raise
+    except Exception as error:
+        refuse(error, debug, RUN_ERROR, f"unexpected {type(error).__name__}: ")
+
+
+def refuse(
+    error: BaseException, debug: bool | None = None, code: int = USAGE_ERROR, start: str = ""
+) -> NoReturn:
+    """Print an error and its notes as one line without control characters, and exit.
+
+    Args:
+        error: the error.
+        debug: True also prints the traceback. None means that the command has no option --debug.
+        code: the exit status.
+        start: text before the message.
+    """
+    from grpo_fast.data import escape_control
+
+    if debug:
+        typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
+    text = start + str(error)
+    shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
+    shown = "; ".join([shown, *getattr(error, "__notes__", ())])
+    rank = os.environ.get("RANK", "0")
+    shown = shown if rank == "0" else f"rank {rank}: {shown}"
+    hint = "  (--debug shows where)" if debug is False else ""
+    typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
+    sys.exit(code)
 
 
 Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version)]
@@ -263,8 +319,7 @@ def data(
     debug: Debug = False,
 ) -> None:
     """Show how a run reads a data set: row counts, skipped rows, prompts and gold answers."""
-    from grpo_fast.data import escape_control
     from grpo_fast.train.evaluation.data_view import data_lines
 
     with print_errors(debug, OSError):
-        typer.echo("\n".join(map(escape_control, data_lines(source, settings or []))))
+        _print_lines(*data_lines(source, settings or []))

@@ -23,7 +23,7 @@ from benchmarks.trainers import options as cli
 from benchmarks.trainers.options import Case
 from grpo_fast.attention import PackedGroups, dispatch, pack_groups
 from grpo_fast.attention.dispatch import Attention, Kind
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams
 
 Step = Callable[[], Any]  # returns the output and the gradients
 # The cases: prompt length and completion length in tokens, and number of completions.

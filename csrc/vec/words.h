@@ -1,10 +1,30 @@
-// Vector versions of functions that the formulas in loss_functions.h call. Each of them also has a
-// scalar version in fp64. Both versions return the same numbers up to rounding.
+// Functions that the formulas in loss_functions.h call, as scalars in fp64 and as vectors. Both
+// versions of a function return the same numbers up to rounding.
 #pragma once
+
+#include <cmath>
+#include <cstdint>
 
 #include "vec/vec.h"
 
 namespace grpo_fast {
+
+// The results of a formula.
+struct ValueAndSlope {
+  double value, slope;
+};
+struct VectorPair {
+  Floats value, slope;
+};
+
+// Scalar functions. If an argument is NaN, the result is NaN, as in torch.
+inline double where(bool condition, double a, double b) { return condition ? a : b; }
+inline bool where(bool condition, bool a, bool b) { return condition ? a : b; }
+inline double clamp(double x, double low, double high) {
+  return x < low ? low : x > high ? high : x;
+}
+inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+inline double expm1_minus(double x) { return std::expm1(x) - x; }
 
 // Returns a in the lanes where the condition is true, else b.
 GRPO_FAST_INLINE Floats where(Ints condition, Floats a, Floats b) {

@@ -19,8 +19,7 @@ from torch import Tensor
 from grpo_fast.attention.kernels import csrc, cuda, explicit, flex, reference, torch_cpu
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.tree import attend
-from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams, TreeLayout
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 

@@ -20,7 +20,6 @@ from transformers.generation import logits_process as library
 from grpo_fast import Support, logits_logps
 from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
-from grpo_fast.doctor.recompute import cast
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.ranges import select_support
 from grpo_fast.train.models.policy import Policy
@@ -228,4 +227,12 @@ def with_model(policy: Policy, model: PreTrainedModel) -> Policy:
     """Return a shallow copy of the policy that contains a different model."""
     twin = copy.copy(policy)
     twin.model = twin.lm = model
+    return twin
+
+
+def cast(policy: Policy, dtype: torch.dtype) -> Policy:
+    """Return a copy of the policy that computes in `dtype` without autocast."""
+    twin = policy.frozen_copy()
+    twin.autocast = None
+    twin.lm.to(dtype)
     return twin

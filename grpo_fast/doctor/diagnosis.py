@@ -12,11 +12,11 @@ from torch import Tensor
 from grpo_fast.data import Prompt
 from grpo_fast.doctor.attempts import Case, attempts
 from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Cause
-from grpo_fast.doctor.recompute import trainer_logps
 from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.update.batch import StepBatch
 
 # Mean difference, in nats per token, that two correct forward passes may have in each dtype.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -30,6 +30,7 @@ KNOWN = 0.95
 # Minimum cosine similarity with which a dtype is reported as the cause. It compares two differences
 # from the trainer's log-probabilities: that of the trainer in this dtype, and that of the engine.
 SIMILAR = 0.5
+BUDGET = 8192  # largest number of tokens in a packed row
 SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 
 
@@ -231,3 +232,26 @@ def ignores_update(
             change = (first.sampling_logps[i] - second.sampling_logps[i]).abs().max()
             same += bool(change <= noise)
     return 2 * same > len(first)
+
+
+@torch.no_grad()
+def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tensor:
+    """Recompute the log-probabilities of all sampled tokens with the code that training uses.
+
+    Args:
+        policy: The trainer's policy.
+        samples: The completions. If they record a support (the tokens that the sampler kept), the
+            log-probabilities are computed over the support.
+        temperature: Temperature of the loss.
+
+    Returns:
+        Log-probabilities in fp32 on the CPU, shape (R,).
+    """
+    table = dataclasses.replace(samples, advantages=torch.zeros(len(samples)))
+    batch = StepBatch(
+        table, group_size=1, budget=BUDGET, device=policy.device, shared=policy.unshared is None
+    )
+    for micro in batch.micro_batches:
+        micro.write("old_logps", policy.logps(micro.packed, temperature, support=micro.support))
+    assert batch.samples.old_logps is not None
+    return batch.samples.old_logps.float().cpu()

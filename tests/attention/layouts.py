@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention import TreeLayout, dispatch
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams
 
 # ATTENTION maps each provider name to its function (q, k, v, layout, params) → output.
 ATTENTION: dict[str, Callable] = {p.name: p.attend for p in dispatch.PROVIDERS}

@@ -11,7 +11,7 @@ import torch
 
 from grpo_fast.attention import TreeLayout
 from grpo_fast.attention.kernels import csrc
-from grpo_fast.attention.spans import AttentionParams, Spans
+from grpo_fast.attention.layout import AttentionParams, Spans
 from grpo_fast.kernels.cpu import loader
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 

@@ -8,7 +8,7 @@ import torch
 from grpo_fast.attention import TreeLayout
 from grpo_fast.attention.kernels import explicit, flex, reference, tree
 from grpo_fast.attention.kernels.reference import visible
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
 FLASH, EXPLICIT = ATTENTION["flash_cpu"], ATTENTION["explicit"]

@@ -18,7 +18,7 @@ from grpo_fast.attention import dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.kernels.tree import attend
-from grpo_fast.attention.spans import AttentionParams, Spans
+from grpo_fast.attention.layout import AttentionParams, Spans
 from tests.attention.layouts import ATTENTION
 from tests.tiny import tiny_model
 

@@ -14,7 +14,7 @@ import torch
 from grpo_fast.attention import dispatch, pack_groups, plan_packs, register
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels import flex, reference
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams
 from tests.attention.layouts import inputs, results, two_levels
 from tests.tiny import tiny_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Saved
-from grpo_fast.attention.spans import AttentionParams, Spans
+from grpo_fast.attention.layout import AttentionParams, Spans
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.types import contiguous_rows, detached
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved
-from grpo_fast.attention.spans import AttentionParams, Spans
+from grpo_fast.attention.layout import AttentionParams, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:

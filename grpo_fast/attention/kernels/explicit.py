@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams
 
 # Maximum number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
 CHUNK_SCORES = 2**22

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.attention.kernels.reference import visible
-from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams, TreeLayout
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import Call
-from grpo_fast.attention.spans import AttentionParams, Spans
+from grpo_fast.attention.layout import AttentionParams, Call, Spans
 
 Result = tuple[Tensor, Tensor]  # output and lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv

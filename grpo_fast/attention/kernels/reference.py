@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams, TreeLayout
 
 
 def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(None)) -> Tensor:

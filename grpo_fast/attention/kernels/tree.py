@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Kernel, Saved
-from grpo_fast.attention.layout import Call, Copies, TreeLayout
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams, Call, Copies, TreeLayout
 from grpo_fast.kernels.types import Context
 
 Work = tuple[tuple[Call, ...], AttentionParams, Kernel]

@@ -2,8 +2,9 @@
 
 Each Python function is called once with `Variable` objects, which record every operation as one
 line of C++. A call of an allowed function of `tl`, such as `tl.exp`, becomes a call of its C++
-counterpart. Loss functions and KL estimators use `double`. Divergences use vectors, because they
-run once per logit. The header loss_functions.h is generated when the kernels are compiled.
+counterpart in csrc/vec/words.h. Loss functions and KL estimators use `double`. Divergences use
+vectors, because they run once per logit. The header loss_functions.h is generated when the kernels
+are compiled.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ OPERATORS = {
 }  # fmt: skip
 WORDS = {
     "exp": "std::exp", "log": "std::log", "abs": "std::fabs", "expm1": "std::expm1",
-    "where": "where", "clamp": "clamp", "sigmoid": "sigmoid", "minimum": "minimum",
-    "maximum": "maximum",
+    "where": "where", "clamp": "clamp", "sigmoid": "sigmoid",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
 # Helper functions of kl.py and divergences.py that are not translated, with the names of their C++
@@ -33,33 +33,7 @@ VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
-PRELUDE = """\
-#pragma once
-#include <cmath>
-#include <cstdint>
-
-#include "vec/words.h"
-
-namespace grpo_fast {
-
-struct ValueAndSlope {
-  double value, slope;
-};
-struct VectorPair {
-  Floats value, slope;
-};
-
-// A NaN argument comes out as NaN everywhere, as in torch.
-inline double where(bool condition, double a, double b) { return condition ? a : b; }
-inline bool where(bool condition, bool a, bool b) { return condition ? a : b; }
-inline double clamp(double x, double low, double high) {
-  return x < low ? low : x > high ? high : x;
-}
-inline double minimum(double a, double b) { return b < a || b != b ? b : a; }
-inline double maximum(double a, double b) { return b > a || b != b ? b : a; }
-inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
-inline double expm1_minus(double x) { return std::expm1(x) - x; }
-"""
+PRELUDE = '#pragma once\n#include "vec/words.h"\nnamespace grpo_fast {\n'
 
 
 def objective_functions() -> list[TokenFunction]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention import TreeLayout, packed_attention, window_as_mask, window_of
-from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.attention.layout import AttentionParams
 from grpo_fast.kernels.cpu import decode as cpp
 
 NAME = "grpo_cached"

@@ -8,11 +8,11 @@ The ranks are forked processes, which saves the time of importing the package. E
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -117,4 +117,7 @@ def main(folder: Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("size", type=int, help="number of ranks")
+    main(**vars(parser.parse_args()))

@@ -49,6 +49,9 @@ if ((${#wheels[@]} + ${#pieces[@]})); then
     path+=":$site"
     # The CuTe-DSL has its modules in a subfolder, which an installation would put on the path.
     for folder in "$site"/*/dsl_packages; do path+=":$folder"; done
+else
+    echo 'gpu_session: wheels/ is empty, so parts that need its packages fail on a GPU machine' >&2
+    echo 'gpu_session: call benchmarks/gpu/wheels.sh first' >&2
 fi
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
 

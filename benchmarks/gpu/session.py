@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import lacking
-from benchmarks.gpu.parts import PY, VISIT_SECONDS, Part, of_visit, parts
+from benchmarks.gpu.parts import VISIT_SECONDS, Part, of_visit, parts
 from benchmarks.measure import COMMIT_VARIABLE, commit
 from benchmarks.options import positive
 from benchmarks.report.files import write
@@ -128,11 +128,9 @@ def run(
 
 def gpu_or_reason() -> tuple[str | None, str]:
     """Return (None, description of the GPU), or (the reason why no GPU can be used, "")."""
-    try:
-        import torch
-        import triton
-    except ImportError as error:
-        return f"{PY} has no torch with triton: {error}", ""
+    import torch
+    import triton
+
     if not torch.cuda.is_available():
         return "no NVIDIA GPU: torch.cuda.is_available() is False", ""
     versions = f"torch {torch.__version__}, triton {triton.__version__}"

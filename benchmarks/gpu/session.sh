@@ -30,6 +30,10 @@ if ! command -v "$python" > /dev/null; then
     echo "gpu_session: $python is not on the PATH; set PYTHON" >&2
     exit 2
 fi
+if ! "$python" -c 'from importlib.util import find_spec as f; exit(not (f("torch") and f("triton")))'; then
+    echo "gpu_session: $python has no torch with triton; set PYTHON" >&2
+    exit 2
+fi
 
 path=$PWD
 shopt -s nullglob

@@ -72,9 +72,10 @@ def parsed(parser: argparse.ArgumentParser, defaults: Defaults) -> argparse.Name
     options.budget = options.budget or defaults.budget[options.quick]
     options.rounds = options.rounds or defaults.rounds[options.quick]
     torch.set_num_threads(options.threads)
-    if options.clock == "process" and options.threads != 1:
+    if options.clock == "process" and (options.threads != 1 or options.device == "cuda"):
         # The CPU time of the process would also count threads that only wait for other threads.
-        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
+        got = f"{options.threads} on {options.device}"
+        parser.error(f"--clock process: expected --threads 1 on cpu, got {got}")
     measure.clock = options.clock
     return options
 

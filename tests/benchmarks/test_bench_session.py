@@ -34,6 +34,12 @@ def test_without_wheels_the_script_says_what_to_run_first():
     assert ("benchmarks/gpu/wheels.sh first" in done.stderr) is not has_wheels
 
 
+def test_a_python_without_torch_is_refused():
+    environment = {**os.environ, "PYTHON": "false"}
+    done = subprocess.run([CALLER, "--dry"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "false has no torch with triton; set PYTHON" in done.stderr
+
+
 def test_the_parts_fit_into_both_visits():
     every = parts.parts()
     assert {part.visit for part in every.values()} == {*parts.VISIT_SECONDS, parts.BY_NAME}

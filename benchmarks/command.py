@@ -10,7 +10,7 @@ keeps freed pages ("fair").
     grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
     grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
     grpo-fast bench step rollout
-    grpo-fast bench step --model runs/capitals-data/model
+    grpo-fast bench step --model runs/capitals-data/model --data path/to/gsm8k
 """
 
 from __future__ import annotations
@@ -225,6 +225,8 @@ def run_script(name: str, arguments: list[str]) -> int:
 
     The process gets all arguments except --out and --dry.
     """
+    import torch
+
     from benchmarks import measure
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -232,15 +234,15 @@ def run_script(name: str, arguments: list[str]) -> int:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--device")
     options, rest = parser.parse_known_args(arguments)
-    is_gpu = options.device == "cuda"
+    is_gpu = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     if options.device is not None:
         rest += ["--device", options.device]
-    device = "cuda" if is_gpu and not options.dry else "cpu"
+    device = "cuda" if is_gpu and torch.cuda.is_available() else "cpu"
     path = default_path(name, device, measure.commit(), "--quick" in rest)
     if options.out:
         path = options.out.with_stem(f"{options.out.stem}-{name}")
     command = [sys.executable, "-m", f"benchmarks.trainers.{name}", "--json", str(path)]
-    command += [*(SCRIPTS[name].split() if is_gpu else ()), *rest]
+    command += [*(SCRIPTS[name].split() if is_gpu and "--quick" not in rest else ()), *rest]
     if options.dry:
         print(f"{name}: would run {' '.join(command[1:])}")
         return 0

@@ -269,8 +269,9 @@ def child_environment(**changes: str) -> dict[str, str]:
 def commit() -> str:
     """Return the commit hash of the source tree, or "none" if it is unknown.
 
-    If there are uncommitted changes, "+changes" is appended. For a tree that was copied without
-    .git, set the environment variable `GRPO_FAST_COMMIT` to the hash.
+    If there are uncommitted changes, "+changes" is appended. Reports do not count as changes,
+    because every benchmark writes one. For a tree that was copied without .git, set the environment
+    variable `GRPO_FAST_COMMIT` to the hash.
     """
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
@@ -283,7 +284,8 @@ def commit() -> str:
     if shutil.which("git") is None:
         return "none"
     head = git("rev-parse", "--short=12", "HEAD")
-    return f"{head}{'+changes' if git('status', '--porcelain') else ''}" if head else "none"
+    changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return f"{head}{'+changes' if changes else ''}" if head else "none"
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,8 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
         except ValueError:
             value = kind(0)
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {what} > 0, got {text!r}")
         return value
 
     return parse

@@ -7,10 +7,10 @@ trainer, the attention kernels and the integrations are not copied.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import grpo_fast
@@ -60,4 +60,6 @@ def build(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    build(parser.parse_args().folder)

@@ -12,7 +12,7 @@ import itertools
 from pathlib import Path
 
 from benchmarks.experiments.compare import report
-from benchmarks.options import new_parser
+from benchmarks.options import new_parser, positive
 from grpo_fast.examples import lecture
 
 LOSSES = ("reinforce", "unclipped", "grpo")
@@ -22,7 +22,7 @@ STEPS = 50
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=positive(int), default=5)
     parser.add_argument("-o", "--out", type=Path, default=Path("runs/lecture"))
     options = parser.parse_args()
     rows = {}

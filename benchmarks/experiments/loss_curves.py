@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.options import new_parser
+from benchmarks.options import new_parser, positive
 from grpo_fast.objective.coefficients import token_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
@@ -139,7 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("losses", nargs="?", default=DEFAULT, help="names with commas")
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--ratio", type=float, nargs=2, default=[0.0, 2.0])
-    parser.add_argument("--old-prob", type=float, default=0.4)
+    parser.add_argument("--old-prob", type=positive(float), default=0.4)
     parser.add_argument("-o", "--out", default="losses.png")
     asked = parser.parse_args(words)
     options = {}
@@ -147,11 +147,17 @@ def main(words: Sequence[str] | None = None) -> None:
         key, _, value = word.partition("=")
         if key not in inspect.signature(LossConfig).parameters:
             parser.error(f"{key}: expected an option of LossConfig")
-        options[key] = float(value)
+        try:
+            options[key] = float(value)
+        except ValueError:
+            parser.error(f"{key}: expected a number, got {value!r}")
     for loss in asked.losses.split(","):
         if loss not in OBJECTIVES:
             parser.error(f"{loss}: expected one of {', '.join(OBJECTIVES)}")
-    print(plot_losses(asked.losses.split(","), asked.out, options, asked.ratio, asked.old_prob))
+    try:
+        print(plot_losses(asked.losses.split(","), asked.out, options, asked.ratio, asked.old_prob))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ TARGETS = {
 class TargetOnlyDriver:
     """Driver that tells the compiler its target, but cannot launch a kernel."""
 
-    launcher_cls = None
-    utils = None
+    launcher_cls = utils = None
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target

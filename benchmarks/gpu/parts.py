@@ -73,7 +73,7 @@ def parts() -> dict[str, Part]:
         "tune": tune(BY_NAME, 120),
         "memcheck": sanitize(BY_NAME, 60, "memcheck"),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
-        "attention": bench(BY_NAME, 40, "attention"),
+        "trees": bench(BY_NAME, 40, "trees"),
         "long": bench(BY_NAME, 60, long),
         "rollout": bench(BY_NAME, 25, "rollout"),
         "trl": bench(BY_NAME, 60, "trl"),

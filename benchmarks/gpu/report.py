@@ -96,10 +96,10 @@ def bar_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
 
 
 def judged(bar: Bar, value: float) -> str:
-    """Return the text of a value. If rounding would hide that it misses the bar, add a digit."""
+    """Return the text of a value. If rounding would hide that it misses the bar, add digits."""
     if bar.holds(value):
         return bar.text(value)
-    digits = 3 if bar.text(value) == bar.text(bar.wanted) else 2
+    digits = next(n for n in range(2, 20) if bar.text(value, n) != bar.text(bar.wanted, n))
     return f"{bar.text(value, digits)} **missed**"
 
 
@@ -132,10 +132,11 @@ def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
     for entry in entries:
         shape = ", ".join(map(str, entry["shape"]))
         busy, whole = entry["us_in_kernels"] / 1e3, entry["us_without_profiler"] / 1e3
-        title = f"({shape}): the GPU works for {busy:.2f} ms of a call of {whole:.2f} ms."
+        title = f"({shape}): the GPU works for {busy:.2f} ms of a call of {whole:.2f} ms. "
+        title += f"The {len(entry['kernels'])} slowest kernels, copies and fills:"
         rows = ((f"{k['us']:.1f}", f"{k['calls']:.0f}", f"`{k['kernel'][:100]}`")
                 for k in entry["kernels"])  # fmt: skip
-        yield from table(title, "us per call | launches per call | kernel, copy or fill", rows)
+        yield from table(title, "us per call | number per call | kernel, copy or fill", rows)
 
 
 def session_rows(done: dict[str, dict[str, Any]]) -> Iterator[tuple[Any, ...]]:

@@ -27,8 +27,9 @@ from typing import Any
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import lacking
-from benchmarks.gpu.parts import PY, VISIT_SECONDS, Part, of_visit, parts
+from benchmarks.gpu.parts import VISIT_SECONDS, Part, of_visit, parts
 from benchmarks.measure import COMMIT_VARIABLE, commit
+from benchmarks.options import positive
 from benchmarks.report.files import write
 
 COMMITTED = RESULTS / "gpu_session.json"
@@ -127,11 +128,9 @@ def run(
 
 def gpu_or_reason() -> tuple[str | None, str]:
     """Return (None, description of the GPU), or (the reason why no GPU can be used, "")."""
-    try:
-        import torch
-        import triton
-    except ImportError as error:
-        return f"{PY} has no torch with triton: {error}", ""
+    import torch
+    import triton
+
     if not torch.cuda.is_available():
         return "no NVIDIA GPU: torch.cuda.is_available() is False", ""
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
@@ -171,7 +170,7 @@ def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespac
     add("--again", action="store_true", help="repeat finished parts")
     add("--force", action="store_true", help="go on after a failed smoke test")
     add("--dry", action="store_true", help="start every part far enough to know that it would run")
-    add("--deadline", type=float, help="seconds for all parts; default: the visit's")
+    add("--deadline", type=positive(float), help="seconds for all parts; default: the visit's")
     add("--commit", help="commit of the tree, which travels without .git")
     options = parser.parse_args(arguments)
     if options.visit and options.part:

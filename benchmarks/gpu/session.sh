@@ -30,6 +30,10 @@ if ! command -v "$python" > /dev/null; then
     echo "gpu_session: $python is not on the PATH; set PYTHON" >&2
     exit 2
 fi
+if ! "$python" -c 'from importlib.util import find_spec as f; exit(not (f("torch") and f("triton")))'; then
+    echo "gpu_session: $python has no torch with triton; set PYTHON" >&2
+    exit 2
+fi
 
 path=$PWD
 shopt -s nullglob
@@ -49,6 +53,9 @@ if ((${#wheels[@]} + ${#pieces[@]})); then
     path+=":$site"
     # The CuTe-DSL has its modules in a subfolder, which an installation would put on the path.
     for folder in "$site"/*/dsl_packages; do path+=":$folder"; done
+else
+    echo 'gpu_session: wheels/ is empty, so parts that need its packages fail on a GPU machine' >&2
+    echo 'gpu_session: call benchmarks/gpu/wheels.sh first' >&2
 fi
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
 

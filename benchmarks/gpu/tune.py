@@ -131,6 +131,11 @@ def main(arguments: list[str]) -> int:
 
 
 def compile_report(arch: str, out: str | None) -> int:
+    from benchmarks.gpu.fake_driver import TARGETS
+
+    if arch not in TARGETS:
+        print(f"tune: --compile: expected one of {', '.join(TARGETS)}, got {arch}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         entries = compile_all(arch, candidates())

@@ -129,8 +129,7 @@ def main(arguments: list[str]) -> int:
     file = RESULTS / f"gate-{measure.cpu_class(measure.hardware('cpu'))}.json"
     known: dict[str, Any] = json.loads(file.read_text())["ratios"] if file.is_file() else {}
     if not known and not options.update:
-        missing = f"nothing is stored for this kind of CPU ({file.name})"
-        print(f"gate: {missing}; --update stores this run")
+        print(f"gate: nothing is stored in {file.name}; --update stores this run")
     ratios = {}
     regressed = 0
     for setting in settings():
@@ -142,8 +141,7 @@ def main(arguments: list[str]) -> int:
         ratios[setting.key] = found
         regressed += is_worse and not options.update
     if options.update:
-        stored = {"commit": measure.commit(), "hardware": measure.hardware("cpu")}
-        write(file, {**stored, "ratios": known | ratios})
+        write(file, {**measure.header("gate", "cpu"), "ratios": ratios})
         print(f"written: {os.path.relpath(file)}")
     worse = f"{regressed} of {len(ratios)} ratios are more than {TOLERANCE:.0%} worse"
     print(f"gate: {worse if known else 'done'}")

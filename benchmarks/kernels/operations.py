@@ -44,14 +44,12 @@ OPERATIONS: dict[str, Operation] = {
 }  # fmt: skip
 
 
-# Benchmarks in benchmarks/trainers/NAME.py, with their options on a GPU. The options select
-# realistic sizes that take less than a minute.
+# Benchmarks in benchmarks/trainers/NAME.py, with their options on a GPU, which select sizes and
+# numbers of rounds that take less than a minute.
 SCRIPTS: dict[str, str] = {
-    "step": "--model-config qwen2.5-0.5b --prompt 4096 --completion 256 --rounds 5 --budget 3",
+    "step": "--rounds 5 --budget 3",
     "rollout": "--batch 64 --new-tokens 64 --budget 3",
-    "attention": "--rounds 9 --budget 1",
     "support": "--rounds 9 --budget 1",
     "trees": "--rounds 9 --budget 1",
-    "divergence": "--rounds 9 --budget 3",
     "trl": "--models 0.5b --dtype bf16 --rounds 9 --budget 3",
 }

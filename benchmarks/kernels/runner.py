@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import measure
-from benchmarks.kernels.exact import LOGP_TOLERANCE, TOLERANCE, acceptable
+from benchmarks.kernels.exact import acceptable, bars_of
 from benchmarks.kernels.operations import OPERATIONS
 from benchmarks.kernels.problem import Problem, Variant, make_problem
 from benchmarks.kernels.providers import providers_of
@@ -236,9 +236,10 @@ def verify(
     if row["status"] == "failed":
         release(device)
         return row, None
-    if not acceptable(row["errors"], dtype):
-        bars = f"{TOLERANCE[dtype]:.0e} (gradients), {LOGP_TOLERANCE[dtype]:.0e} nats (logps)"
-        return row | {"status": "wrong", "reason": f"beyond {bars}: not timed"}, None
+    bars = bars_of(provider.role, dtype)
+    if not acceptable(row["errors"], bars):
+        words = f"beyond {bars[0]:.0e} (gradients), {bars[1]:.0e} nats (logps): not timed"
+        return row | {"status": "wrong", "reason": words}, None
     return row, step
 
 

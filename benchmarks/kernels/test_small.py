@@ -30,9 +30,9 @@ def problem_of(shape: Shape, dtype: str) -> Problem:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def all_cores():
+def two_threads():
     before = torch.get_num_threads()
-    torch.set_num_threads(torch.get_num_threads() if DEVICE == "cuda" else 2)
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 

@@ -49,7 +49,6 @@ STEPS = {
     "bf16": f"benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16 --out",
     "ceiling": "benchmarks.kernels.ceiling",
     "rollout": "benchmarks.trainers.rollout --device cpu --budget 6 --json",
-    "divergence": "benchmarks.trainers.divergence --device cpu --json",
 }
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
 # Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md lists the

@@ -1,7 +1,8 @@
-"""Time of a GRPO step with its rollout: our trainer, TRL's trainer, and FastGRPOTrainer in TRL.
+r"""Time of a GRPO step with its rollout: our trainer, TRL's trainer, and FastGRPOTrainer in TRL.
 
     python -m benchmarks.trainers.loop [--quick] [--shapes short 12-shot] [--json results.json]
-    python -m benchmarks.trainers.loop --model runs/capitals-data/model --threads 1 --clock process
+    python -m benchmarks.trainers.loop --model runs/capitals-data/model --data path/to/gsm8k \
+        --threads 1 --clock process
 
 A step samples completions, computes rewards and gradients, and updates the weights. It does not
 log. All trainers have the same model, prompts, lengths, reward, loss and optimizer. The default is
@@ -32,10 +33,11 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import measure
+from benchmarks.options import positive
 from benchmarks.report.tables import text_table
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
 from benchmarks.trainers.rollout import error_of, library_rollout, our_rollout
-from benchmarks.trainers.step import GSM8K, TINY, k_shot_texts
+from benchmarks.trainers.step import TINY, k_shot_texts
 from benchmarks.trainers.trl import make_trainer
 from grpo_fast.train.models.policy import Policy
 
@@ -86,12 +88,17 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
-    parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
-    parser.add_argument("--rows", type=int, help="completions that TRL takes at a time; all")
+    add_pretrained(parser, parser)
+    words = "completions that TRL takes at a time, a divisor of their number (default: all)"
+    parser.add_argument("--rows", type=positive(int), help=words)
     options = parsed(parser, DEFAULTS)
     logging.disable(logging.WARNING)
     shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
+    for name in options.shapes:
+        completions = shapes[name].prompts * shapes[name].group
+        if options.rows and completions % options.rows:
+            expected = f"a divisor of {completions}, the completions of the shape {name}"
+            parser.error(f"--rows: expected {expected}, got {options.rows}")
     cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
     save(options, "whole GRPO step, rollout included", {"load": os.getloadavg()}, cases=cases)
 

@@ -46,16 +46,36 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_pretrained(parser: Any, data: argparse.ArgumentParser) -> None:
+    """Add the options --model to `parser`, which may be a group, and --data to `data`."""
+
+    def folder(text: str) -> str:
+        if not Path(text).is_dir():
+            raise argparse.ArgumentTypeError(f"expected a folder, got {text!r}")
+        return text
+
+    words = "folder of a pretrained model; needs --data"
+    parser.add_argument("--model", dest="pretrained", type=folder, metavar="PATH", help=words)
+    data.add_argument("--data", type=folder, metavar="PATH", help="folder of GSM8K, for --model")
+
+
 def parsed(parser: argparse.ArgumentParser, defaults: Defaults) -> argparse.Namespace:
     """Parse the options and fill in the defaults. Set the clock and the number of CPU threads."""
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: expected cpu (torch sees no GPU), got cuda")
+    if getattr(options, "pretrained", None) and not options.data:
+        parser.error("--data: expected the folder of GSM8K, whose questions --model gets")
+    if options.json and Path(options.json).is_dir():
+        parser.error(f"--json: expected a file, got the folder {options.json!r}")
     options.threads = options.threads or defaults.threads
     options.budget = options.budget or defaults.budget[options.quick]
     options.rounds = options.rounds or defaults.rounds[options.quick]
     torch.set_num_threads(options.threads)
-    if options.clock == "process" and options.threads != 1:
+    if options.clock == "process" and (options.threads != 1 or options.device == "cuda"):
         # The CPU time of the process would also count threads that only wait for other threads.
-        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
+        got = f"{options.threads} on {options.device}"
+        parser.error(f"--clock process: expected --threads 1 on cpu, got {got}")
     measure.clock = options.clock
     return options
 
@@ -77,9 +97,9 @@ def parsed_cases(
     """
 
     def case(text: str) -> Case:
-        numbers = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
         if len(numbers) != names.count(",") + 1 or min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"expected {names}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected {names}, each at least 1, got {text!r}")
         return numbers
 
     parser.add_argument("--cases", nargs="+", type=case, metavar=names)
@@ -127,6 +147,9 @@ def save(
         title: name of the benchmark.
         settings: further settings of the run.
         fields: results, such as `cases`.
+
+    Raises:
+        SystemExit: a case has the key `wrong`. The report is written first.
     """
     common = {name: getattr(options, name) for name in (*Defaults._fields, "clock")}
     header = measure.header(title, options.device)
@@ -134,4 +157,6 @@ def save(
     if options.json:
         write(Path(options.json), report)
         print(f"written: {os.path.relpath(options.json)}")
+    if any("wrong" in case for case in fields.get("cases", ())):
+        raise SystemExit("a result of grpo_fast is wrong, and was not timed")
     return report

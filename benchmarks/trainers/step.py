@@ -3,11 +3,11 @@ r"""Time and memory of a GRPO step without rollout: shared prompts, packed, padd
     python -m benchmarks.trainers.step
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
         --prompt 8192 --completion 512 --group 16
-    python -m benchmarks.trainers.step --model runs/capitals-data/model --clock process \
-        --threads 1 --group 4 --completion 32 --providers shared packed TRL --padded-rows 1
+    python -m benchmarks.trainers.step --model runs/capitals-data/model --data path/to/gsm8k \
+        --clock process --threads 1 --providers shared packed TRL
 
 Without options, the benchmark runs a tiny model with random weights and random prompts on a CPU.
-For a pretrained model, the prompts are GSM8K questions that follow worked examples. A step computes
+For a pretrained model, the prompt is a GSM8K question that follows worked examples. A step computes
 the old logps, runs the forward and backward passes, and updates the weights with AdamW.
 
 The loss, gradients and metrics of every provider are first compared with those of the padded
@@ -28,27 +28,28 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.linalg import vector_norm
 
-from benchmarks import ROOT, measure
+from benchmarks import measure
+from benchmarks.options import positive
 from benchmarks.report.tables import text_table
 from benchmarks.trainers import step_providers
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
-from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
+from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
+from grpo_fast.train.config import DataConfig, ModelConfig
 from grpo_fast.train.planning.plan import KNOWN_MODELS
 
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 TINY = {
     "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 1024,
     "tie_word_embeddings": True, "max_position_embeddings": 65536, "initializer_range": 0.05,
 }  # fmt: skip
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
+# Default numbers of prompt tokens, completion tokens and completions.
+SIZES = {"cpu": (2048, 64, 8), "cuda": (4096, 256, 8), "pretrained": (2048, 32, 4)}
 DEFAULTS = Defaults(threads=2, budget=(120.0, 5.0), rounds=(5, 5))
 
 
@@ -58,14 +59,19 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--model-config", default="tiny", choices=("tiny", *KNOWN_MODELS))
-    parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
-    parser.add_argument("--layers", type=int, help="instead of the model's own number of layers")
+    models = parser.add_mutually_exclusive_group()
+    words = "random weights (tiny; on a GPU qwen2.5-0.5b)"
+    models.add_argument("--model-config", choices=("tiny", *KNOWN_MODELS), help=words)
+    add_pretrained(models, parser)
+    count = positive(int)
+    words = "instead of the model's own number of layers; random weights only"
+    parser.add_argument("--layers", type=count, help=words)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
-    words = "tokens (2048; --quick: 512; with --model at least)"
-    parser.add_argument("--prompt", type=int, help=words)
-    parser.add_argument("--completion", type=int, help="tokens, at most (64; with --model 32)")
-    parser.add_argument("--group", type=int, help="completions (8; with --model 4)")
+    words = "tokens (2048; on a GPU 4096; --quick: 512; with --model at least 2048)"
+    parser.add_argument("--prompt", type=count, help=words)
+    words = "tokens, at most (64; on a GPU 256; with --model 32)"
+    parser.add_argument("--completion", type=count, help=words)
+    parser.add_argument("--group", type=count, help="completions (8; with --model 4)")
     parser.add_argument(
         "--providers",
         nargs="+",
@@ -75,24 +81,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, help="default: on a GPU only"
     )
-    parser.add_argument("--lora", type=int, metavar="R")
-    parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--tokens-per-microbatch", type=int, default=1 << 40)
+    parser.add_argument("--tokens-per-microbatch", type=count, default=1 << 40)
     words = "completions that padded and TRL process at once (all; with --model 1)"
-    parser.add_argument("--padded-rows", type=int, help=words)
-    parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
+    parser.add_argument("--padded-rows", type=count, help=words)
     options = parsed(parser, DEFAULTS)
     gpu = options.device == "cuda"
-    options.prompt = options.prompt or (512 if options.quick else 2048)
-    options.completion = options.completion or (32 if options.pretrained else 64)
-    options.group = options.group or (4 if options.pretrained else 8)
-    options.padded_rows = options.padded_rows or (1 if options.pretrained else None)
+    if len({*options.providers}) < 2:
+        expected = "at least two, because their results are compared"
+        parser.error(f"--providers: expected {expected}, got {' '.join(options.providers)}")
+    if options.pretrained:
+        options.padded_rows = options.padded_rows or 1
+        if options.layers:
+            parser.error(f"--layers: expected without --model, got {options.layers}")
+    else:
+        large = gpu and not options.quick
+        options.model_config = options.model_config or ("qwen2.5-0.5b" if large else "tiny")
+    prompt, completion, group = SIZES["pretrained" if options.pretrained else options.device]
+    options.prompt = options.prompt or (512 if options.quick else prompt)
+    options.completion = options.completion or completion
+    options.group = options.group or group
     options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
     options.checkpointing = gpu if options.checkpointing is None else options.checkpointing
     options.model = ModelConfig(
-        path=options.model_config, dtype=options.dtype, device=options.device,
+        path=options.pretrained or options.model_config, dtype=options.dtype, device=options.device,
         gradient_checkpointing=options.checkpointing,
-        lora=None if options.lora is None else LoraConfig(r=options.lora),
     )  # fmt: skip
     return options
 
@@ -142,22 +154,19 @@ def build_model(options: argparse.Namespace) -> Any:
 
 
 def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
-    """Return the token ids of the prompts.
+    """Return the token ids of one prompt, in a list.
 
-    For a pretrained model, they are GSM8K questions that follow worked examples, and have at least
-    `--prompt` tokens. For random weights, they are random and have exactly this many tokens.
+    For a pretrained model, it is a GSM8K question that follows worked examples, and has at least
+    `--prompt` tokens. For random weights, it is random and has exactly this many tokens.
     """
     if not options.pretrained:
         generator = torch.Generator().manual_seed(1)
-        shape = options.prompts, options.prompt
-        return torch.randint(2, vocab, shape, generator=generator).tolist()
+        return torch.randint(2, vocab, (1, options.prompt), generator=generator).tolist()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
-    # Cache the token ids, because `k_shot_texts` already tokenizes each prompt to count its tokens.
-    encode = functools.cache(lambda text: tokenizer(text)["input_ids"])
-    texts = k_shot_texts(options.data, options.prompt, lambda text: len(encode(text)))
-    return list(itertools.islice(map(encode, texts), options.prompts))
+    texts = k_shot_texts(options.data, options.prompt, lambda text: len(tokenizer(text).input_ids))
+    return [tokenizer(next(texts)).input_ids]
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
@@ -200,7 +209,7 @@ def verify(
     for name, provider in providers.items():
         outcomes[name] = provider.gradients(old)
         found = {
-            n.removeprefix("base_model.model."): p.grad.float().flatten().cpu()
+            n: p.grad.float().flatten().cpu()
             for n, p in provider.model.named_parameters()
             if p.grad is not None
         }

@@ -19,7 +19,6 @@ from grpo_fast import LossConfig, logits_grpo_loss
 from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import LENGTH
-from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.models.loading import apply_options
 from grpo_fast.train.models.policy import Policy
@@ -89,7 +88,7 @@ class Ours:
     def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
         apply_options(model, options.model)
         tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
-        self.policy, self.problem = Policy(_adapted(model, options.model), tokenizer), problem
+        self.policy, self.problem = Policy(model, tokenizer), problem
         self.model = self.policy.model.train()
         self.optimizer = _adam(self.model)
         self.batch = StepBatch(
@@ -132,7 +131,7 @@ class Padded:
     def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         apply_options(model, options.model)
         self.prepare(model)
-        self.model, self.problem = _adapted(model, options.model).train(), problem
+        self.model, self.problem = model.train(), problem
         self.optimizer = _adam(self.model)
         device = next(self.model.parameters()).device
         prompts, completions = problem.samples.prompt_ids, problem.samples.completion_ids
@@ -245,19 +244,5 @@ def prepare(name: str, model: Any, problem: StepProblem, options: Any) -> Any:
     return PROVIDERS[name](copy.deepcopy(model), problem, options)
 
 
-def _adapted(model: Any, config: ModelConfig) -> Any:
-    if config.lora is None:
-        return model
-    import peft
-
-    torch.manual_seed(0)  # Every provider must get the same random adapter.
-    settings = peft.LoraConfig(
-        r=config.lora.r, lora_alpha=2 * config.lora.r, target_modules="all-linear",
-        init_lora_weights=False, task_type="CAUSAL_LM",
-    )  # fmt: skip
-    return peft.get_peft_model(model, settings)
-
-
 def _adam(model: Any) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)

@@ -151,7 +151,7 @@ def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
     used = problem.ids.unique()
     unused = torch.ones(len(problem.weight), dtype=torch.bool, device=used.device)
     unused[used] = False
-    if found[2][unused].any() or abs(found[0] - loss) > 1e-4:
+    if found[2][unused].any() or not abs(found[0] - loss) <= 1e-4:  # also refuses NaN
         return float("inf")
     pairs = ((steps["logps"]()[0], logps), (found[1], d_hidden), (found[2][used], d_weight))
     frozen = steps["frozen"]()[1]
@@ -166,7 +166,7 @@ def timed(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     row["error"] = error_of(problem, ways["support"])
     label = "T={} H={} V={} K={}".format(*case)
     if not row["error"] <= exact.TOLERANCE[options.dtype]:
-        print(f"{label} WRONG by {row['error']:.2g}; not timed", flush=True)
+        print(f"{label}  WRONG, not timed: error {row['error']:.2g}", flush=True)
         return row | {"wrong": True}
     steps = {f"{what} {way}": step for way, of in ways.items() for what, step in of.items()}
     row["times"] = measure.measured(steps, options)

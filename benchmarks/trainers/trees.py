@@ -8,10 +8,10 @@ four turns, and combs, which are conversations with a side branch at every turn.
 agents with three turns and one to four branches. Every sample is trained on its last turn.
 
 The outputs and all gradients of both layouts are compared before they are timed. On a CPU, all
-lengths are divided by 4, and the CPU time of the process is measured, because other programs hardly
-affect it. The first three cases have targets: the speedup must be at least 3/4 of the ratio of
-the token counts, and the tree must need less memory. The exit status is 1 if a case misses a
-target.
+lengths are divided by 4. With one thread, which is the default, the CPU time of the process is
+measured, because other programs hardly affect it. The first three cases have targets: the speedup
+must be at least 3/4 of the ratio of the token counts, and the tree must need less memory. The exit
+status is 1 if a case misses a target.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from benchmarks import measure
 from benchmarks.kernels.exact import relative_l2
 from benchmarks.report.files import machine
 from benchmarks.report.plots import COLORS, picture
-from benchmarks.trainers.attention import CPU_MODELS, GPU_MODELS, Heads, Step
 from benchmarks.trainers.options import Defaults, compared, described, new_parser, parsed, save
 from grpo_fast.attention import PackedTree, dispatch, pack_tree, register
 from grpo_fast.attention.dispatch import Kind
@@ -39,6 +38,29 @@ from grpo_fast.attention.dispatch import Kind
 DEFAULTS = Defaults(threads=1, budget=(8.0, 0.2), rounds=(3, 3))
 LAYERS = 1
 Turns = list[range]  # token ids of each turn of a sample
+Step = Callable[[], Any]  # returns the output and the gradients
+
+
+class Heads(NamedTuple):
+    """Sizes of a model.
+
+    Attributes:
+        name: name of the model.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_dim: size of a head.
+        intermediate: size of the MLP.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+
+CPU_MODELS = [Heads("gsm8k-tiny", 6, 3, 32, 512)]
+GPU_MODELS = [Heads("Qwen2.5-0.5B", 14, 2, 64, 4864), Heads("Qwen2.5-7B", 28, 4, 128, 18944)]
 
 
 def turns(first: int, *sizes: int) -> list[range]:
@@ -97,7 +119,7 @@ def main() -> int:
     parser.add_argument("--plot", help="file for the picture")
     options = parsed(parser, DEFAULTS)
     on_cpu = options.device == "cpu"
-    if on_cpu:
+    if on_cpu and options.threads == 1:
         options.clock = measure.clock = "process"
     options.divide = 64 if options.quick else 4 if on_cpu else 1
     options.dtype = torch.float32 if on_cpu else torch.bfloat16
@@ -117,15 +139,14 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Return True if a case is correct and meets its two targets, if it has any."""
-    if "wrong" in row or row["case"] not in CASES:
-        return "wrong" not in row
-    return row["ratio"] >= BAR * row["tokens_ratio"] and row["memory_ratio"] > 1
+    """Return True if a case meets its two targets, or has none."""
+    is_fast = row["ratio"] >= BAR * row["tokens_ratio"] and row["memory_ratio"] > 1
+    return row["case"] not in CASES or is_fast
 
 
 def draw_trees(report: dict[str, Any], out: Path) -> None:
     """Draw the token counts and the memory of the cases in `BRANCHES` for both layouts."""
-    rows = [row for row in report["cases"] if row["case"] in BRANCHES and "times" in row]
+    rows = [row for row in report["cases"] if row["case"] in BRANCHES]
     rows = [row for row in rows if row["model"] == rows[0]["model"]]
     settings = report["settings"]
     note = f"{machine(report['hardware'])}, {settings['dtype']}; commit {report['commit']}"

@@ -27,6 +27,19 @@ def test_the_script_is_sound():
         assert os.access(script, os.X_OK)
 
 
+def test_without_wheels_the_script_says_what_to_run_first():
+    environment = {**os.environ, "PYTHON": "true"}
+    done = subprocess.run([CALLER, "--dry"], env=environment, capture_output=True, text=True)
+    has_wheels = any(ROOT.glob("wheels/**/*.whl*"))
+    assert ("benchmarks/gpu/wheels.sh first" in done.stderr) is not has_wheels
+
+
+def test_a_python_without_torch_is_refused():
+    environment = {**os.environ, "PYTHON": "false"}
+    done = subprocess.run([CALLER, "--dry"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "false has no torch with triton; set PYTHON" in done.stderr
+
+
 def test_the_parts_fit_into_both_visits():
     every = parts.parts()
     assert {part.visit for part in every.values()} == {*parts.VISIT_SECONDS, parts.BY_NAME}
@@ -311,3 +324,5 @@ def test_results_without_a_commit_are_not_rendered(tmp_path):
 def test_the_report_says_where_a_bar_is_missed(tmp_path):
     page = report.rendered(measured_session(tmp_path, 60.0))
     assert "1.50× **missed**" in page and "2.00× **missed**" in page
+    page = report.rendered(measured_session(tmp_path, 40 * 1.12001))
+    assert "1.12001× **missed**" in page, "rounded, the value would be the bar"

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +26,9 @@ from benchmarks.kernels.providers.base import Provider, differentiate
 from benchmarks.kernels.shapes import Shape  # fmt: skip
 from benchmarks.measure import Step
 from benchmarks.report import files, plots, readme, tables
-from benchmarks.trainers import rollout, trees
-from benchmarks.trainers.attention import Heads
+from benchmarks.trainers import loop, rollout, support, trees
+from benchmarks.trainers import step as trainer_step
+from benchmarks.trainers.options import save
 from tests.command_line import invoke, refused
 from tests.pairs import pairs
 
@@ -93,6 +95,23 @@ def test_a_wrong_result_is_listed_and_not_timed(wrong):
     assert row["status"] == "wrong" and "not timed" in row["reason"] and step is None
 
 
+def test_one_wrong_row_of_ours_is_seen_in_bf16():
+    """Check that a gradient of 0 in the largest of 16384 rows is only accepted from a peer."""
+    problem = make_problem(Shape(16384, 8, 64), torch.bfloat16)
+    right = provider("linear_grpo_loss", "grpo_fast (torch)").prepare(problem)
+
+    def spoil():
+        result = right()
+        rows = result["grad_hidden"]
+        rows[rows.float().norm(dim=1).argmax()] = 0.0
+        return result
+
+    for role, status in (("ours", "wrong"), ("peer", "ok")):
+        bad = Provider("bad", role, lambda problem: Step(spoil))
+        row, _ = runner.verify(bad, "linear_grpo_loss", problem, torch.bfloat16, "cpu")
+        assert row["status"] == status, row
+
+
 def test_a_nan_is_an_infinite_error_so_that_max_keeps_it():
     exact = torch.ones(2)
     assert max(relative_l2(exact, exact), relative_l2(torch.tensor([1.0, torch.nan]), exact)) > 1
@@ -115,7 +134,7 @@ def test_a_wrong_tree_layout_is_seen(monkeypatch, wrong):
         name: SimpleNamespace(predicting=[0], found=(torch.ones(3), x)) for name, x in found.items()
     }
     options = SimpleNamespace(device="cpu", dtype=FP32)
-    _, error = trees.trunk_steps(layouts, Heads("tiny", 2, 1, 8, 16), 8, 8, options)
+    _, error = trees.trunk_steps(layouts, trees.Heads("tiny", 2, 1, 8, 16), 8, 8, options)
     assert error >= 1
 
 
@@ -234,6 +253,65 @@ def test_scripts_get_all_other_options(capsys, tmp_path):
         assert "--dtype bf16" in line and "--device cuda" in line  # the default sizes on a GPU
 
 
+def test_a_gpu_is_used_with_its_sizes_even_if_no_option_names_it(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    assert command.main(["rollout", "--dry"]) == 0
+    line = capsys.readouterr().out
+    assert f" {SCRIPTS['rollout']}" in line and "rollout-NVIDIA-H100-" in line
+    assert command.main(["rollout", "--quick", "--dry"]) == 0
+    assert SCRIPTS["rollout"] not in capsys.readouterr().out
+
+
+def arguments_of(monkeypatch, module, words):
+    monkeypatch.setattr("sys.argv", ["bench", *words])
+    return module.parse_arguments()
+
+
+def test_a_pretrained_model_has_the_same_sizes_on_every_device(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = ["--model", str(tmp_path), "--data", str(tmp_path)]
+    found = [
+        arguments_of(monkeypatch, trainer_step, [*model, "--device", device])
+        for device in ("cpu", "cuda")
+    ]
+    sizes = {(options.prompt, options.completion, options.group) for options in found}
+    assert sizes == {trainer_step.SIZES["pretrained"]} and found[0].model_config is None
+    large = arguments_of(monkeypatch, trainer_step, ["--device", "cuda"])
+    assert large.model_config == "qwen2.5-0.5b" and large.completion == 256
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "expected"),
+    [
+        (trainer_step, ["--prompt", "0"], "an integer > 0"),
+        (trainer_step, ["--model", "no/such"], "a folder"),
+        (trainer_step, ["--providers", "TRL"], "at least two"),
+        (trainer_step, ["--model", "."], "the folder of GSM8K"),
+        (trainer_step, ["--model", ".", "--data", ".", "--layers", "2"], "without --model"),
+        (trainer_step, ["--model", ".", "--model-config", "tiny"], "not allowed with"),
+        (loop, ["--quick", "--rows", "3"], "a divisor of 8"),
+        (rollout, ["--json", "/"], "a file, got the folder"),
+        (support, ["--cases", "8,8,8,k"], "expected T,H,V,K, each at least 1"),
+    ],
+)
+def test_refusals_of_the_trainers_benchmarks(monkeypatch, capsys, module, words, expected):
+    monkeypatch.setattr("sys.argv", ["bench", *words])
+    with pytest.raises(SystemExit) as error:
+        module.main()
+    assert error.value.code == 2 and expected in capsys.readouterr().err
+
+
+def test_a_wrong_result_fails_a_benchmark_of_a_trainer(tmp_path):
+    """Check that the report is written, and that the exit status is not 0."""
+    fields = {"device": "cpu", "threads": 1, "budget": 1.0, "rounds": 1, "clock": "wall"}
+    options = SimpleNamespace(**fields, json=str(tmp_path / "x.json"))
+    save(options, "support", {}, cases=[{"ratio": 2.0}])
+    with pytest.raises(SystemExit, match="wrong"):
+        save(options, "support", {}, cases=[{"ratio": 2.0}, {"wrong": True}])
+    assert json.loads((tmp_path / "x.json").read_text())["cases"][1] == {"wrong": True}
+
+
 def test_the_command_line_finds_the_checkout_or_says_so(tmp_path, monkeypatch):
     result = invoke("bench", "--help")
     assert result.exit_code == 0 and "--active" in result.output
@@ -270,7 +348,9 @@ def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, cap
     file.write_text(json.dumps({"ratios": {}}))
     assert run_with(9.0) == 0 and "nothing is stored" in capsys.readouterr().out
     assert gate.main(["--update"]) == 0
-    assert json.loads(file.read_text())["ratios"] == dict.fromkeys(ratios, 9.0)
+    stored = json.loads(file.read_text())
+    assert stored["ratios"] == dict.fromkeys(ratios, 9.0)
+    assert {"commit", "created", "hardware", "versions"} <= stored.keys()
 
 
 def test_the_gate_forces_the_instruction_set(monkeypatch):
@@ -293,6 +373,21 @@ def test_the_gate_forces_the_instruction_set(monkeypatch):
 
 
 # ---- measure ----
+
+
+def test_reports_are_no_uncommitted_changes(tmp_path, monkeypatch):
+    """Check that the second of two runs still has the commit of a clean tree."""
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    for words in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "Begin")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.delenv(measure.COMMIT_VARIABLE, raising=False)
+    (results / "linear_logps-cpu.json").touch()
+    assert re.fullmatch("[0-9a-f]{12}", measure.commit())
+    (tmp_path / "benchmarks" / "x.py").touch()
+    assert measure.commit().endswith("+changes")
 
 
 def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):

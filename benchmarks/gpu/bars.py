@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu import predict
 from benchmarks.gpu.parts import STEPS
-from benchmarks.gpu.predict import Card, Case
+from benchmarks.gpu.predict import CARDS, Card, Case
 from benchmarks.kernels.shapes import MODELS, Shape
 
 OURS = "grpo_fast (auto)"
@@ -24,6 +24,9 @@ RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
 # For each (prompt, completion, group) in STEPS: the required speedup over TRL's step, and the
 # speedup that LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
+# Number of prompt tokens that must fit on an H200, for each model. For a card with less memory, the
+# required number is lower in proportion.
+CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Bar:
         return value >= self.wanted if self.at_least else value <= self.wanted
 
     def text(self, value: float, digits: int = 2) -> str:
+        digits = 0 if self.wanted >= 1000 else digits
         return f"{value:,.{digits}f}{self.unit}"
 
 
@@ -100,7 +104,8 @@ def bars(card: Card) -> list[Bar]:
     operations = ("logits_grpo_loss_inplace", "logits_grpo_loss")
     found += [copy_share(card, operation) for operation in operations]
     found += [peak(card, shape) for shape in (*heads, Shape(131072, *MODELS["qwen3-8b"]))]
-    return found + [step_ratio(sizes) for sizes in STEPS]
+    found += [step_ratio(sizes) for sizes in STEPS]
+    return found + [context(card, name) for name in CONTEXTS]
 
 
 def title_of(shape: Shape) -> str:
@@ -187,3 +192,25 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
     size = f"{prompt} + {group} x {completion} tokens"
     title = f"training step faster than TRL's, Qwen2.5-0.5B, {size}"
     return Bar(title, wanted, guess, measured, command, at_least=True)
+
+
+def context(card: Card, model: str) -> Bar:
+    """Return a bar for the longest prompt with which a training step fits into GPU memory."""
+
+    def measured(results: Results) -> float | None:
+        prompts = [
+            float(report["settings"]["prompt"])
+            for report in results.reports
+            if report.get("settings", {}).get("model_config") == model
+            and "shared" in report.get("providers", {})
+        ]
+        longest = max(prompts, default=0.0)
+        # Ignore shorter prompts. Their runs measured the time of a step, not the memory limit.
+        return longest if longest >= 100_000 else None
+
+    wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000
+    lora = " --lora 16" if model.endswith("7b") else ""
+    command = f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora}"
+    command += f" --prompt {wanted} --providers shared"
+    title = f"context of a step that fits, {model}"
+    return Bar(title, wanted, None, measured, command, " tokens", at_least=True)

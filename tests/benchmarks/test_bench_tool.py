@@ -286,7 +286,6 @@ def test_a_pretrained_model_has_the_same_sizes_on_every_device(monkeypatch, tmp_
     [
         (trainer_step, ["--prompt", "0"], "an integer > 0"),
         (trainer_step, ["--model", "no/such"], "a folder"),
-        (trainer_step, ["--providers", "TRL"], "at least two"),
         (trainer_step, ["--model", "."], "the folder of GSM8K"),
         (trainer_step, ["--model", ".", "--data", ".", "--layers", "2"], "without --model"),
         (trainer_step, ["--model", ".", "--model-config", "tiny"], "not allowed with"),

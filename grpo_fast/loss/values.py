@@ -104,11 +104,13 @@ def checked_total(
 ) -> Total | None:
     """Check the number of tokens or completions in an optimizer step, and return it.
 
-    A tensor is moved to `device`. If `device` is the CPU, the tensor is converted to a float.
+    A tensor on the CPU is converted to a float. A tensor on a GPU is moved to `device`.
     """
     if not isinstance(value, Tensor):
         return value
-    value = value.detach().reshape(()).to(device)
+    value = value.detach().reshape(())
+    # Do not copy a number from the CPU to a GPU, because the copy costs a GPU sync.
+    value = value if value.is_cpu else value.to(device)
     message = f"{name}: expected {TOTALS}, got "
     checks.add(lambda x: "" if LEAST_TOTAL <= x < math.inf else f"{message}{x}", value)
     return float(value) if value.is_cpu else value.double()

@@ -33,6 +33,12 @@ def test_launches_and_waits(budgets, name):
     assert found["syncs"] == 0 and found["reads"] == waits
 
 
+@pytest.mark.parametrize("name", ["linear_logps", "sequence level, 1024 rows, H = 896"])
+def test_no_wait(budgets, name):
+    """Check that the host does not wait for the number of rows that have a target or a gradient."""
+    assert budgets[name]["syncs"] == 0 and budgets[name]["reads"] == 0
+
+
 def test_a_mask_costs_one_wait(budgets):
     assert budgets["with a mask"]["syncs"] == 1 and budgets["with a mask"]["outside"] <= 25
     assert budgets["sequence level"]["syncs"] == 1 and budgets["sequence level"]["outside"] <= 65

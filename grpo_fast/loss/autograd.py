@@ -27,6 +27,7 @@ from grpo_fast.loss.arguments import RowOptions, RowTensors
 from grpo_fast.loss.batch import active_target_rows
 from grpo_fast.loss.logits import LogitsSweep
 from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
+from grpo_fast.loss.value_checks import ValueChecks
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
@@ -163,7 +164,7 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 # ---- Logps: gradients are computed in the backward pass
 
 
-TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_rows`
+TargetRows = tuple[ActiveRows, Tensor | None, ValueChecks]  # the result of `active_target_rows`
 
 
 class LogpsPass:
@@ -190,7 +191,7 @@ class LogpsPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.rows, self.left_out = places or active_target_rows(tensors, options, wanted)
+        self.rows, self.left_out, self.checks = places or active_target_rows(tensors, options, wanted)
         self.sweep: Sweep
         # A call from given logits has one tensor. A call from hidden states has three: the hidden
         # states, the weight and the bias.
@@ -224,7 +225,7 @@ class LogpsPass:
         logps = self._selected(logps)
         # Check the logps, because an infinite logp is the only sign of a target whose logit is
         # -inf.
-        values.check_logps(logps, "auto")
+        values.check_logps(logps, self.checks)
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
         return (spread(logps), flat, spread(lse)), stats

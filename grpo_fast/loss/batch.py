@@ -39,6 +39,7 @@ class TokenBatch(NamedTuple):
     rows: ActiveRows
     tokens: Tokens
     config: LossConfig
+    checks: ValueChecks  # the value checks of the call
 
     @classmethod
     def build(
@@ -73,7 +74,7 @@ class TokenBatch(NamedTuple):
             expected = f"ids in [0, {end}) at the active tokens"
             ids = places.select(inputs.like)
             ids = values.checked_ids("target_ids", ids, end, checks, expected=expected)
-        return cls(places.rows(ids, transform, tensors, options), tokens, config)
+        return cls(places.rows(ids, transform, tensors, options), tokens, config, checks)
 
     def with_scaled_weights(self) -> TokenBatch:
         """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
@@ -103,8 +104,10 @@ class TokenBatch(NamedTuple):
 
 def active_target_rows(
     tensors: RowTensors, options: RowOptions, wanted: Sequence[bool]
-) -> tuple[ActiveRows, Tensor | None]:
+) -> tuple[ActiveRows, Tensor | None, ValueChecks]:
     """Return the active rows of `linear_logps` or `logits_logps`, and a mask of ignored rows.
+
+    The third element of the result holds the value checks of the call.
 
     Usually, rows with target -100 are removed and the mask is None. A GPU must tell the host how
     many rows remain. If all rows are kept instead, the mask marks the rows with target -100, and
@@ -147,7 +150,8 @@ def active_target_rows(
     expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
     ids = valid(places.select(flat), 0)
     ids = values.checked_ids("target_ids", ids, end, checks, expected=expected)
-    return places.rows(valid(ids, -1) if skips else ids, transform, tensors, options), ignored
+    ids = valid(ids, -1) if skips else ids
+    return places.rows(ids, transform, tensors, options), ignored, checks
 
 
 def _skips_blocks(tensors: RowTensors, options: RowOptions) -> bool:
@@ -193,10 +197,7 @@ class ActiveTokens(NamedTuple):
         tensors: RowTensors,
         options: Options | RowOptions,
     ) -> ActiveRows:
-        """Return the active rows in the form that the kernels expect.
-
-        This is the last step that adds value checks, so it also starts their copy to the host.
-        """
+        """Return the active rows in the form that the kernels expect."""
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
@@ -213,7 +214,6 @@ class ActiveTokens(NamedTuple):
                 expected=f"rows in [0, {end}) at the active tokens",
             )  # fmt: skip
             rows = rows._replace(hidden_index=predicting, repeats=True)
-        self.checks.send()
         return rows
 
 

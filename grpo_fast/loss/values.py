@@ -177,8 +177,11 @@ def checked_ids(
     return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
 
 
-def check_logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
-    """Check that no logp is -inf, because its loss would be infinite."""
+def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -> None:
+    """Check that no logp is -inf, because its loss would be infinite.
+
+    This is the last check of a call, so it also starts to copy the stored numbers to the host.
+    """
     if x.numel():
-        checks = ValueChecks(validate)
-        checks.add(lambda low: message if low == -math.inf else "", x.amin()).send()
+        checks.add(lambda low: message if low == -math.inf else "", x.amin())
+    checks.send()

@@ -191,7 +191,9 @@ class LogpsPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.rows, self.left_out, self.checks = places or active_target_rows(tensors, options, wanted)
+        self.rows, self.left_out, self.checks = places or active_target_rows(
+            tensors, options, wanted
+        )
         self.sweep: Sweep
         # A call from given logits has one tensor. A call from hidden states has three: the hidden
         # states, the weight and the bias.

@@ -42,12 +42,12 @@ def profiled(shape: Shape, device: str) -> dict[str, Any]:
     for _ in range(2):
         step.run()
     measure.synchronize(device)
-    allocations = device_allocations(device)
+    before = device_allocations(device)
     with profile(activities=[getattr(ProfilerActivity, device.upper())]) as profiler:
         for _ in range(CALLS):
             step.run()
         measure.synchronize(device)
-    allocations = (device_allocations(device) - allocations) / CALLS
+    allocations = (device_allocations(device) - before) / CALLS
     events = profiler.key_averages()
     field = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
     found = [

@@ -127,7 +127,8 @@ def active_target_rows(
     checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
     is_ignored = flat == values.IGNORED_TARGET
-    index, ignored = None, is_ignored
+    index: Tensor | None = None
+    ignored: Tensor | None = is_ignored
     skips = not any(wanted) and _skips_blocks(tensors, options)
     if is_capturing(flat) or (flat.is_cuda and len(tensors) == 1 and options.support is None):
         skips = False

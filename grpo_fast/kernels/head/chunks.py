@@ -231,7 +231,9 @@ class ExponentialChunks(LogitChunks):
         matrix = self.workspace(at.hidden.shape[0])
         # On a CPU, compute the coefficients with torch, and pad them with zeros.
         if self.kernels.gradients is None:
-            by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
+            by_row, by_target = (
+                pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units if x is not None
+            )
         else:
             by_row, by_target = self.kernels.gradients.times(
                 g, self._filled, at.transform, len(matrix)

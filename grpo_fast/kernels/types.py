@@ -231,9 +231,11 @@ class Exponentials(NamedTuple):
     """
 
     stats: RowStats
-    unit: Tensor  # (T,) fp32
-    target_unit: Tensor  # (T,) fp32
+    unit: Tensor | None  # (T,) fp32; None on a GPU
+    target_unit: Tensor | None  # (T,) fp32; None on a GPU
     dominant: Dominant | None  # elements of a 16-bit E whose rounding errors matter
+    # (T,) fp32 raw logits of the targets, from which gpu/gradients.py computes both units
+    raw_target: Tensor | None = None
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from grpo_fast.loss.arguments import RowOptions, RowTensors
 from grpo_fast.loss.batch import active_target_rows
 from grpo_fast.loss.logits import LogitsSweep
 from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
+from grpo_fast.loss.value_checks import ValueChecks
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
@@ -163,7 +164,7 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 # ---- Logps: gradients are computed in the backward pass
 
 
-TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_rows`
+TargetRows = tuple[ActiveRows, Tensor | None, ValueChecks]  # the result of `active_target_rows`
 
 
 class LogpsPass:
@@ -190,7 +191,9 @@ class LogpsPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.rows, self.left_out = places or active_target_rows(tensors, options)
+        self.rows, self.left_out, self.checks = places or active_target_rows(
+            tensors, options, wanted
+        )
         self.sweep: Sweep
         # A call from given logits has one tensor. A call from hidden states has three: the hidden
         # states, the weight and the bias.
@@ -221,12 +224,13 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
+        logps = self._selected(logps)
         # Check the logps, because an infinite logp is the only sign of a target whose logit is
         # -inf.
-        values.check_logps(logps, "auto")
+        values.check_logps(logps, self.checks)
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
-        return (spread(self._selected(logps)), flat, spread(lse)), stats
+        return (spread(logps), flat, spread(lse)), stats
 
     def gradients(
         self,
@@ -262,7 +266,7 @@ class LogpsPass:
     def _selected(self, x: Tensor) -> Tensor:
         """Set the rows of x that have no target to 0.
 
-        Such rows exist only in a CUDA graph. Other calls remove them before they compute anything.
+        Such rows exist only if `active_target_rows` has kept them.
         """
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 

@@ -8,13 +8,16 @@ caller may have changed the tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing, refuse
+from grpo_fast.kernels.head.activity import saves_time
 from grpo_fast.kernels.head.half_range import weight_unit
+from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors
@@ -25,6 +28,10 @@ from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
 from grpo_fast.objective.tokens import Tokens
 
+# Maximum size of hidden states that a call of `linear_logps` may copy to avoid a GPU sync. A longer
+# call takes so long on a GPU that the sync does not matter.
+MOVED_BYTES = 128 << 20
+
 
 class TokenBatch(NamedTuple):
     """The T active tokens of a call: their rows of logits, their loss inputs, and the config."""
@@ -32,6 +39,7 @@ class TokenBatch(NamedTuple):
     rows: ActiveRows
     tokens: Tokens
     config: LossConfig
+    checks: ValueChecks  # the value checks of the call
 
     @classmethod
     def build(
@@ -66,7 +74,7 @@ class TokenBatch(NamedTuple):
             expected = f"ids in [0, {end}) at the active tokens"
             ids = places.select(inputs.like)
             ids = values.checked_ids("target_ids", ids, end, checks, expected=expected)
-        return cls(places.rows(ids, transform, tensors, options), tokens, config)
+        return cls(places.rows(ids, transform, tensors, options), tokens, config, checks)
 
     def with_scaled_weights(self) -> TokenBatch:
         """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
@@ -95,37 +103,67 @@ class TokenBatch(NamedTuple):
 
 
 def active_target_rows(
-    tensors: RowTensors, options: RowOptions
-) -> tuple[ActiveRows, Tensor | None]:
+    tensors: RowTensors, options: RowOptions, wanted: Sequence[bool]
+) -> tuple[ActiveRows, Tensor | None, ValueChecks]:
     """Return the active rows of `linear_logps` or `logits_logps`, and a mask of ignored rows.
 
-    Outside of a CUDA graph, rows with target -100 are removed and the mask is None. In a CUDA
-    graph, the number of rows must not depend on the values of the targets. All rows then remain,
-    the mask marks the rows with target -100, and the caller must set their results to 0.
+    The third element of the result holds the value checks of the call.
+
+    Usually, rows with target -100 are removed and the mask is None. A GPU must tell the host how
+    many rows remain. If all rows are kept instead, the mask marks the rows with target -100, and
+    the caller must set their results to 0. All rows are kept in three cases:
+
+    - A CUDA graph is captured. The number of rows must then not depend on the values of targets.
+    - The logits are given on a GPU. The row kernels process all rows in any case.
+    - The Triton kernels compute logps without a gradient. They skip each block of rows that
+      contains no target. In a large call, the rows with target -100 are moved to the end first.
 
     Args:
         tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
         options: the options of the call.
+        wanted: for each tensor, whether it needs a gradient.
     """
     transform = options.transform
     checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
-    records = is_capturing(flat)
-    # While a CUDA graph is captured, keep all rows. `_unless_all` cannot be captured, because the
-    # size of its result depends on values.
-    index = None if records else _unless_all(flat != values.IGNORED_TARGET)
+    is_ignored = flat == values.IGNORED_TARGET
+    index: Tensor | None = None
+    ignored: Tensor | None = is_ignored
+    skips = not any(wanted) and _skips_blocks(tensors, options)
+    if is_capturing(flat) or (flat.is_cuda and len(tensors) == 1 and options.support is None):
+        skips = False
+    elif not skips:
+        index, ignored = _unless_all(~is_ignored), None
+    elif saves_time(flat, 2 * len(flat) * tensors[1].numel()):
+        # Sort bytes, because torch does not sort bool tensors on every device.
+        order = is_ignored.view(torch.uint8).sort(stable=True)
+        index, ignored = order.indices, order.values.view(torch.bool)
     places = ActiveTokens(len(flat), index, flat, flat, checks)
+
+    def valid(x: Tensor, fill: float) -> Tensor:
+        return x if ignored is None else torch.where(ignored, fill, x)
+
     if isinstance(transform.temperature, Tensor):
-        temperatures = places.select(transform.temperature, torch.float32)
+        temperatures = valid(places.select(transform.temperature, torch.float32), 1)
         values.check_numbers(checks, temperature=temperatures)
         transform = transform._replace(temperature=temperatures)
     end = vocabulary_size(tensors, options)
     expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
-    ids = values.checked_ids("target_ids", places.select(flat), end, checks, expected=expected)
-    if records:
-        rows = places.rows(ids.clamp(0, end - 1), transform, tensors, options)
-        return rows, flat == values.IGNORED_TARGET
-    return places.rows(ids, transform, tensors, options), None
+    ids = valid(places.select(flat), 0)
+    ids = values.checked_ids("target_ids", ids, end, checks, expected=expected)
+    ids = valid(ids, -1) if skips else ids
+    return places.rows(ids, transform, tensors, options), ignored, checks
+
+
+def _skips_blocks(tensors: RowTensors, options: RowOptions) -> bool:
+    """Return whether a pass without gradient skips each block of rows that contains no target."""
+    hidden = tensors[0]
+    if not hidden.is_cuda or len(tensors) == 1 or hidden.nbytes > MOVED_BYTES:
+        return False
+    # `hidden_rows` may be invalid in rows without a target.
+    if options.support is not None or options.hidden_rows is not None or options.shard is not None:
+        return False
+    return head_route(options.backend, tensors[1]).backend == "triton"
 
 
 class ActiveTokens(NamedTuple):
@@ -160,10 +198,7 @@ class ActiveTokens(NamedTuple):
         tensors: RowTensors,
         options: Options | RowOptions,
     ) -> ActiveRows:
-        """Return the active rows in the form that the kernels expect.
-
-        This is the last step that adds value checks, so it also starts their copy to the host.
-        """
+        """Return the active rows in the form that the kernels expect."""
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
@@ -180,7 +215,6 @@ class ActiveTokens(NamedTuple):
                 expected=f"rows in [0, {end}) at the active tokens",
             )  # fmt: skip
             rows = rows._replace(hidden_index=predicting, repeats=True)
-        self.checks.send()
         return rows
 
 
@@ -249,7 +283,7 @@ def _tokens(places: ActiveTokens, config: LossConfig, inputs: BatchInputs) -> To
     if not by_prompt:
         items = values.checked_total("num_items_in_batch", items, device, places.checks)
     elif isinstance(items, Tensor):
-        items = items.detach().to(device).double()
+        items = items.detach().to(device, non_blocking=True).double()
         values.check_numbers(places.checks, num_items_in_batch=items)
     completions = values.checked_total(
         "num_completions_in_batch", inputs.num_completions_in_batch, device, places.checks

@@ -215,7 +215,7 @@ def logps(
         flat, entropy = operators.compiled_logps(tensors, options)
     else:
         wanted = autograd.needs_gradient(*tensors)
-        rows = active_target_rows(tensors, options)
+        rows = active_target_rows(tensors, options, wanted)
         numbers = (*options.transform, options.return_entropy)
         ranks.check_agreement(tensors, rows[0].target_ids, wanted, options.backend, numbers)
         flat, entropy, _ = autograd.apply_logps(options, rows, wanted, *tensors)

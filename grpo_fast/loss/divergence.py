@@ -333,7 +333,9 @@ def _rows(
     if support is not None and len(support.ids):
         ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
     places = ActiveTokens(len(ids), None, ids, ids, ValueChecks("auto"))
-    return places.rows(ids, transform, tensors, options)
+    rows = places.rows(ids, transform, tensors, options)
+    places.checks.send()
+    return rows
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -177,7 +177,7 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
         # Compute losses and gradients of a token-level loss in one pass.
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
-            values.check_logps(rows.logps, options.validate)
+            values.check_logps(rows.logps, batch.checks)
             loss = rows.losses.sum(dtype=torch.float64)
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
@@ -186,7 +186,7 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
         # gradient. A call without gradients also uses this path.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
         _, logps, entropy = stats
-        values.check_logps(logps, options.validate)
+        values.check_logps(logps, batch.checks)
         result = token_loss(logps, entropy, tokens, config)
         gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
         return _result(result.loss, logps, entropy, gradients, batch, sweep.filtered)
@@ -203,7 +203,7 @@ def logps_loss(
     rows = batch.rows
     lp = rows.active(logps)
     h = rows.active(entropy)
-    values.check_logps(lp, "auto", values.NO_FINITE_LOGP)
+    values.check_logps(lp, batch.checks, values.NO_FINITE_LOGP)
     result = token_loss(lp, h, batch.tokens, batch.config)
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)

@@ -27,15 +27,15 @@ class ValueChecks:
     """The value checks of one call.
 
     `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, `add` only stores
-    the numbers of the check, and `send` starts one copy of all stored numbers to the host. If the
-    call raises an error before `send`, the stored numbers are dropped, because the call returns no
-    result that could be wrong.
+    the numbers of the check, and `send` starts to copy all stored numbers to the host, once at the
+    end of a call. If the call raises an error before `send`, the stored numbers are dropped,
+    because the call returns no result that could be wrong.
 
     Args:
         validate: "auto" or "full", as in `linear_grpo_loss`.
     """
 
-    numbers: Tensor  # uint8 on the host: the bytes of all stored numbers, valid after `ready`
+    numbers: dict[torch.dtype, Tensor]  # stored numbers on the host, valid after `ready`
     ready: torch.cuda.Event
 
     def __init__(self, validate: str) -> None:
@@ -68,24 +68,28 @@ class ValueChecks:
         """Start to copy the stored numbers to the host, where `raise_pending` checks them."""
         if not self.kept or is_capturing(self.kept[0][1][0]):
             return
-        # Copy bytes, because the tensors have several dtypes. `view` needs a last stride of 1,
-        # which unsqueeze provides. contiguous() alone does not change the stride of a single
-        # element.
-        columns = [x.contiguous().unsqueeze(-1) for _, tensors in self.kept for x in tensors]
-        parts = [x.view(torch.uint8).flatten() for x in columns]
-        copied = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self.numbers, self.ready = copy_to_host_async(copied)
+        parts: dict[torch.dtype, list[Tensor]] = {}
+        for x in self._tensors():
+            parts.setdefault(x.dtype, []).append(x.reshape(-1))
+        self.numbers = {}
+        for dtype, tensors in parts.items():
+            copied = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            # The copies run one after another, so the event of the last copy is enough.
+            self.numbers[dtype], self.ready = copy_to_host_async(copied)
         with _lock:
             _pending.append(self)
 
     def messages(self) -> Iterator[str]:
         """Yield the message of each stored check, or "" if it has not failed."""
-        sizes = [x.nbytes for _, tensors in self.kept for x in tensors]
-        # Clone each part, because a view as a different dtype must start at a multiple of the
-        # dtype's size.
-        parts = (x.clone() for x in self.numbers.split(sizes))
+        sizes: dict[torch.dtype, list[int]] = {}
+        for x in self._tensors():
+            sizes.setdefault(x.dtype, []).append(x.numel())
+        parts = {dtype: iter(x.split(sizes[dtype])) for dtype, x in self.numbers.items()}
         for judge, tensors in self.kept:
-            yield judge(*(_on_host(next(parts).view(x.dtype).view(x.shape)) for x in tensors))
+            yield judge(*(_on_host(next(parts[x.dtype]).view(x.shape)) for x in tensors))
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (x for _, tensors in self.kept for x in tensors)
 
 
 def _on_host(x: Tensor) -> Any:

@@ -104,11 +104,13 @@ def checked_total(
 ) -> Total | None:
     """Check the number of tokens or completions in an optimizer step, and return it.
 
-    A tensor is moved to `device`. If `device` is the CPU, the tensor is converted to a float.
+    A tensor on the CPU is converted to a float. A tensor on a GPU is moved to `device`.
     """
     if not isinstance(value, Tensor):
         return value
-    value = value.detach().reshape(()).to(device)
+    value = value.detach().reshape(())
+    # Do not copy a number from the CPU to a GPU, because the copy costs a GPU sync.
+    value = value if value.is_cpu else value.to(device)
     message = f"{name}: expected {TOTALS}, got "
     checks.add(lambda x: "" if LEAST_TOTAL <= x < math.inf else f"{message}{x}", value)
     return float(value) if value.is_cpu else value.double()
@@ -175,8 +177,11 @@ def checked_ids(
     return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
 
 
-def check_logps(x: Tensor, validate: str, message: str = NO_FINITE_LOSS) -> None:
-    """Check that no logp is -inf, because its loss would be infinite."""
+def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -> None:
+    """Check that no logp is -inf, because its loss would be infinite.
+
+    This is the last check of a call, so it also starts to copy the stored numbers to the host.
+    """
     if x.numel():
-        checks = ValueChecks(validate)
-        checks.add(lambda low: message if low == -math.inf else "", x.amin()).send()
+        checks.add(lambda low: message if low == -math.inf else "", x.amin())
+    checks.send()

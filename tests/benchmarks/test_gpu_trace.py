@@ -23,19 +23,25 @@ def budgets():
 def test_launches_and_waits(budgets, name):
     """Check that a call launches few kernels, and waits for the GPU at most once.
 
-    At most 20 kernels per chunk and 25 other kernels are allowed. While the host waits for the
+    At most 19 kernels per chunk and 26 other kernels are allowed. While the host waits for the
     number of active rows, the GPU must have other work. If the GEMMs of the gradient are small, the
     host does not wait.
     """
     found = budgets[name]
-    assert found["per_chunk"] <= 20 and found["outside"] <= 25
+    assert found["per_chunk"] <= 19 and found["outside"] <= 26
     waits = name not in ("with KL", "1024 rows, H = 896")
     assert found["syncs"] == 0 and found["reads"] == waits
 
 
+@pytest.mark.parametrize("name", ["linear_logps", "sequence level, 1024 rows, H = 896"])
+def test_no_wait(budgets, name):
+    """Check that the host does not wait for the number of rows that have a target or a gradient."""
+    assert budgets[name]["syncs"] == 0 and budgets[name]["reads"] == 0
+
+
 def test_a_mask_costs_one_wait(budgets):
     assert budgets["with a mask"]["syncs"] == 1 and budgets["with a mask"]["outside"] <= 25
-    assert budgets["sequence level"]["syncs"] == 1 and budgets["sequence level"]["outside"] <= 65
+    assert budgets["sequence level"]["syncs"] == 1 and budgets["sequence level"]["outside"] <= 66
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def test_a_support(budgets, name, gigabytes):
     ids.
     """
     found = budgets[name]
-    assert found["outside"] <= 64 and found["gigabytes"] <= gigabytes
+    assert found["outside"] <= 66 and found["gigabytes"] <= gigabytes
     assert found["products"] == 0 and found["chunks"] == 0
     assert found["syncs"] == 1 and found["reads"] == 0
 

@@ -14,6 +14,8 @@ import torch
 from grpo_fast.kernels import workspace
 from grpo_fast.kernels.gpu import capture
 from grpo_fast.kernels.head import half_range, products
+from grpo_fast.loss.value_checks import ValueChecks
+from grpo_fast.loss.values import checked_total
 from tests.gpu.test_cuda_graphs import OnGpu
 from tests.kernels.triton_tools.launcher import HAS_TRITON
 
@@ -54,6 +56,13 @@ def test_the_stream_of_the_tensor_is_asked_whether_it_is_recorded(gpus, monkeypa
     assert capture.is_capturing(gpus.tensor)
     assert not capture.is_capturing(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
     assert not capture.is_capturing(torch.zeros(1)) and gpus.current == 0
+
+
+def test_a_total_on_the_cpu_is_not_copied_to_the_gpu():
+    """Check that a total in a CPU tensor becomes a number, because a copy costs a GPU sync."""
+    total = torch.tensor(3, dtype=torch.int32)
+    found = checked_total("num_items_in_batch", total, torch.device("meta"), ValueChecks("auto"))
+    assert found == 3.0 and isinstance(found, float)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
-from grpo_fast.kernels.types import POSITIVE16, LogitTransform, widened
+from grpo_fast.kernels.types import POSITIVE16, Exponentials, LogitTransform, widened
 from tests.kernels import formulas
 from tests.kernels.formulas import only_memory_of, reversed_programs, torch_threads
 from tests.loss_cases import IS_INTERPRETER
@@ -26,14 +26,21 @@ from tests.pairs import pairs
 REASON = csrc_loader.unavailable("linear") or csrc_loader.unavailable("gemm")
 NO_CPP = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {REASON}")
 if IS_INTERPRETER:
-    from grpo_fast.kernels.gpu import exponentials, linear
+    from grpo_fast.kernels.gpu import exponentials, gradients, linear
 
-    head_kernels = SimpleNamespace(logps=linear.head_logps, weights=exponentials.head_exponentials)
+    def units_of(found: Exponentials, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+        ones = torch.ones(len(found.stats[0]))
+        return gradients.times(ones, found, transform, len(ones))
+
+    head_kernels = SimpleNamespace(
+        logps=linear.head_logps, weights=exponentials.head_exponentials, units=units_of
+    )
     HEAD_KERNELS = [pytest.param(head_kernels, id="triton")]
 else:
     head_kernels = SimpleNamespace(
-        logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials
-    )
+        logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials,
+        units=lambda found, transform: found[1:3],
+    )  # fmt: skip
     HEAD_KERNELS = [pytest.param(head_kernels, id="cpu", marks=[NO_CPP])]
 # Dtype in which the exponentials are stored, and the relative error of rounding to this dtype.
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
@@ -85,11 +92,9 @@ def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
     known = options.get("known") or ()
     with only_memory_of(hidden, weight, bias, ids, transform.temperature, buffer, *known):
-        stats, *units, _ = head.weights(
-            hidden, weight, bias, ids, transform, buffer[:, :vocab], **options
-        )
+        found = head.weights(hidden, weight, bias, ids, transform, buffer[:, :vocab], **options)
     assert buffer[:, vocab:].isnan().all()
-    return stats, torch.stack(units), buffer[:, :vocab]
+    return found.stats, torch.stack(head.units(found, transform)), buffer[:, :vocab]
 
 
 def d_logits(out: Tensor, units: Tensor, ids: Tensor, g: Tensor) -> Tensor:
@@ -332,8 +337,10 @@ def test_exponentials_in_16_bits(spread: float, is_known: bool, V: int, name: st
     wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=POSITIVE16)
     given = hidden, weight, None, ids, transform
     known = linear_cpu.head_logps(*given, return_entropy=False) if is_known else None
-    stats, *units, nothing = linear_cpu.head_exponentials(*given, wide, known=known)
-    same, *same_units, dominant = linear_cpu.head_exponentials(*given, narrow[:, :V], known=known)
+    stats, *units, nothing, _ = linear_cpu.head_exponentials(*given, wide, known=known)
+    same, *same_units, dominant, _ = linear_cpu.head_exponentials(
+        *given, narrow[:, :V], known=known
+    )
     assert nothing is None and (narrow[:, V:] == -1).all()
     assert all(map(torch.equal, (*stats[:2], *units), (*same[:2], *same_units)))
     assert (wide[wide > 0] >= 2.0**-98).all() and (spread == 1 or V == 2 or (wide == 0).sum() > T)

@@ -29,7 +29,7 @@ ARCHITECTURES = [
     *(pytest.param(x, marks=WHERE_ALL) for x in ("sm_80", "sm_100", "sm_120", "gfx942")),
 ]
 KERNELS = (
-    "slice join target units row_logps row_grad row_loss row_divergence scale coefficients times "
+    "slice join target row_logps row_grad row_loss row_divergence scale coefficients times "
     "write_hidden scaled_hidden add_targets gather_columns column_product support_head sums"
 )
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}

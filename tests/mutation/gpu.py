@@ -24,12 +24,12 @@ PLANTS = {
          "e = tl.maximum(e, 0.0)", "e = e"),
     ],
     "grpo_fast/kernels/gpu/exponentials.py": [
-        ("triton-weights-far", "triton_weights", "a recomputed row keeps the unit of the first sweep",
-         "tl.where(exceeds_max_nll(lse, z_target), lse, z_target)", "z_target"),
         ("beyond-logit", "triton_range", "the target's logit of a large transposed head is read from a wrong address",
          "offs_h.to(tl.int64) * stride_weight_h", "offs_h * stride_weight_h"),
     ],
     "grpo_fast/kernels/gpu/gradients.py": [
+        ("triton-weights-far", "triton_weights", "a recomputed row keeps the unit of the first sweep",
+         "tl.where(exceeds_max_nll(lse, z_target), lse, z_target)", "z_target"),
         ("beyond-target", "triton_range", "the target's row of a large transposed head is read from a wrong address",
          "cols.to(tl.int64) * stride_weight_h", "cols * stride_weight_h"),
     ],

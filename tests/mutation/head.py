@@ -146,7 +146,7 @@ PLANTS = {
         ("shards-of-one-size", "shards", "every shard is assumed to have the size of the first shard",
          "target_ids - sum(self.sizes[: self.rank])", "target_ids - self.rank * self.sizes[0]"),
         ("shards-owner", "shards", "the first target of a shard is assigned to the previous rank",
-         "target_ids, right=True)", "target_ids, right=False)"),
+         "target_ids >= end", "target_ids > end"),
         ("shards-entropy-between", "shards", "the entropy of the choice of the shard is missing",
          "share * (entropies[0] + (total - lse))", "share * entropies[0]"),
         ("shards-hidden-not-summed", "shards", "dH contains the columns of one rank only",

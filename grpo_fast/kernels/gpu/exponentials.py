@@ -35,14 +35,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import HeadInputs, launch
 from grpo_fast.kernels.gpu.linear import head_inputs, statistics, sweep
-from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_logits
-from grpo_fast.kernels.types import (
-    Exponentials,
-    LogitTransform,
-    RowStats,
-    transform_arguments,
-    vector,
-)
+from grpo_fast.kernels.types import Exponentials, LogitTransform, RowStats, vector
 
 
 @triton.jit
@@ -73,30 +66,6 @@ def target_kernel(
     tl.store(raw_ptr + row, raw)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def units_kernel(
-    temperature_ptr, raw_target_ptr, lse_ptr, logps_ptr, unit_ptr, target_unit_ptr,
-    n_rows, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Compute `unit` and `target_unit` (see the module docstring) of BLOCK_T rows."""
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_rows = rows < n_rows
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
-    # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
-    # same 1/temperature, bit for bit.
-    inv_temperature = tl.div_rn(1.0, temperature)
-    lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
-    raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-    z_target, slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
-    normaliser = tl.where(exceeds_max_nll(lse, z_target), lse, z_target)
-    tl.store(
-        unit_ptr + rows, -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature), mask=in_rows
-    )
-    target_unit = -expm1(tl.load(logps_ptr + rows, mask=in_rows, other=0.0)) * slope
-    tl.store(target_unit_ptr + rows, target_unit, mask=in_rows)
-
-
 def target_logits(p: HeadInputs) -> Tensor:
     """Return the raw logits of the targets, (T,) fp32."""
     raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
@@ -121,19 +90,11 @@ def head_exponentials(
 ) -> Exponentials:
     """Compute statistics and write exponentials in bf16, like `cpu/linear.head_exponentials`.
 
-    If a target id is outside [0, V), its logit counts as 0. `dominant` in the result is always
-    None, because the GEMM uses the stored bf16 values without further rounding.
+    If a target id is outside [0, V), its logit counts as 0. The result has no units, which
+    `gradients.times` computes. `dominant` is always None, because the GEMM uses the stored bf16
+    values without further rounding.
     """
     p = head_inputs(hidden, weight, bias, target_ids, transform)
-    rows = p.hidden.shape[0]
-    unit, target_unit = (
-        torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(2)
-    )
-    # Return early, because a launch needs at least one program.
-    if not rows:
-        return Exponentials(
-            known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
-        )
     # 1. Compute the raw logits of the targets. The kernel uses the final logit of the target as s.
     raw_target = target_logits(p)
     # 2. Compute statistics and exponentials in one pass, unless the statistics are known from an
@@ -146,10 +107,4 @@ def head_exponentials(
     # 3. Recompute the exponentials of the rows that need s = lse. If step 2 computed no
     # exponentials, compute them for all rows.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
-    # 4. Compute the factors that turn exponentials into d-logits.
-    *scalars, temperature_ptr = transform_arguments(transform)
-    launch(
-        units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit,
-        target_unit, rows, *scalars, BLOCK_T=128, num_warps=4,
-    )  # fmt: skip
-    return Exponentials(stats, unit, target_unit, None)
+    return Exponentials(stats, None, None, None, raw_target)

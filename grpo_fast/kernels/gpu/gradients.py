@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import launch
+from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_logits
 from grpo_fast.kernels.gpu.target_rows import add_targets_
-from grpo_fast.kernels.types import vector
+from grpo_fast.kernels.types import Exponentials, LogitTransform, transform_arguments, vector
 
 __all__ = ["add_targets_", "scaled_hidden", "times", "write_hidden_"]
 
@@ -28,8 +29,8 @@ BLOCK_T, BLOCK_H = 128, 1024
 
 @triton.jit(do_not_specialize=["n_rows", "n_padded"])
 def times_kernel(
-    grad_logps_ptr, unit_ptr, target_unit_ptr, by_row_ptr, by_target_ptr, n_rows, n_padded,
-    BLOCK_T: tl.constexpr,
+    grad_logps_ptr, raw_target_ptr, lse_ptr, logps_ptr, temperature_ptr, by_row_ptr, by_target_ptr,
+    n_rows, n_padded, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Compute the coefficients by_row and by_target of BLOCK_T rows.
 
@@ -38,8 +39,17 @@ def times_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
-    unit = tl.load(unit_ptr + rows, mask=in_rows, other=0.0)
-    target_unit = tl.load(target_unit_ptr + rows, mask=in_rows, other=0.0)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
+    # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
+    # same 1/temperature, bit for bit.
+    inv_temperature = tl.div_rn(1.0, temperature)
+    lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
+    raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
+    z_target, slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
+    normaliser = tl.where(exceeds_max_nll(lse, z_target), lse, z_target)
+    unit = -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature)
+    target_unit = -expm1(tl.load(logps_ptr + rows, mask=in_rows, other=0.0)) * slope
     # Write coefficients of 0 for padding rows (n_rows <= row < n_padded), whose exponentials are
     # undefined.
     inside = rows < n_padded
@@ -91,21 +101,24 @@ def scaled_hidden_kernel(
 
 def times(
     grad_logps: Tensor,  # (C,) fp32
-    unit: Tensor,  # (C,) fp32
-    target_unit: Tensor,  # (C,) fp32
+    filled: Exponentials,
+    transform: LogitTransform,
     rows: int,  # padded C
 ) -> tuple[Tensor, Tensor]:
     """Compute by_row and by_target from dL/dlogps, with zeros in the padding rows.
 
+    `filled` is the result of `head_exponentials` for the C rows.
+
     Returns:
         (by_row, by_target), (padded C,) each.
     """
-    by_row, by_target = (
-        torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)
-    )
+    lse, logps, _ = filled.stats
+    by_row, by_target = (torch.empty(rows, dtype=torch.float32, device=lse.device) for _ in "rt")
+    *scalars, temperature_ptr = transform_arguments(transform)
     launch(
-        times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), unit, target_unit,
-        by_row, by_target, unit.shape[0], rows, BLOCK_T=BLOCK_T, num_warps=4,
+        times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), filled.raw_target, lse, logps,
+        temperature_ptr, by_row, by_target, lse.shape[0], rows, *scalars, BLOCK_T=BLOCK_T,
+        num_warps=4,
     )  # fmt: skip
     return by_row, by_target
 

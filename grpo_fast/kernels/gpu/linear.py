@@ -107,6 +107,9 @@ def slice_kernel(
     exp_z_sum = tl.zeros([BLOCK_T], tl.float32)
     z_target = tl.zeros([BLOCK_T], tl.float32)
     normaliser = z_target
+    if STORE == "":
+        # If no row of the block has a valid target, process no columns.
+        stop = tl.where(tl.max(target, 0) >= 0, stop, first)
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
         # Use s = z[target], which depends only on the target's raw logit.
@@ -337,7 +340,9 @@ def head_logps(
 
     Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
     any strides. The last dimension of `logits_out` must be contiguous. If a target id is outside
-    [0, V), its logit counts as 0. `hidden` must have the dtype of the weight.
+    [0, V), its logit counts as 0. But if all target ids of a block of rows are outside [0, V) and
+    no logits are stored, the results of these rows are undefined. `hidden` must have the dtype of
+    the weight.
     """
     return statistics(
         head_inputs(hidden, weight, bias, target_ids, transform), return_entropy=return_entropy,

@@ -64,10 +64,19 @@ def known_active(terms: RowTerms, config: LossConfig, flops: float) -> Tensor | 
     """
     # Keep rows with advantage 0 if there is a KL or entropy term, which also gives them a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
-    is_small = terms.advantages.is_cuda and flops < READ_FROM
-    if is_small or has_more or not OBJECTIVES[config.loss_type].follows_advantage:
+    if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
+        return None
+    if not saves_time(terms.advantages, flops):
         return None
     return torch.logical_and(terms.advantages, terms.policy_weights)
+
+
+def saves_time(x: Tensor, flops: float) -> bool:
+    """Return whether skipping rows can save time, where x is on the device of the gradient GEMMs.
+
+    `flops` is the number of flops of the gradient GEMMs of all rows.
+    """
+    return not x.is_cuda or flops >= READ_FROM
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:

@@ -227,12 +227,16 @@ class ExponentialChunks(LogitChunks):
         if not cached:
             self._fill(at, known=known)
         assert self._filled is not None
-        _, *units, dominant = self._filled
+        _, *units, dominant, _ = self._filled
         matrix = self.workspace(at.hidden.shape[0])
         # On a CPU, compute the coefficients with torch, and pad them with zeros.
         if self.kernels.gradients is None:
-            by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
+            by_row, by_target = (
+                pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units if x is not None
+            )
         else:
-            by_row, by_target = self.kernels.gradients.times(g, *units, len(matrix))
+            by_row, by_target = self.kernels.gradients.times(
+                g, self._filled, at.transform, len(matrix)
+            )
         errors = None if dominant is None else dominant.rounding_errors(matrix)
         return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, errors))

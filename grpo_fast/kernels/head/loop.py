@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.activity import Activity, active_rows, known_active
+from grpo_fast.kernels.head.activity import Activity, active_rows, known_active, saves_time
 from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
 from grpo_fast.kernels.head.grad_filter import filtered_shares
 from grpo_fast.kernels.head.gradients import GradientSums, should_gather
@@ -127,6 +127,10 @@ class LinearHead:
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
+    def _flops(self, wanted: Wanted) -> int:
+        """Return the number of flops of the gradient GEMMs of all rows."""
+        return 2 * self.num_rows * self.weight.numel() * (wanted.hidden + wanted.weight)
+
     def chunks(self) -> Iterator[slice]:
         """Yield the range of rows of each chunk."""
         for start in range(0, self.num_rows, self.chunk_rows):
@@ -200,8 +204,7 @@ class LinearHead:
         # On a GPU, select rows by advantages and weights, which are known now. A row may also have
         # the coefficient 0 because of its logp (by clipping). Such a row stays in the GEMMs as
         # zeros, because finding it would make the host wait for the GPU.
-        flops = 2 * self.num_rows * self.weight.numel() * (wanted.hidden + wanted.weight)
-        active = known_active(terms, config, flops) if self.on_gpu else None
+        active = known_active(terms, config, self._flops(wanted)) if self.on_gpu else None
         activity = Activity(active, self.chunk_rows)
         for chunk in self.chunks():
             at = self._rows_of(chunk)
@@ -229,7 +232,8 @@ class LinearHead:
         """
         sums = self._sums(wanted)
         chunks = list(self.chunks()) if any(wanted) else []
-        activity = Activity(active_rows(g, g_entropy) if chunks else None, self.chunk_rows)
+        skips = chunks and saves_time(g, self._flops(wanted))
+        activity = Activity(active_rows(g, g_entropy) if skips else None, self.chunk_rows)
         index: slice | Tensor
         # Start with the last chunk, because its logits may still be in the workspace.
         for chunk in reversed(chunks):

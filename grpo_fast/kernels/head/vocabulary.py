@@ -15,6 +15,7 @@ the shards by one all-reduce of (N, H) after all chunks, at least in fp32.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -57,8 +58,11 @@ class VocabularyShard(NamedTuple):
 
     def owners(self, target_ids: Tensor) -> Tensor:
         """Return the rank whose shard contains each target."""
-        ends = torch.tensor(self.sizes, device=target_ids.device).cumsum(0)
-        return torch.searchsorted(ends, target_ids, right=True)
+        # Compare with one number at a time, because copying a tensor to a GPU costs a GPU sync.
+        owners = torch.zeros_like(target_ids)
+        for end in accumulate(self.sizes[:-1]):
+            owners += target_ids >= end
+        return owners
 
     def gathered(self, x: Tensor) -> Tensor:
         """Gather x from all ranks, stacked in a new first dimension."""

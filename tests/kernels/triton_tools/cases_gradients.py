@@ -12,6 +12,8 @@ from grpo_fast import LossConfig
 from grpo_fast.kernels.gpu import coefficients, gradients, target_rows
 from grpo_fast.kernels.head import activity, loop
 from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.reference import final_logits
+from grpo_fast.kernels.types import Exponentials, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.coefficients import row_coefficients as torch_coefficients
 from grpo_fast.objective.kl import KL_ESTIMATORS
@@ -62,13 +64,19 @@ def test_scaled_rows():
     assert torch.equal(found, expected.bfloat16())
 
 
-def test_times_pads_with_zeros():
-    g, unit, target_unit = draw(40), draw(40, seed=1), draw(40, seed=2)
-    g[5], unit[5] = 0.0, NAN
-    with only_memory_of(g, unit, target_unit):
-        by_row, by_target = gradients.times(g, unit, target_unit, 64)
-    assert torch.equal(by_row[:40], torch.where(g == 0, 0.0, g * unit))
-    assert torch.equal(by_target[:40], g * target_unit)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_times_pads_with_zeros(softcap):
+    g, raw, logps, temperature = draw(40), draw(40, seed=1), -draw(40, seed=2).abs(), draw(40) + 9
+    z, slope = final_logits(raw[:, None], LogitTransform(1.5, softcap, temperature))
+    lse = z[:, 0] - logps
+    g[5], lse[5] = 0.0, NAN
+    filled = Exponentials((lse, logps, None), None, None, None, raw)
+    with only_memory_of(g, raw, lse, logps, temperature):
+        transform = LogitTransform(1.5, softcap, temperature)
+        by_row, by_target = gradients.times(g, filled, transform, 64)
+    expected = torch.where(g == 0, 0.0, -g * logps.exp() * 1.5 / temperature)
+    torch.testing.assert_close(by_row[:40], expected)
+    torch.testing.assert_close(by_target[:40], -g * logps.expm1() * slope[:, 0])
     assert (by_row[40:] == 0).all() and (by_target[40:] == 0).all()
 
 

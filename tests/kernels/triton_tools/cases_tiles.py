@@ -10,9 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo_fast import linear_logps
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
 from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.loss import batch
 from tests.kernels.formulas import final, statistics
 from tests.kernels.test_head import HEAD_KERNELS, check_gradient, problem, raw_of, weigh
 from tests.kernels.triton_tools.interpreter import only_memory_of
@@ -144,6 +146,41 @@ def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
     monkeypatch.setattr(exponentials, "sweep", spy)
     assert torch.equal(weigh(HEAD, *given)[2], expected)
     assert sweeps == [list(range(64, 128))]
+
+
+@pytest.mark.parametrize(("sorts", "computed"), [(True, 64), (False, 128)])
+def test_blocks_without_a_target(monkeypatch, blocks, sorts, computed):
+    """Check that `linear_logps` without gradient need not know how many rows have a target.
+
+    All rows are passed to the kernel, which must skip each block of rows without a target. In a
+    large call, the rows without a target are sorted to the end. Results must be bitwise equal to
+    those of a call that removes these rows.
+    """
+    blocks(32, 32, 16, 4, 2, 32)
+    hidden, weight, _, ids = problem(160, 16, 150, torch.float32)
+    temperature = torch.rand(160) + 0.5
+    for rows in (slice(1, 63), slice(64, 96), slice(130, 160)):
+        ids[rows], hidden[rows], temperature[rows] = -100, torch.nan, 0.0
+
+    def run():
+        options = {"temperature": temperature, "return_entropy": True, "backend": "triton"}
+        return linear_logps(hidden, weight, ids, **options)
+
+    expected, swept, original = run(), [], linear.sweep
+
+    def spy(p, partial, *rest):
+        original(p, partial, *rest)
+        swept.append(int((partial[1] != 0).sum()))
+
+    monkeypatch.setattr(linear, "sweep", spy)
+    monkeypatch.setattr(batch, "_skips_blocks", lambda *_: True)
+    monkeypatch.setattr(batch, "saves_time", lambda *_: sorts)
+    assert all(map(torch.equal, run(), expected)) and swept == [computed]
+    hidden.requires_grad_()
+    assert all(map(torch.equal, run(), expected)) and swept == [computed, 36]
+    ids[63] = 150
+    with torch.no_grad(), pytest.raises(ValueError, match="target_ids: expected ids in .0, 150."):
+        run()
 
 
 def test_the_memory_check_sees_a_planted_error():

@@ -20,7 +20,7 @@ from grpo_fast.kernels.gpu import scale as scale_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.teachers import Divergence
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import Exponentials, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -102,7 +102,8 @@ def around_gemms(hidden_size: int) -> None:
     hidden, by = torch.empty(ROWS, hidden_size, dtype=torch.bfloat16), torch.ones(ROWS)
     weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16)
     product = torch.empty(ROWS, hidden_size)
-    gradients.times(by, by, by, ROWS)
+    filled = Exponentials((by, by, None), None, None, None, by)
+    gradients.times(by, filled, LogitTransform(1.0, 30.0, by), ROWS)
     gradients.write_hidden_(hidden, product, by, by, ids, weight)
     scaled = gradients.scaled_hidden(hidden, by, hidden.dtype)
     matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]

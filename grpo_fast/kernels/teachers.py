@@ -76,7 +76,8 @@ class TeacherTopK(NamedTuple):
             as well.
         floor: smallest probability of the tail category, in (0, 1). The teacher's tail is 1 - Σ
             exp(logps). Choose `floor` about as large as the rounding error of this sum, because a
-            smaller tail is only noise.
+            smaller tail is only noise. If `floor` raises the tail, the teacher's K + 1
+            probabilities are divided by their sum.
 
     Example:
         >>> import torch

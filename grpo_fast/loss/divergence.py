@@ -280,7 +280,8 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     places = torch.where(has_id, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
     outside = has_id & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
-    few = sums < 2 - MAX_PROBABILITY_SUM
+    is_used = largest > -torch.inf
+    few = is_used & (sums < 2 - MAX_PROBABILITY_SUM)
     found = ValueChecks("auto")
     found.add_flag(outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others")
     found.add_flag(twice, "teacher.ids: expected no id twice in a row, got a repeated one")
@@ -294,7 +295,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         f"teacher.logps: expected rows of all {vocab} ids to sum to 1, got one that does not",
     )
     found.add_flag(
-        ((largest > -torch.inf) & (largest < LEAST_LOGP)).any(),
+        (is_used & (largest < LEAST_LOGP)).any(),
         f"teacher.logps: expected a largest log-probability of at least {LEAST_LOGP:g} in each row "
         "(servers write -9999 for -inf), got a smaller one",
     )

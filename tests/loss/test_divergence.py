@@ -181,6 +181,17 @@ def test_a_teachers_top_k(kind, beta, backend, K):
                 assert relative_l2(grad, wanted) < bar or wanted.norm() < 1e-12 > grad.norm()
 
 
+@pairs(kind__beta=KINDS, backend=BACKENDS, has_tail=[True, False])
+def test_a_row_without_used_ids_contributes_0(kind, beta, backend, has_tail):
+    sides, ids = [x.float() for x in sides_of()], torch.arange(4).repeat(37, 1)
+    logps = torch.full((37, 4), 0.25).log()
+    logps[7] = -math.inf
+    teacher = TeacherTopK(ids, logps, has_tail)
+    found = ours(sides, kind, beta, teacher=teacher, weights=torch.ones(37), backend=backend)
+    assert found[1][7] == 0 and (found[1][:7] > 0).all()
+    assert (found[2][0][7] == 0).all() and (found[2][0][6] != 0).any()
+
+
 @pytest.mark.parametrize("has_tail", [True, False])
 def test_a_nan_outside_of_the_k_is_seen(has_tail):
     sides, ids = sides_of(), torch.arange(4).repeat(37, 1)

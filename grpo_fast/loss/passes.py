@@ -201,17 +201,16 @@ def logps_loss(
 ) -> LossResult:
     """Compute the loss from given logps. The gradients are (dL/dlogp, dL/dentropy)."""
     rows = batch.rows
-    lp = rows.active(logps)
-    h = rows.active(entropy)
+    # Compute in fp32. Copy the inputs, because an output must not share memory with an input.
+    # Otherwise, an in-place change of the input would change the output.
+    lp = rows.active(logps).to(torch.float32, copy=True)
+    h = None if entropy is None else rows.active(entropy).to(torch.float32, copy=True)
     values.check_logps(lp, batch.checks, values.NO_FINITE_LOGP)
     result = token_loss(lp, h, batch.tokens, batch.config)
     has_bonus = result.grad_entropy is not None
-    d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)
+    d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else lp.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
-    # Clone the logps and entropies, because an output must not share memory with an input.
-    # Otherwise, an in-place change of the input would change the output.
-    entropies = None if h is None else h.clone()
-    return _result(result.loss, lp.clone(), entropies, gradients, batch)
+    return _result(result.loss, lp, h, gradients, batch)
 
 
 def _result(

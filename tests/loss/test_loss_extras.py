@@ -174,6 +174,27 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
     check(function, case, layout=layout, **EXACT)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_given_logps_of_any_dtype_give_fp32_outputs(dtype):
+    """Compare with the same numbers in fp32.
+
+    The threshold of the entropy filter lies between two entropies. In bf16, it would be rounded to
+    one of them.
+    """
+    logps = -torch.linspace(0.5, 2.0, 12).view(2, 6).to(dtype)
+    entropy = torch.linspace(3.0, 3.2, 12).view(2, 6).to(dtype)
+    config = grpo_fast.LossConfig("gspo", top_entropy_quantile=0.4)
+    old = logps.float() - 0.1
+    found = [
+        grpo_fast.grpo_loss(x, torch.tensor([1.0, -1.0]), config, entropy=h, old_logps=old)
+        for x, h in ((logps, entropy), (logps.float(), entropy.float()))
+    ]
+    outputs = [(x.loss, x.logps, x.entropy, *x.metrics.values()) for x in found]
+    for a, b in zip(*outputs, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
 @pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
 def test_the_mean_over_prompts(loss_type, layout, function):
     """Check that "prompt_mean" agrees with the oracle, and with a sum over micro-batches.

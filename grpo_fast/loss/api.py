@@ -57,7 +57,7 @@ def linear_logps(
             head. A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
             collective call, and its gradient is averaged over the ranks.
         target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V). -100 marks a row without a
-            target, which gets logp 0 and no gradient.
+            target, which gets logp 0, entropy 0 and no gradient.
         bias: (V,), any float dtype, on the device of `hidden`. The bias of the LM head, sharded
             like the weight. None: no bias.
         temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
@@ -136,7 +136,7 @@ def logits_logps(
         logits: (B, L, V) padded or (T, V) packed, any float dtype. Raw logits, before scale,
             softcap and temperature.
         target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V). -100 marks a row without a
-            target, which gets logp 0 and no gradient.
+            target, which gets logp 0, entropy 0 and no gradient.
         temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
             target_ids.
         softcap: bound of the absolute logits, a number > 0. None: no bound.

@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, linear_divergence
 from grpo_fast.kernels import route
 from grpo_fast.objective.divergences import DIVERGENCES
-from tests.loss_cases import ENGINES, IS_INTERPRETER, relative_l2
+from tests.loss_cases import ENGINES, IS_INTERPRETER, peak_mib, relative_l2
 from tests.oracle_inputs import scaled_logits
 from tests.pairs import pairs
 
@@ -406,15 +406,9 @@ def test_only_one_chunk_of_logits_lives(monkeypatch):
     The call may use 9 bytes for each logit of a single chunk, in addition to the memory of the LM
     head and of dW.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "8")
     sides = sides_of(1024, 8, 1 << 15, 8, dtype=torch.float32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        ours(sides, "reverse_kl", backend="cpu")
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    steps = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    peak = max(itertools.accumulate(steps)) / 2**20
+    peak = peak_mib(lambda: ours(sides, "reverse_kl", backend="cpu"))
     heads = 4  # MiB for copies of weight and hidden rows, dW and db
     assert peak < 9 * 32 * (1 << 15) / 2**20 + heads
 

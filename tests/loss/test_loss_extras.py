@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import grpo_fast
+from grpo_fast.kernels import route
+from grpo_fast.kernels.workspace import drop_workspace
 from tests import oracle_inputs, oracles
 from tests.loss_cases import (
     BACKENDS,
@@ -22,6 +24,7 @@ from tests.loss_cases import (
     check,
     make_case,
     options_for,
+    peak_mib,
     reference_logps,
     relative_l2,
     run,
@@ -407,3 +410,40 @@ def test_skipped_rows_are_counted():
     skipped = result.metrics["skipped_rows"].item()
     assert skipped in (total - active, case.mask.sum().item() - active)
     assert (result.grads["hidden"][1] == 0).all() and (result.grads["hidden"][3] == 0).all()
+
+
+@pytest.mark.skipif(
+    route.unavailable("cpu", "cpu") is not None, reason="the bound is that of the C++ kernels"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_gradient_cost_no_second_chunk(monkeypatch, dtype):
+    """Check the peak memory of a call with a single chunk of (1024, 32768) logits.
+
+    A third of the rows has advantage 0, so the others are moved before the gradients are computed.
+    """
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "256")
+    rows, vocab = 1024, 1 << 15
+    drop_workspace()
+    hidden = torch.randn(1, rows, 64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, 64).to(dtype).requires_grad_()
+    ids, advantages = torch.randint(vocab, (1, rows)), torch.arange(rows)[None] % 3 - 1.0
+
+    def call() -> None:
+        grpo_fast.linear_grpo_loss(
+            hidden, weight, ids, advantages, grpo_fast.LossConfig(), backend="cpu"
+        )
+
+    chunk = rows * vocab * (4 if dtype == torch.float32 else 2) / 2**20
+    assert peak_mib(call) < 1.25 * chunk
+
+
+def test_the_entropy_bonus_counts_the_tokens_of_the_call():
+    """Check that the counts of the call itself change nothing, with and without a quantile."""
+    logps, entropy = torch.randn(2, 6).exp().neg(), torch.rand(2, 6)
+    for quantile in (1.0, 0.2):
+        config = grpo_fast.LossConfig(entropy_coef=1.0, top_entropy_quantile=quantile)
+        losses = [
+            grpo_fast.grpo_loss(logps, torch.zeros(2), config, entropy=entropy, **counts).loss
+            for counts in ({}, dict(num_items_in_batch=12, num_completions_in_batch=2))
+        ]
+        torch.testing.assert_close(*losses)

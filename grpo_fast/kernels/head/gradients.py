@@ -23,11 +23,15 @@ from grpo_fast.kernels.types import (
     Wanted,
     add_rows_,
     pad_rows,
+    padded,
 )
 
-# If the share of active rows in a chunk is less than this value, the active rows are copied and the
-# GEMMs run on the copy. With a larger share, the copy costs more time than it saves.
+# If the share of active rows in a chunk is less than this value, the active rows are moved to the
+# front, and the GEMMs read only these rows. With a larger share, the move costs more time than it
+# saves.
 GATHER_BELOW = 0.9
+# The rows are moved in this number of blocks, each through a temporary copy.
+GATHER_BLOCKS = 16
 
 
 class ChunkGradients(NamedTuple):
@@ -107,7 +111,7 @@ class GradientSums:
         Args:
             rows: the chunk's positions among the T active rows.
             h: (padded C, H) rows of `hidden`.
-            d_logits: the chunk's d-logits.
+            d_logits: the chunk's d-logits. The matrix may be overwritten.
             count: number of rows that are not padding.
             keep: (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits
                 of all other rows are exact zeros. If many rows have zeros, the GEMMs skip them.
@@ -118,12 +122,12 @@ class GradientSums:
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
         if keep is not None and should_gather(keep, count):
-            # 1. Copy only the active rows if the smaller GEMMs save more time than the copy costs.
-            h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
+            # 1. Use only the active rows if the smaller GEMMs save more time than the copy costs.
+            h, d = pad_rows(h.index_select(0, keep)), move_to_front_(d, keep)
             by = None if by is None else by.select(keep)
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
-        elif count < d.shape[0]:
+        if count < d.shape[0]:
             # Set the padding rows to zero. They contain old data from the workspace, and a NaN
             # there would make all of dW NaN.
             d[count:].zero_()
@@ -296,6 +300,23 @@ class GradientSums:
                 # Add 0, or a NaN that makes a NaN in a skipped row visible.
                 results[-1].view(-1)[:1] += self.skipped_nan
         return results[0], results[1], results[2]
+
+
+def move_to_front_(x: Tensor, keep: Tensor) -> Tensor:
+    """Move the rows `keep` of x to the front, in place.
+
+    Args:
+        x: the matrix, whose number of rows is a multiple of ROW_MULTIPLE.
+        keep: (n,) indices of rows, in ascending order.
+
+    Returns:
+        The first rows of x. Their number is n, rounded up to a multiple of ROW_MULTIPLE.
+    """
+    # A block is written to rows that no later block reads, because keep[i] >= i.
+    size = padded(-(-keep.shape[0] // GATHER_BLOCKS))
+    for block, index in enumerate(keep.split(size)):
+        x[block * size :][: len(index)] = x.index_select(0, index)
+    return x[: padded(keep.shape[0])]
 
 
 def should_gather(keep: Tensor, count: int) -> bool:

@@ -227,6 +227,13 @@ def test_padded_arguments(name, function, changes):
     assert torch.equal(call(function, CASE).loss, before)  # the failed calls leave no state
 
 
+def test_tensors_on_the_meta_device():
+    c = CASE
+    tensors = [x.to("meta") for x in (c.hidden, c.weight, c.ids, c.advantages)]
+    with pytest.raises(ValueError, match="hidden: expected a tensor with values, got one on the"):
+        grpo_fast.linear_grpo_loss(*tensors, LossConfig())
+
+
 T = sum(spans(CASE.mask))
 CU = [
     [0, 7, 10, 10, 15], [1, 7, 10, 10, 15, T], [0, 9, 7, 10, 15, T], [0, 7, 10, 10, 15, T + 1], [T],

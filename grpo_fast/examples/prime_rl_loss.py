@@ -27,16 +27,19 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         inputs: prime-rl's `LossInputs` with tensors of shape (T,). `inference_logprobs` are the old
             log-probabilities. `teacher_logprobs` are the reference log-probabilities of the KL
             term. If beta is 0, `teacher_logprobs` must be None.
-        **options: Fields of `LossConfig`. Options that need logits or entropies are not supported,
-            because prime-rl passes only log-probabilities.
+        **options: Fields of `LossConfig`. `aggregation` is not supported, because prime-rl divides
+            the sum. Options that need logits or entropies are not supported, because prime-rl
+            passes only log-probabilities.
 
     Returns:
         prime-rl's `LossOutputs` with the loss and our metrics.
 
     Raises:
         ValueError: beta is not 0 and `teacher_logprobs` is None, beta is 0 and `teacher_logprobs`
-            is given, or `LossConfig` refuses an option.
+            is given, `aggregation` is given, or `LossConfig` refuses an option.
     """
+    by = options.pop("aggregation", None)
+    require(by is None, "aggregation", "no option, because prime-rl divides the sum", repr(by))
     config = LossConfig(**options, aggregation="token_mean_global")
     teacher = inputs.teacher_logprobs
     fits = (teacher is not None) == config.uses_reference

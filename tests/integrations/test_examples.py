@@ -259,3 +259,5 @@ def test_prime_rls_documented_loss(beta):
     x.teacher_logprobs = None if beta else old
     with pytest.raises(ValueError, match="teacher_logprobs: expected"):
         prime_rl_loss.policy_loss(x, loss_type="grpo", beta=beta)
+    with pytest.raises(ValueError, match="aggregation: expected no option"):
+        prime_rl_loss.policy_loss(x, aggregation="sequence_mean")

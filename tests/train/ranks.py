@@ -141,7 +141,8 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
     """Train a case with a simulated fault, and return the result of `train`.
 
     Args:
-        fault: "disk" makes every write of a checkpoint fail. "memory" and "nan" make the fourth
+        fault: "stale" makes the engines ignore new weights. "disk" makes every write of a
+            checkpoint fail. "memory" and "nan" make the fourth
             call of the loss on the last rank raise a MemoryError or return NaN. "memories" and
             "nans" do this with all calls on the last rank. "log" makes rank 0 fail to log step 2,
             and "finish" makes it fail to finish the logs.
@@ -172,6 +173,9 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
             write(self, *rest)
 
         with patch.object(report.RunReport, fault, broken):
+            return train(case, kind, folder, *words)
+    if fault == "stale":
+        with patch.object(TransformersEngine, "update", lambda *_, **__: None):
             return train(case, kind, folder, *words)
     if fault == "disk":
         full = OSError(28, "No space left on device")

@@ -100,3 +100,6 @@ def test_what_is_compared():
     with pytest.raises(ValueError, match=said) as refused:
         check_same(was, now, ["data"])
     assert "data.train" not in str(refused.value)
+    check_same(was | {"loss": {"delta": 5}}, was | {"loss": {"delta": 5.0}})
+    with pytest.raises(ValueError, match="critic: 1 → True"):
+        check_same(was | {"critic": 1}, was | {"critic": True})

@@ -227,12 +227,19 @@ def test_a_full_disk_of_rank_0_ends_all_ranks(ranks, tmp_path, kind):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("fault, place", [("log", "step_000002"), ("finish", "step_000003")])
-def test_an_error_of_the_logs_on_rank_0_ends_all_ranks_and_saves_the_run(
-    ranks, tmp_path, fault, place
+LOGGING, STALE = ["TypeError", "RankError"], ["EngineError", "EngineError"]
+
+
+@pytest.mark.parametrize(
+    "fault, errors, place",
+    [("log", LOGGING, "step_000002"), ("finish", LOGGING, "step_000003"),
+     ("stale", STALE, "step_000001")],
+)  # fmt: skip
+def test_an_error_of_logs_or_old_samples_ends_all_ranks_and_saves_the_run(
+    ranks, tmp_path, fault, errors, place
 ):
     found = ranks(2, ["train_with", fault, "few", "ddp", str(tmp_path / "run")])
-    assert [x[0].get("error") for x in found] == ["TypeError", "RankError"], found
+    assert [x[0].get("error") for x in found] == errors, found
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == [place]
 
 

@@ -98,11 +98,14 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of every setting that differs, and a line `key: old → new`."""
+    """Yield the dotted key of every setting that differs, and a line `key: old → new`.
+
+    An integer equals a float of the same value, but a boolean never equals a number.
+    """
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
             yield from differences(was.get(key), now.get(key), f"{above}{key}.")
-    elif was != now or type(was) is not type(now):
+    elif was != now or isinstance(was, bool) is not isinstance(now, bool):
         yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
 
 

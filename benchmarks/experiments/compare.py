@@ -280,7 +280,10 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     stems = "-".join(Path(name).stem for name in options.recipe.split(","))
     folder = options.out or Path("runs") / f"compare-{stems}"
-    compare(options.recipe, options.settings, options.seeds, folder)
+    try:
+        compare(options.recipe, options.settings, options.seeds, folder)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

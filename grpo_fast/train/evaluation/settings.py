@@ -18,7 +18,6 @@ from grpo_fast.train.config import (
 )
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import apply_word, own_words, split_word, validated
-from grpo_fast.train.runs.checkpoint import MANIFEST
 
 DEFAULT_REWARDS = {"gsm8k": ["gsm8k_correct", "gsm8k_format"], "sort": ["sort_positions"]}
 SHORT: dict[str, type[Section]] = {"eval": EvalConfig, "data": DataConfig, "model": ModelConfig}
@@ -58,7 +57,7 @@ class Source(NamedTuple):
         fits = not is_path or os.path.isdir(folder)
         require(fits, "model", "a model or a run", f"{model!r}: no such folder")
         export = f"`grpo-fast export {model} OUT` writes the model of a checkpoint"
-        is_checkpoint = os.path.isfile(os.path.join(folder, MANIFEST))
+        is_checkpoint = os.path.isfile(os.path.join(folder, "manifest.json"))
         require(not is_checkpoint, "model", "a model or a run", f"a checkpoint; {export}")
         file = os.path.join(folder, "config.yaml")
         if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):

@@ -281,10 +281,9 @@ def main() -> None:
     stems = "-".join(Path(name).stem for name in options.recipe.split(","))
     folder = options.out or Path("runs") / f"compare-{stems}"
     try:
-        plan_arms(options.recipe, options.settings, options.seeds, folder)
+        compare(options.recipe, options.settings, options.seeds, folder)
     except ValueError as error:
         parser.error(str(error))
-    compare(options.recipe, options.settings, options.seeds, folder)
 
 
 if __name__ == "__main__":

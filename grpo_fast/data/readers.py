@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_fast.data import hub
 from grpo_fast.data.escape import reason
+from grpo_fast.errors import require
 
 Rows = Iterator[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
@@ -96,7 +97,7 @@ def read_file(path: Path) -> Rows:
         for place, fields in readers.get(ending, read_jsonl)(path):
             count += 1
             yield place, fields
-    except (OSError, EOFError, UnicodeError, csv.Error) as error:
+    except (OSError, EOFError, UnicodeError) as error:
         why = reason(error)
         raise ValueError(f"data.path: expected a readable file, got {path}: {why}") from None
     if count == 0:
@@ -148,9 +149,19 @@ def _read_table(delimiter: str, path: Path) -> Rows:
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
     with _open(path) as file:
         text = (line.decode("utf-8-sig" if i == 0 else "utf-8") for i, line in enumerate(file))
-        reader = csv.DictReader(text, delimiter=delimiter)
-        for fields in reader:
-            yield f"{path}:{reader.line_num}", fields
+        # Without strict=True, a quote that is never closed would swallow the rest of the file.
+        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+        last = 0  # last line of the previous row
+        try:
+            for fields in reader:
+                last = reader.line_num
+                expected = f"{len(reader.fieldnames or ())} fields, as in the first line"
+                came = f"more; put a text that contains {delimiter!r} in quotes"
+                require(None not in fields, f"{path}:{last}", expected, came)
+                yield f"{path}:{last}", fields
+        except csv.Error as error:
+            remedy = 'end a text in quotes with ", and write "" for a quote in it'
+            raise ValueError(f"{path}:{last + 1}: not a row ({error}); {remedy}") from None
 
 
 def _open(path: Path) -> io.BufferedIOBase:
@@ -198,7 +209,8 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
         loaded = getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         place = " from the hub, and no such file or folder exists here" if is_hub else ""
-        why = hub.LOCAL if offline else reason(error)
+        # DatasetGenerationError only says that an error occurred. Its cause says which one.
+        why = hub.LOCAL if offline else reason(error.__cause__ or error)
         raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, dict) else {"train": loaded}
 

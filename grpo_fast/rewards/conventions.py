@@ -41,7 +41,11 @@ def parameters_of(function: RewardFunction) -> Parameters:
     Raises:
         ValueError: a parameter is positional-only, or the function has no signature.
     """
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # for example a function of a C++ extension
+        got = "got one without a signature; write a Python function that calls it"
+        raise ValueError(f"rewards: expected a function with named parameters, {got}") from None
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise ValueError("rewards: expected parameters that can be given by name, got one before /")
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

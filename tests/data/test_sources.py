@@ -122,6 +122,8 @@ def test_json_in_its_usual_forms(tmp_path):
         ("d.csv", b"question,answer\n\xff,1\n", "readable file, got .*utf-8"),
         ("d.csv", b"question,answer\n", "the file is empty"),
         ("d.csv", b"", "the file is empty"),
+        ("d.csv", b"question,answer\nq,1\na,b,c\n", "d.csv:3: expected 2 fields.* got more"),
+        ("d.csv", b'question,answer\nq,1\n"a,2\nb,3\n', "d.csv:3: not a row .*unexpected end"),
         ("d.json", b"[]", "the file is empty"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
         ("d.json", b'[{"prompt": "x", "prompt": "y"}]', "the key 'prompt' occurs twice"),

@@ -167,6 +167,7 @@ def openrlhf(queries, prompts, labels): ...
         (bare, "grpo_fast"), (bare_column, "grpo_fast"), (trl, "trl"), (trl_column, "trl"),
         (trl_state, "trl"), (both, r"write \{trl: FUNCTION\} or \{grpo_fast: FUNCTION\}"),
         (verl, r"write \{verl: FUNCTION\}"), (openrlhf, r"write \{openrlhf: FUNCTION\}"),
+        (max, "write a Python function that calls it"),
     ],
 )  # fmt: skip
 def test_a_convention_is_recognised_or_must_be_named(function, expected):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from grpo_fast.errors import Stopped
+from grpo_fast.errors import EngineError, Stopped
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
 from grpo_fast.train.collect import collector
@@ -174,7 +174,7 @@ def test_completions_of_weights_that_are_older_are_refused(tmp_path, monkeypatch
     monkeypatch.setattr(TransformersEngine, "update", lambda *_, **__: None)  # ignores updates
     with pytest.raises(RuntimeError, match=r"weights at most 1 steps old .* step 3, got some of 2"):
         run(tmp_path / "run", *AHEAD)
-    with pytest.raises(RuntimeError, match="at most 0 steps old"):
+    with pytest.raises(EngineError, match="at most 0 steps old"):
         run(tmp_path / "other")
 
 

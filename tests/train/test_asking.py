@@ -11,6 +11,7 @@ from grpo_fast.rewards import scorer_for
 from grpo_fast.train.config import DataConfig
 from grpo_fast.train.evaluation.asking import SHOWN_PROMPT, asking_lines
 from grpo_fast.train.evaluation.command import run_eval
+from grpo_fast.train.evaluation.data_view import data_lines
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
@@ -111,6 +112,19 @@ def test_worked_examples_do_not_read_the_data_again(models, tmp_path):
     found = plain.with_shots(tokenizer)
     assert [*found.train] == [*expected.train] != [*plain.train]
     assert [*found.test] == [*expected.test]
+
+
+def test_the_command_data_shows_worked_examples(models, tmp_path):
+    rows = [{"question": f"{i}+2?", "answer": f"{i + 2}"} for i in range(9)]
+    path = str(write_lines(tmp_path / "q.jsonl", *rows))
+    words = ["n_test=2", "shots_tokens=60", "chat=false"]
+    data = DataConfig(task="jsonl", path=path, n_test=2, shots_tokens=60, chat=False)
+    [first, *_] = Splits(data, 0, AutoTokenizer.from_pretrained(models[0])).train
+    assert str(first.prompt).count("+2?") > 2
+    shown = data_lines(path, [*words, f"model={models[0]}"])
+    assert "\n".join(shown).count("  | " + str(first.prompt).replace("\n", "\n  | ")) == 1
+    with pytest.raises(ValueError, match="shots_tokens: expected model=MODEL"):
+        data_lines(path, words)
 
 
 def test_a_long_prompt_is_shown_without_its_middle(models):

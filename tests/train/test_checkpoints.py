@@ -175,9 +175,10 @@ def test_the_model_of_a_checkpoint_is_exported_for_transformers(tmp_path, kept):
     final = AutoModelForCausalLM.from_pretrained(kept[0] / "model").state_dict()
     assert all(last[name].equal(final[name]) for name in final)
     assert AutoTokenizer.from_pretrained(out).eos_token_id is not None
-    assert refused(invoke("export", str(saved[0]), str(out)), "is occupied")
+    assert refused(invoke("export", str(saved[0]), str(out)), "OUT: expected a new or empty folder")
+    (tmp_path / "model").mkdir()
     empty = invoke("export", str(tmp_path), str(tmp_path / "b"))
-    assert refused(empty, "manifest.json is missing")
+    assert refused(empty, "manifest.json is missing; its trained model is ", str(tmp_path))
     assert not (tmp_path / "b").exists()
     suffixes = {path.suffix for path in saved[0].rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".safetensors", ".jinja"}

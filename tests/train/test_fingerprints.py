@@ -58,6 +58,7 @@ CHANGES = {
     "test set": ("data.test", lines("test", lambda rows: rows[::-1])),
     "reward": ("rewards.score", lambda p: (p / "mine.py").write_text(REWARD + "# more\n")),
     "reference": ("reference", lambda p: flip(p / "tiny/model.safetensors")),
+    "tokenizer": ("model", lambda p: (p / "tiny/tokenizer_config.json").open("a").write(" ")),
 }  # fmt: skip
 
 
@@ -100,3 +101,7 @@ def test_what_is_compared():
     with pytest.raises(ValueError, match=said) as refused:
         check_same(was, now, ["data"])
     assert "data.train" not in str(refused.value)
+    check_same(was, was | {FILES: {**was[FILES], "model": "e"}})  # of an older version
+    check_same(was | {"loss": {"delta": 5}}, was | {"loss": {"delta": 5.0}})
+    with pytest.raises(ValueError, match="critic: 1 → True"):
+        check_same(was | {"critic": 1}, was | {"critic": True})

@@ -141,6 +141,11 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # only once.
     assert 2 * 220 < row["num_tokens"] < 2 * 400
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
+    # A longer question than that of the first prompt must not end a run in the middle.
+    config.data.shots_tokens = 512 - 40
+    config.output_dir = str(tmp_path / "again")
+    with pytest.raises(ValueError, match="data.shots_tokens: expected at most .* a question of "):
+        loop.train(config)
 
 
 # --------------------------------------------------------------------- Prompts with worked examples

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_fast.errors import Stopped
+from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report import report
 from grpo_fast.train.runs import checkpoint
@@ -26,7 +27,8 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
         fault: "disk" makes every write of a checkpoint fail. "memory" and "nan" make the fourth
             call of the loss on the last rank raise a MemoryError or return NaN. "memories" and
             "nans" do this with all calls on the last rank. "log" makes rank 0 fail to log step 2,
-            and "finish" makes it fail to finish the logs.
+            and "finish" makes it fail to finish the logs. "stale" makes the engines ignore new
+            weights.
         case: Key of `CASES`.
         kind: The setting `distributed`.
         folder: The output folder.
@@ -50,7 +52,8 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
 
     full_disk = checkpoint, "save_file", Mock(side_effect=OSError(28, "No space left on device"))
     in_logs = report.RunReport, fault, failing_log
-    patches = {"disk": full_disk, "log": in_logs, "finish": in_logs}
+    old_weights = TransformersEngine, "update", lambda *_, **__: None
+    patches = {"disk": full_disk, "log": in_logs, "finish": in_logs, "stale": old_weights}
     with patch.object(*patches.get(fault, (gradients, "packed_loss", failing_loss))):
         return train(case, kind, folder, *words)
 
@@ -89,12 +92,19 @@ def test_a_full_disk_of_rank_0_ends_all_ranks(ranks, tmp_path, kind):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("fault, place", [("log", "step_000002"), ("finish", "step_000003")])
-def test_an_error_of_the_logs_on_rank_0_ends_all_ranks_and_saves_the_run(
-    ranks, tmp_path, fault, place
+LOGGING, STALE = ["TypeError", "RankError"], ["EngineError", "EngineError"]
+
+
+@pytest.mark.parametrize(
+    "fault, errors, place",
+    [("log", LOGGING, "step_000002"), ("finish", LOGGING, "step_000003"),
+     ("stale", STALE, "step_000001")],
+)  # fmt: skip
+def test_an_error_of_logs_or_old_samples_ends_all_ranks_and_saves_the_run(
+    ranks, tmp_path, fault, errors, place
 ):
     found = ranks(2, [train_with, fault, "few", "ddp", str(tmp_path / "run")])
-    assert [x[0].get("error") for x in found] == ["TypeError", "RankError"], found
+    assert [x[0].get("error") for x in found] == errors, found
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == [place]
 
 

@@ -118,6 +118,7 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "distill={}", "reference.kind=none conflicts with "),
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
         ("train", "model=null", "model"),
+        ("train", "data.system_prompt={a: 1}", "system_prompt: expected a text, got a mapping"),
     ],
 )  # fmt: skip
 def test_refusals(reader, words, message):
@@ -220,6 +221,17 @@ def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch
     assert load_recipe("recipes/r.yaml", ["data=own.py"]).data.path == "own.py"
     monkeypatch.chdir(folder)
     assert load_recipe("r.yaml").data.path == "q.jsonl"
+
+
+def test_paths_in_the_configuration_of_a_run_are_relative_to_the_working_folder(
+    tmp_path, monkeypatch
+):
+    """Check that a repeated run starts from the base model `model`, not from the trained one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "model").mkdir(parents=True)  # the trained model
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    save_config(load_recipe("own-data", ["model=model"]), "run/config.yaml")
+    assert load_recipe("run/config.yaml").model.path == "model"
 
 
 def test_a_file_that_does_not_exist_is_named_before_a_hub_is_asked(tmp_path, monkeypatch):

@@ -122,8 +122,8 @@ class GradientSums:
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
         if keep is not None and should_gather(keep, count):
-            # 1. Use only the active rows if the smaller GEMMs save more time than the copy costs. On
-            # a GPU, one copy of the rows is faster than moving them in blocks.
+            # 1. Use only the active rows if the smaller GEMMs save more time than the copy costs.
+            # On a GPU, one copy of the rows is faster than moving them in blocks.
             h = pad_rows(h.index_select(0, keep))
             d = pad_rows(d.index_select(0, keep)) if d.is_cuda else move_to_front_(d, keep)
             by = None if by is None else by.select(keep)

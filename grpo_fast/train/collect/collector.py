@@ -123,13 +123,15 @@ class Collector:
         chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
         self.advantages.observe(samples.rewards)
         # 4. Compute metrics over all samples, including those of dropped groups.
+        with distributed.together():  # so that all ranks can save the run if a sample is too old
+            ages = staleness(samples, step, most=self.config.ahead)
         metrics = {
             **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
             **reward_metrics(samples.rewards, samples.scores, lost, size),
             **completion_metrics(samples),
             **support_metrics(samples),
             **metrics,
-            **staleness(samples, step, most=self.config.ahead),
+            **ages,
         }
         self._warn_without_spread(metrics["frac_reward_zero_std"])
         return chosen, metrics

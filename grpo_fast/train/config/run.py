@@ -163,7 +163,9 @@ class RunConfig(Section):
     """Seconds that a process waits for the other processes before it fails."""
     resume: Literal["auto"] | None = None
     """auto resumes from the newest checkpoint in output_dir; without one, it starts a new run."""
-    resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
+    resume_allow: list[Literal["data", "rewards", "reference", "model"]] = Field(
+        default_factory=list
+    )
     """Kinds of files that may have changed since the resumed run began."""
 
     @model_validator(mode="before")

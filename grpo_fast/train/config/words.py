@@ -170,6 +170,8 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
         return f"{where}.{message}" if where else message
     if error["type"] == "model_type":
         message = "expected a section of keys"
+    if error["type"] == "string_type" and isinstance(value, dict):
+        message = f"expected a text, got a mapping; a text with ': ' needs quotes: {where}='\"…\"'"
     if isinstance(value, (dict, BaseModel)):
         return f"{where}: {message}"
     choices = ["true", "false"] if error["type"] == "bool_type" else []

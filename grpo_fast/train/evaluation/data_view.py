@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.answers import parse_number
-from grpo_fast.data.files import survey
+from grpo_fast.data.files import file_splits, survey
 from grpo_fast.data.prompts import Form
 from grpo_fast.data.splits import asks_in_chat
 from grpo_fast.rewards.scoring import is_expression
@@ -59,9 +60,12 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
         data = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
     hint = "" if tokenizer else " (model=MODEL shows its tokens)"
-    form = Form.of(data)
-    for number, example in enumerate(found.train[:SHOWN], 1):
-        prompt = form.apply(example).prompt
+    shown = [Form.of(data).apply(example) for example in found.train[:SHOWN]]
+    if data.shots_tokens is not None:
+        require(tokenizer, "shots_tokens", "model=MODEL, whose tokenizer counts the tokens", "none")
+        shown = list(itertools.islice(file_splits(found, data, 0, tokenizer)[0], SHOWN))
+    for number, example in enumerate(shown, 1):
+        prompt = example.prompt
         lines.append(f"prompt {number}{hint}:")
         if tokenizer is not None:
             lines += prompt_lines(tokenizer, prompt, data.template_kwargs)

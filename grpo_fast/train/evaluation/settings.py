@@ -49,18 +49,22 @@ class Source(NamedTuple):
         """Find a model, given as a folder, a hub id, or the folder of a run.
 
         Raises:
-            ValueError: the folder does not exist, or belongs to a run that has saved no model.
+            ValueError: the folder does not exist, is a checkpoint, or belongs to a run that has
+                saved no model.
         """
         folder = os.path.expanduser(model)
         is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
         fits = not is_path or os.path.isdir(folder)
         require(fits, "model", "a model or a run", f"{model!r}: no such folder")
+        export = f"`grpo-fast export {model} OUT` writes the model of a checkpoint"
+        is_checkpoint = os.path.isfile(os.path.join(folder, "manifest.json"))
+        require(not is_checkpoint, "model", "a model or a run", f"a checkpoint; {export}")
         file = os.path.join(folder, "config.yaml")
         if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):
             return cls(model, os.path.join(folder, "model"), load_recipe(file, []))
         fits = not os.path.isfile(file) or os.path.isfile(os.path.join(folder, "config.json"))
         expected = "a run that has ended and saved its model (log.save_model: true)"
-        require(fits, "model", expected, f"no model/ in {model!r}")
+        require(fits, "model", expected, f"no model/ in {model!r}; {export}")
         return cls(model, folder, None)
 
 

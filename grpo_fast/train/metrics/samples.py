@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_fast.errors import EngineError
 from grpo_fast.rollout import Samples, Sampling
 
 log = logging.getLogger(__name__)
@@ -97,13 +98,13 @@ def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
         most: maximum age in steps. If it is 0, the age is only checked, and the result is {}.
 
     Raises:
-        RuntimeError: the weights of a sample are older than `most` steps.
+        EngineError: the weights of a sample are older than `most` steps.
     """
     ages = step - 1 - samples.weight_version
     oldest = int(ages.max())
     if oldest > most:
         expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
-        raise RuntimeError(f"rollout: {expected} in step {step}, got some of {oldest}")
+        raise EngineError(f"rollout: {expected} in step {step}, got some of {oldest}")
     if most == 0:
         return {}
     return {

@@ -135,7 +135,7 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
-    shape = Shape.of(_empty_model(run.model, run.data, model))
+    shape = Shape.of(_empty_model(run.model, run.data, run.model.path or model))
     device = "cuda" if own.gpu or torch.cuda.is_available() else "cpu"
     gb = own.gpu or host_memory() / 1e9
     if not own.gpu and device == "cuda":

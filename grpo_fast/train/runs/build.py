@@ -14,7 +14,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rewards.conventions import OURS
-from grpo_fast.rollout import Engine, check_prompts
+from grpo_fast.rollout import Engine, check_prompts, encode_prompts
 from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config import RunConfig
@@ -69,6 +69,7 @@ def load(start: Start) -> Loaded:
     questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
+    _check_shots(policy, questions, longest)
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
     asking = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
@@ -77,6 +78,25 @@ def load(start: Start) -> Loaded:
         for reward in rewards.rewards if reward.convention != OURS
     ]  # fmt: skip
     return Loaded(rewards, questions, splits, settings, policy, another, evaluate, asking)
+
+
+def _check_shots(policy: Policy, questions: Splits, max_new_tokens: int) -> None:
+    """Raise a ValueError if `data.shots_tokens` leaves too little room for the longest question.
+
+    Prompts with worked examples are built when a step needs them. Without this check, a prompt that
+    is too long would end the run in the middle.
+    """
+    shots = questions.data.shots_tokens
+    if shots is None:
+        return
+    prompts = sorted((e.prompt for e in questions.train), key=lambda prompt: len(str(prompt)))
+    ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
+    longest = max(map(len, ids))
+    # Some tokenizers need one more token between two examples, which is less than 1% of them.
+    room = int((policy.positions + 1 - longest - max_new_tokens) / 1.01)
+    expected = f"at most {room} with {max_new_tokens} new tokens and a question of {longest}"
+    limit = f"max_position_embeddings: {policy.positions}"
+    require(shots <= room, "data.shots_tokens", f"{expected} ({limit})", shots)
 
 
 def _be_deterministic(seed: int) -> None:

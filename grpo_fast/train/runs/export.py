@@ -15,7 +15,7 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs import checkpoint as files
 from grpo_fast.train.runs.fingerprints import FILES
-from grpo_fast.train.runs.folder import check_folder, locked
+from grpo_fast.train.runs.folder import is_occupied, locked
 from grpo_fast.train.runs.saving import read_state, refused
 from grpo_fast.train.update.critic import Critic, load_critic
 
@@ -44,9 +44,10 @@ def export(source: str | Path, out: str | Path) -> Path:
     if checkpoint is not None and path.is_dir():
         problem = files.problem_of(checkpoint)
     expected = "a run with a complete checkpoint, or a complete checkpoint"
-    require(problem is None, "export", expected, f"{path}: {problem}")
+    trained = f"; its trained model is {path / 'model'}" if (path / "model").is_dir() else ""
+    require(problem is None, "export", expected, f"{path}: {problem}{trained}")
     with locked(out) as target:
-        check_folder(target)
+        require(not is_occupied(target), "OUT", "a new or empty folder", target)
         # 2. Build the model and load its weights.
         with refused("export", checkpoint):
             settings = read_state(checkpoint).settings

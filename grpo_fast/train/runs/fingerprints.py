@@ -24,6 +24,9 @@ FILES = "files"  # key under which the fingerprints are stored next to the setti
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
+# Files of the policy that a resumed run reads again. They set the architecture and the prompts.
+READ_AGAIN = ("config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*",
+              "merges.txt", "chat_template.*")  # fmt: skip
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
@@ -32,7 +35,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     Returns:
         The fingerprints by key. The key of a custom reward function or a reward model is
         `rewards.LABEL`. The reference model has the key `reference`. If the policy starts from an
-        adapter, the adapter has the key `adapter`, and its base model has the key `base`.
+        adapter, the adapter has the key `adapter`, and its base model has the key `base`. The key
+        `model` stands for the configuration and the tokenizer in the policy's folder.
     """
     prints = {}
     for spec in config.rewards:
@@ -44,6 +48,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     model = config.model
     # A resumed run loads the following models from their files again, because a checkpoint does not
     # contain them. The files must be unchanged.
+    if model.path is not None and os.path.isdir(model.path):
+        prints["model"] = _of_path(model.path, READ_AGAIN)
     base = None if model.path is None else adapter_at(model.path)
     if base is not None:
         prints["adapter"] = _of_path(str(model.path))
@@ -82,6 +88,8 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
         now: settings of the resumed run, including its fingerprints.
         allowed: kinds of files that may change, from the setting `resume_allow`.
     """
+    if "model" not in was.get(FILES, {}):  # an older version wrote the checkpoint
+        allowed = [*allowed, "model"]
     free = (*FREE, *(f"{FILES}.{kind}." for kind in allowed))
     if now["optim"]["schedule"] == "constant" and now["steps"] > was["steps"]:
         free += ("steps.",)
@@ -98,11 +106,14 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of every setting that differs, and a line `key: old → new`."""
+    """Yield the dotted key of every setting that differs, and a line `key: old → new`.
+
+    An integer equals a float of the same value, but a boolean never equals a number.
+    """
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
             yield from differences(was.get(key), now.get(key), f"{above}{key}.")
-    elif was != now or type(was) is not type(now):
+    elif was != now or isinstance(was, bool) is not isinstance(now, bool):
         yield above[:-1], f"{above[:-1]}: {was!r} → {now!r}"
 
 
@@ -115,13 +126,16 @@ def _source(name: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _of_path(path: str) -> str:
-    """Return a hash of a file or of a model's folder, or the commit of a model on the hub."""
+def _of_path(path: str, patterns: tuple[str, ...] = WEIGHT_FILES) -> str:
+    """Return a hash of a file or of a model's folder, or the commit of a model on the hub.
+
+    Of a folder, the hash covers the files whose names match one of the patterns.
+    """
     place = Path(path)
     if place.is_file():
         return f"sha256 {sha256_of(place)[:16]}"
     if place.is_dir():
-        files = sorted({file for pattern in WEIGHT_FILES for file in place.glob(pattern)})
+        files = sorted({file for pattern in patterns for file in place.glob(pattern)})
         rows = [f"{file.name} {sha256_of(file)}" for file in files]
         return f"sha256 {hashlib.sha256(' '.join(rows).encode()).hexdigest()[:16]}"
     from transformers.utils import cached_file

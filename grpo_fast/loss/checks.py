@@ -61,14 +61,14 @@ def tensor(
         raise argument_error(name, kind, f"dtype {x.dtype}" if isinstance(x, Tensor) else repr(x))
     if x.layout != torch.strided or x.is_nested:
         raise argument_error(name, "a dense tensor", "a nested one" if x.is_nested else x.layout)
-    if x.device.type == "meta":
-        raise argument_error(name, "a tensor with values", "one on the meta device")
     if shape is not None and tuple(x.shape) != shape:
         raise argument_error(name, f"shape {meaning} = {shape}", tuple(x.shape))
     if same_device is not None and x.device != same_device[1].device:
         raise argument_error(
             name, f"the device of {same_device[0]}, {same_device[1].device}", x.device
         )
+    if x.device.type == "meta":
+        raise argument_error(name, "a tensor with values", "one on the meta device")
 
 
 def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) -> None:

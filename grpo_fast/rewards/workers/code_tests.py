@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import sources  # noqa: E402
 
 sys.path.pop(0)
 
+PYTHON = re.compile(r"\s*py(thon)?[\d.]*(\s|$)", re.IGNORECASE)  # but not ```pycon or ```pytb
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MIB = 1 << 20
 _OUTPUT = 1 << 16  # smallest output limit of a process in bytes
@@ -137,7 +139,7 @@ def code_of(text: str) -> str:
     ends at the end of the text.
     """
     blocks = [block.partition("\n") for block in text.split("```")[1::2]]
-    marked = [block for block in blocks if block[0].strip().lower().startswith("py")]
+    marked = [block for block in blocks if PYTHON.match(block[0])]
     if not blocks:
         return text
     first, line_end, rest = (marked or blocks)[-1]

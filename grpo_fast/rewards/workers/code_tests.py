@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -28,7 +27,6 @@ import sources  # noqa: E402
 
 sys.path.pop(0)
 
-PYTHON = re.compile(r"\s*py(thon)?[\d.]*(\s|$)", re.IGNORECASE)  # but not ```pycon or ```pytb
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MIB = 1 << 20
 _OUTPUT = 1 << 16  # smallest output limit of a process in bytes
@@ -139,7 +137,11 @@ def code_of(text: str) -> str:
     ends at the end of the text.
     """
     blocks = [block.partition("\n") for block in text.split("```")[1::2]]
-    marked = [block for block in blocks if PYTHON.match(block[0])]
+    marks = [block[0].lower().split(maxsplit=1) for block in blocks]
+    marked = [
+        block for block, mark in zip(blocks, marks, strict=True)
+        if mark and mark[0].rstrip("0123456789.") in ("py", "python")  # but not pycon or pytb
+    ]  # fmt: skip
     if not blocks:
         return text
     first, line_end, rest = (marked or blocks)[-1]

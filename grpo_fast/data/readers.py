@@ -153,11 +153,13 @@ def _read_table(delimiter: str, path: Path) -> Rows:
         reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         last = 0  # last line of the previous row
         try:
+            expected = f"{len(reader.fieldnames or ())} fields, as in the first line"
+            last = reader.line_num
             for fields in reader:
                 last = reader.line_num
-                expected = f"{len(reader.fieldnames or ())} fields, as in the first line"
+                extra = fields.pop(None, [])  # empty ones come from delimiters at the end of a line
                 came = f"more; put a text that contains {delimiter!r} in quotes"
-                require(None not in fields, f"{path}:{last}", expected, came)
+                require(not any(extra), f"{path}:{last}", expected, came)
                 yield f"{path}:{last}", fields
         except csv.Error as error:
             remedy = 'end a text in quotes with ", and write "" for a quote in it'
@@ -210,7 +212,8 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         place = " from the hub, and no such file or folder exists here" if is_hub else ""
         # DatasetGenerationError only says that an error occurred. Its cause says which one.
-        why = hub.LOCAL if offline else reason(error.__cause__ or error)
+        is_vague = type(error).__name__ == "DatasetGenerationError"
+        why = hub.LOCAL if offline else reason((is_vague and error.__cause__) or error)
         raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, dict) else {"train": loaded}
 

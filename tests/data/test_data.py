@@ -219,6 +219,16 @@ def test_hub_rows(monkeypatch):
     assert len(load(path="a/b")) == 18  # two rows are held out for the test split
 
 
+def test_the_message_of_the_hub_is_kept(monkeypatch):
+    def load_dataset(*_):
+        raise OSError("visit its page to ask for access") from OSError("403 Client Error")
+
+    monkeypatch.setattr("grpo_fast.data.hub.is_offline", lambda: False)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match="could not load 'a/b'.*: visit its page"):
+        load(path="a/b")
+
+
 # ---------------------------------------------------------------------------------- Generated tasks
 def test_sort_answers_and_held_out_prompts():
     """Check the examples of a task with 1000 prompts, of which 100 are test prompts.

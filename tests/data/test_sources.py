@@ -97,6 +97,10 @@ def test_a_table_of_texts_keeps_them(tmp_path):
     rows = [fields for _, fields in read_file(tmp_path / "t.csv")]
     assert [r["answer"] for r in rows] == ["007", "None", "1e3"]
     assert rows[0] == {"question": 'a, "b"\r\nc', "answer": "007", "note": "NA"}
+    (tmp_path / "t.csv").write_text("question,answer\nq,1,\n")  # a delimiter too many
+    assert [fields for _, fields in read_file(tmp_path / "t.csv")] == [
+        {"question": "q", "answer": "1"}
+    ]
 
 
 def test_json_in_its_usual_forms(tmp_path):
@@ -124,6 +128,7 @@ def test_json_in_its_usual_forms(tmp_path):
         ("d.csv", b"", "the file is empty"),
         ("d.csv", b"question,answer\nq,1\na,b,c\n", "d.csv:3: expected 2 fields.* got more"),
         ("d.csv", b'question,answer\nq,1\n"a,2\nb,3\n', "d.csv:3: not a row .*unexpected end"),
+        ("d.csv", b'question,answer\n"a,2\nb,3\n', "d.csv:2: not a row .*unexpected end"),
         ("d.json", b"[]", "the file is empty"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
         ("d.json", b'[{"prompt": "x", "prompt": "y"}]', "the key 'prompt' occurs twice"),

@@ -135,6 +135,7 @@ def test_many_answers_that_hang_have_their_own_time():
         ("```", ""), ("", ""), ("```python3.11 title='a.py'\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n"),
         ("```c\nint x;\n```", "int x;\n"),
+        ("```python\nx = 1\n```\n```pycon\n>>> x\n1\n```", "x = 1\n"),
     ],
 )  # fmt: skip
 def test_the_code_is_that_of_the_last_block(text, code):

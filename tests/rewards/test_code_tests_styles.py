@@ -22,7 +22,16 @@ STYLES = {
         ["for x in [2, 4]:\n    assert half(x) == x / 2", "if True:\n    assert half(2) == 1",
          "import unittest\ncase = unittest.TestCase()\nwith case.assertRaises(ValueError):\n    half(3)",
          "try:\n    half(1)\n    assert False\nexcept ValueError:\n    pass",
-         "def check(x, y):\n    assert half(x) == y\nwhile True:\n    check(6, 3)\n    break"],
+         "def check(x, y):\n    assert half(x) == y\nwhile True:\n    check(6, 3)\n    break",
+         "if __name__ == '__main__':\n    check(8, 4)"],
+    ),
+    "statements that hide failures": (
+        "def up(x):\n    assert x >= 0\n    return [x + 1]", "def up(x): return []",
+        ["for y in up(1):\n    assert y == 2", "while up(1):\n    assert up(1) == [2]\n    break",
+         "if up(1):\n    assert up(1) == [2]", "for x in up(1):\n    if x:\n        assert x == 2",
+         "try:\n    assert up(1) == [2]\nexcept AssertionError:\n    print('failed')",
+         "import contextlib\nwith contextlib.suppress(Exception):\n    assert up(1) == [2]",
+         "try:\n    up(-1)\n    assert False\nexcept AssertionError:\n    pass"],
     ),
     "a check that says true": (
         "def add(a, b): return a + b", "def add(a, b): return 0",

@@ -60,6 +60,17 @@ def assert_same(a, b, tolerance=1e-6):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=tolerance, msg=name)
 
 
+def test_the_tokenizer_of_the_base_model_has_a_fingerprint(adapter):
+    config = load_recipe("own-data", [f"model={adapter / 'adapter'}", "data=x", "rewards=exact"])
+    file = adapter / "base" / "tokenizer_config.json"
+    text = file.read_text()
+    first = fingerprints(config)
+    file.write_text(text + " ")
+    second = fingerprints(config)
+    file.write_text(text)
+    assert {key for key in first if first[key] != second[key]} == {"model"}
+
+
 @pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["trained on", "merged"])
 def test_the_policy_and_its_reference_are_the_saved_adapter(adapter, tmp_path, lora):
     policy = load(adapter, lora=lora)

@@ -117,11 +117,11 @@ def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
     save_config(load_recipe("sort"), tmp_path / "config.yaml")
     with pytest.raises(ValueError, match="model: expected a run that has ended and saved its mod"):
         Source.of(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # now it is a model's folder
-    assert Source.of(str(tmp_path)).run is None
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="got a checkpoint; `grpo-fast export .* OUT` writes"):
         Source.of(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")  # now it is a model's folder
+    assert Source.of(str(tmp_path)).run is None
 
 
 def test_a_recipes_code_needs_leave(models, recipe, tmp_path, monkeypatch):

@@ -2,15 +2,22 @@
 
 import json
 import logging
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from grpo_fast.data.prompts import question_key
+from grpo_fast.data.splits import Splits
 from grpo_fast.train import loop
+from grpo_fast.train.config import DataConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import loading
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.runs import build
 from tests.data import test_data
 from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 from tests.tiny import tiny_folder
@@ -146,6 +153,19 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     config.output_dir = str(tmp_path / "again")
     with pytest.raises(ValueError, match="data.shots_tokens: expected at most .* a question of "):
         loop.train(config)
+
+
+def test_a_budget_for_all_worked_examples_is_accepted(tmp_path):
+    questions(tmp_path, test=1, train=3)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder(tmp_path / "tiny", "qwen2"))
+    data = DataConfig(task="gsm8k", path=str(tmp_path), shots_tokens=10**6, n_test=1)
+    plain = Splits(data, 0)
+    asked = Splits(data, 0, tokenizer).train
+    refused = pytest.raises(ValueError, match="at most .* got 1000000")
+    for positions, error in ((5000, nullcontext()), (math.inf, nullcontext()), (90, refused)):
+        policy = SimpleNamespace(tokenizer=tokenizer, positions=positions, template_kwargs={})
+        with error:
+            build._check_shots(policy, plain, asked, 4)
 
 
 # --------------------------------------------------------------------- Prompts with worked examples

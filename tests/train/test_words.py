@@ -232,6 +232,8 @@ def test_paths_in_the_configuration_of_a_run_are_relative_to_the_working_folder(
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     save_config(load_recipe("own-data", ["model=model"]), "run/config.yaml")
     assert load_recipe("run/config.yaml").model.path == "model"
+    save_config(load_recipe("own-data", ["model=model"]), "run/mine.yaml")  # a recipe of the user
+    assert load_recipe("run/mine.yaml").model.path == "run/model"
 
 
 def test_a_file_that_does_not_exist_is_named_before_a_hub_is_asked(tmp_path, monkeypatch):

@@ -137,7 +137,11 @@ def code_of(text: str) -> str:
     ends at the end of the text.
     """
     blocks = [block.partition("\n") for block in text.split("```")[1::2]]
-    marked = [block for block in blocks if block[0].strip().lower().startswith("py")]
+    marks = [block[0].lower().split(maxsplit=1) for block in blocks]
+    marked = [
+        block for block, mark in zip(blocks, marks, strict=True)
+        if mark and mark[0].rstrip("0123456789.") in ("py", "python")  # but not pycon or pytb
+    ]  # fmt: skip
     if not blocks:
         return text
     first, line_end, rest = (marked or blocks)[-1]

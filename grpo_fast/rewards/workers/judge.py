@@ -120,6 +120,20 @@ class Judge(wire.Peer):
         return self.errors[key]
 
 
+class Test:
+    """Context of each test in a statement. It records whether a test was reached and held."""
+
+    def __init__(self):
+        self.is_reached = False
+        self.has_failed = False
+
+    def __enter__(self):
+        self.is_reached = True
+
+    def __exit__(self, kind, *_):
+        self.has_failed |= kind is not None and issubclass(kind, AssertionError)
+
+
 def refresh(old, new):
     """Copy the contents of `new` into the lists, dicts and sets in `old`, and return the result.
 
@@ -148,7 +162,8 @@ def refresh(old, new):
 
 def run(source, judge, out):
     """Run the tests one by one. Write a line to `out` for each test that passes."""
-    namespace = {"__name__": "tests", sources.APPLY_CHANGES: judge.apply_changes}
+    # Tests may stand below `if __name__ == "__main__"`.
+    namespace = {"__name__": "__main__", sources.APPLY_CHANGES: judge.apply_changes}
     namespace |= sources.borrowed(source)
     judge.uses_objects = sources.uses_objects(source)
     # 1. Look up the names that the answer must define.
@@ -159,13 +174,14 @@ def run(source, judge, out):
             namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
     # 2. Run the statements.
     for statement, is_test in sources.statements_of(source):
+        namespace[sources.TEST] = test = Test()
         try:
             exec(sources.compiled(statement), namespace)
         except BaseException:  # a test that calls sys.exit() counts as failed
             with contextlib.suppress(BaseException):
                 judge.apply_changes()
             continue
-        if is_test:
+        if is_test and test.is_reached and not test.has_failed:
             os.write(out, sandbox.HELD)
 
 

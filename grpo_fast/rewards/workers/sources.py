@@ -8,7 +8,7 @@ import symtable
 
 import wire
 
-APPLY_CHANGES = "<apply changes>"  # a source cannot contain this name
+APPLY_CHANGES, TEST = "<apply changes>", "<test>"  # a source cannot contain these names
 # Names that tests use without an import. Solutions usually import them.
 WELL_KNOWN = {
     "collections": "Counter OrderedDict defaultdict deque namedtuple",
@@ -20,11 +20,13 @@ WELL_KNOWN = {
 }
 MODULE_OF = {name: module for module, names in WELL_KNOWN.items() for name in names.split()}
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+BRANCHES = (ast.For, ast.While, ast.If, ast.Match)  # statements that may skip their tests
 ATTRIBUTES = {name for kind in wire.PLAIN for name in dir(kind)}
 
 
 def statements_of(source):
-    """Return (statement, is_test) for each statement of the source.
+    """Return (statement, is_test) for each statement of the source, with the tests marked.
 
     A test is an assert, or a call such as `check(f)` or `case.assertEqual(f(1), 2)`. The called
     function must be defined by the tests, or its name must begin with "assert". A loop, `if`,
@@ -34,7 +36,8 @@ def statements_of(source):
     tree = ast.parse(source)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     answers = free_names(source) - vars(builtins).keys()
-    return [(statement, _is_test(statement, defined, answers)) for statement in tree.body]
+    are_tests = [_is_test(node, defined, answers) for node in tree.body]
+    return list(zip(_MarkTests(defined, answers).visit(tree).body, are_tests, strict=True))
 
 
 def count_tests(source):
@@ -42,7 +45,7 @@ def count_tests(source):
 
 
 def _is_test(node, defined, answers):
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(node, DEFINITIONS):
         return False
     inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, INNER)]
     if isinstance(node, ast.Assert) or any(_is_test(x, defined, answers) for x in inner):
@@ -58,6 +61,27 @@ def _is_test(node, defined, answers):
         return False
     name = function.attr if isinstance(function, ast.Attribute) else root.id
     return name.startswith("assert") or (is_statement and function is root and name in defined)
+
+
+class _MarkTests(ast.NodeTransformer):
+    """AST transformer that replaces each test by `with TEST:` and the test.
+
+    TEST notices a loop or `if` that skips all its tests, for example because the answer returns an
+    empty list. It also notices a failure that a `try` or `with` around the test swallows.
+    """
+
+    def __init__(self, defined, answers):
+        self.names = defined, answers
+
+    def visit(self, node):
+        if isinstance(node, (ast.expr, *DEFINITIONS)):
+            return node
+        is_test = isinstance(node, ast.stmt) and _is_test(node, *self.names)
+        node = self.generic_visit(node)
+        if not is_test or isinstance(node, BRANCHES):
+            return node
+        marked = ast.With([ast.withitem(ast.Name(TEST, ast.Load()))], [node])
+        return ast.fix_missing_locations(ast.copy_location(marked, node))
 
 
 def names_of_answer(source):

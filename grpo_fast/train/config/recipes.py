@@ -79,7 +79,8 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
         settings = read_yaml_file(name_or_path, where)
         # The paths in the config.yaml of a run are relative to the working folder. In the run's
         # folder, model/ is the trained model, although a setting may name another folder `model`.
-        if not os.path.exists(os.path.join(folder, "metrics.jsonl")):
+        of_run = os.path.basename(name_or_path) == "config.yaml"
+        if not (of_run and os.path.exists(os.path.join(folder, "metrics.jsonl"))):
             settings = _resolved(settings, folder)
     elif name_or_path.endswith((".yaml", ".yml")) or os.sep in name_or_path:
         raise ValueError(f"recipe: no such file: {quoted(name_or_path)}")

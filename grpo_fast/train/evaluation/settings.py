@@ -57,12 +57,13 @@ class Source(NamedTuple):
         fits = not is_path or os.path.isdir(folder)
         require(fits, "model", "a model or a run", f"{model!r}: no such folder")
         export = f"`grpo-fast export {model} OUT` writes the model of a checkpoint"
-        is_checkpoint = os.path.isfile(os.path.join(folder, "manifest.json"))
+        has_config = os.path.isfile(os.path.join(folder, "config.json"))
+        is_checkpoint = os.path.isfile(os.path.join(folder, "manifest.json")) and not has_config
         require(not is_checkpoint, "model", "a model or a run", f"a checkpoint; {export}")
         file = os.path.join(folder, "config.yaml")
         if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):
             return cls(model, os.path.join(folder, "model"), load_recipe(file, []))
-        fits = not os.path.isfile(file) or os.path.isfile(os.path.join(folder, "config.json"))
+        fits = not os.path.isfile(file) or has_config
         expected = "a run that has ended and saved its model (log.save_model: true)"
         require(fits, "model", expected, f"no model/ in {model!r}; {export}")
         return cls(model, folder, None)

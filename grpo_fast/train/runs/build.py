@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ def load(start: Start) -> Loaded:
     questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
-    _check_shots(policy, questions, longest)
+    _check_shots(policy, questions, splits.train, longest)
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
     asking = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
@@ -80,14 +81,20 @@ def load(start: Start) -> Loaded:
     return Loaded(rewards, questions, splits, settings, policy, another, evaluate, asking)
 
 
-def _check_shots(policy: Policy, questions: Splits, max_new_tokens: int) -> None:
+def _check_shots(policy: Policy, questions: Splits, asked: Any, max_new_tokens: int) -> None:
     """Raise a ValueError if `data.shots_tokens` leaves too little room for the longest question.
 
     Prompts with worked examples are built when a step needs them. Without this check, a prompt that
     is too long would end the run in the middle.
+
+    Args:
+        policy: the policy.
+        questions: the questions without worked examples.
+        asked: the training prompts with worked examples, as `ShotPrompts`.
+        max_new_tokens: largest number of sampled tokens.
     """
     shots = questions.data.shots_tokens
-    if shots is None:
+    if shots is None or math.isinf(policy.positions):
         return
     prompts = sorted((e.prompt for e in questions.train), key=lambda prompt: len(str(prompt)))
     ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
@@ -96,7 +103,8 @@ def _check_shots(policy: Policy, questions: Splits, max_new_tokens: int) -> None
     room = int((policy.positions + 1 - longest - max_new_tokens) / 1.01)
     expected = f"at most {room} with {max_new_tokens} new tokens and a question of {longest}"
     limit = f"max_position_embeddings: {policy.positions}"
-    require(shots <= room, "data.shots_tokens", f"{expected} ({limit})", shots)
+    fits = shots <= room or asked.all_tokens() <= room
+    require(fits, "data.shots_tokens", f"{expected} ({limit})", shots)
 
 
 def _be_deterministic(seed: int) -> None:

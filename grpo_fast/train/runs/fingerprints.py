@@ -36,7 +36,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         The fingerprints by key. The key of a custom reward function or a reward model is
         `rewards.LABEL`. The reference model has the key `reference`. If the policy starts from an
         adapter, the adapter has the key `adapter`, and its base model has the key `base`. The key
-        `model` stands for the configuration and the tokenizer in the policy's folder.
+        `model` stands for the configuration and the tokenizer in the folders of the policy and of
+        its base model.
     """
     prints = {}
     for spec in config.rewards:
@@ -48,9 +49,11 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     model = config.model
     # A resumed run loads the following models from their files again, because a checkpoint does not
     # contain them. The files must be unchanged.
-    if model.path is not None and os.path.isdir(model.path):
-        prints["model"] = _of_path(model.path, READ_AGAIN)
     base = None if model.path is None else adapter_at(model.path)
+    folders = (model.path, base and base.base_model_name_or_path)  # may both have a tokenizer
+    read = [_of_path(x, READ_AGAIN) for x in folders if x is not None and os.path.isdir(x)]
+    if read:
+        prints["model"] = ", ".join(read)
     if base is not None:
         prints["adapter"] = _of_path(str(model.path))
         prints["base"] = _of_path(base.base_model_name_or_path)

@@ -19,7 +19,9 @@ from grpo_fast import LossConfig, logits_grpo_loss
 from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import LENGTH
+from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.metrics.losses import LossMetrics
+from grpo_fast.train.models.adapters import with_new
 from grpo_fast.train.models.loading import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
@@ -88,7 +90,7 @@ class Ours:
     def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
         apply_options(model, options.model)
         tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
-        self.policy, self.problem = Policy(model, tokenizer), problem
+        self.policy, self.problem = Policy(_adapted(model, options.model), tokenizer), problem
         self.model = self.policy.model.train()
         self.optimizer = _adam(self.model)
         self.batch = StepBatch(
@@ -131,7 +133,7 @@ class Padded:
     def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         apply_options(model, options.model)
         self.prepare(model)
-        self.model, self.problem = model.train(), problem
+        self.model, self.problem = _adapted(model, options.model).train(), problem
         self.optimizer = _adam(self.model)
         device = next(self.model.parameters()).device
         prompts, completions = problem.samples.prompt_ids, problem.samples.completion_ids
@@ -242,6 +244,11 @@ PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
 def prepare(name: str, model: Any, problem: StepProblem, options: Any) -> Any:
     """Create the provider with this name. It gets a copy of the model."""
     return PROVIDERS[name](copy.deepcopy(model), problem, options)
+
+
+def _adapted(model: Any, config: ModelConfig) -> Any:
+    torch.manual_seed(0)  # every provider must get the same random adapter
+    return model if config.lora is None else with_new(model, config.lora)
 
 
 def _adam(model: Any) -> torch.optim.Optimizer:

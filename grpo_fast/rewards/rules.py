@@ -54,9 +54,9 @@ def sort_inclusion_ordering(*, completions: Texts, answers: Texts) -> list[float
     lecture, repetitions do not matter, so the completion `0 0 1` gets 1 for the answer `0 1 1`. The
     second is the fraction of adjacent pairs of the completion that are in order. A pair with a
     symbol that is not a number is not in order. The denominator is the number of pairs of the
-    completion or of the answer, whichever is larger, so that a short completion gains nothing. A
-    long one does: all symbols in order (`0 1 2 … 9`) get 2 for every answer. Limit the length to
-    that of the answer, as the recipes do.
+    completion or of the answer, whichever is larger, so that a completion gains nothing by being
+    too short. It gains by being too long: all symbols in order (`0 1 2 … 9`) get 2 for every
+    answer. Limit the length to that of the answer, as the recipes do.
     """
     return [_inclusion_ordering(*pair) for pair in _symbol_pairs(completions, answers)]
 

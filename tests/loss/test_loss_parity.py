@@ -16,6 +16,7 @@ import torch
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
+    ENGINES,
     FUNCTIONS,
     LAYOUTS,
     LEVELS,
@@ -33,11 +34,20 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 KLS = {"none": {}, "kl": {"beta": 0.4}, "kl times ratio": {"beta": 0.4, "kl_times_ratio": True}}
 MASKS = [torch.bool, torch.int64, torch.float32, torch.uint16, torch.float8_e5m2]
+# One axis, because "logps" has no backend. With two axes, a loss could miss a backend.
+WAYS = [
+    pytest.param("logps", None, id="logps"),
+    *(
+        pytest.param(function, *p.values, id=f"{function}-{p.id}", marks=p.marks)
+        for function, backends in (("logits", ENGINES), ("linear", BACKENDS))
+        for p in backends
+    ),
+]
 
 
-@pairs(function=FUNCTIONS, layout=LAYOUTS, aggregation=AGGREGATIONS, loss_type__level=LOSS_LEVELS,
-       backend=BACKENDS, kl=KLS, per_token=[False, True], totals=[(None, None), (131, 17)],
-       mask_dtype=MASKS)  # fmt: skip
+@pairs(function__backend=WAYS, layout=LAYOUTS, aggregation=AGGREGATIONS,
+       loss_type__level=LOSS_LEVELS, kl=KLS, per_token=[False, True],
+       totals=[(None, None), (131, 17)], mask_dtype=MASKS)  # fmt: skip
 def test_sweeps(
     function, loss_type, level, aggregation, layout, backend, kl, per_token, totals, mask_dtype
 ):

@@ -171,19 +171,17 @@ VOCAB = 512
 NAMES = ("shared", "packed", "padded")
 
 
-def options(**changes):
-    fields = {"tokens_per_microbatch": 1 << 40, "padded_rows": None, **changes}
-    return SimpleNamespace(model=ModelConfig(path="x", device="cpu"), **fields)
-
-
-def prompts(count, tokens):
-    source = {"device": "cpu", "pretrained": None, "data": str(bench_step.GSM8K)}
-    return bench_step.build_prompts(options(**source, prompts=count, prompt=tokens), VOCAB)
+def options(tokens_per_microbatch=1 << 40, lora=None):
+    config = ModelConfig(path="x", device="cpu", lora=None if lora is None else {"r": lora})
+    return SimpleNamespace(
+        model=config, tokens_per_microbatch=tokens_per_microbatch, padded_rows=None
+    )
 
 
 @pytest.fixture(scope="module")
 def problem():
-    return make_problem(prompts(2, 500), group_size=4, longest=16, vocab=VOCAB)
+    prompts = torch.randint(2, VOCAB, (2, 500), generator=torch.Generator().manual_seed(1)).tolist()
+    return make_problem(prompts, group_size=4, longest=16, vocab=VOCAB)
 
 
 @pytest.mark.parametrize(("family", "budget"), [("llama", 1 << 40), ("qwen3", 700)])
@@ -200,6 +198,16 @@ def test_shared_packed_and_padded_are_one_step(problem, family, budget):
     assert 3 * shared < packed < padded
     errors = bench_step.verify(providers, problem, tolerance=1e-5)
     assert set(errors) == set(NAMES)
+
+
+def test_with_lora_all_providers_train_the_same_adapters(problem):
+    model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=4096)
+    chosen = options(lora=2)
+    providers = {name: prepare(name, model, problem, chosen) for name in NAMES}
+    bench_step.verify(providers, problem, tolerance=1e-5)
+    for provider in providers.values():
+        trained = [name for name, p in provider.model.named_parameters() if p.requires_grad]
+        assert trained and all("lora_" in name for name in trained)
 
 
 def test_a_wrong_step_is_not_timed(problem):

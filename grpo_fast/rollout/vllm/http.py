@@ -142,8 +142,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 def at_once(threads: int, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
     """Return `list(map(function, *arguments))`, computed by parallel daemon threads.
 
-    The first error is raised at once. Calls that are running then do not delay the exit of the
-    process, and their deadlines end them.
+    The first error is raised at once. Calls that still run do not delay the exit of the process.
+    Their deadlines end them.
     """
     calls = deque(enumerate(zip(*arguments, strict=False)))
     results: list[Any] = [None] * len(calls)

@@ -77,8 +77,8 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
     elif os.path.isfile(name_or_path):
         folder = os.path.dirname(name_or_path)
         settings = read_yaml_file(name_or_path, where)
-        # The paths in the config.yaml of a run are relative to the working folder. In the run's
-        # folder, model/ is the trained model, although a setting may name another folder `model`.
+        # The paths in the config.yaml of a run are relative to the working folder, not to the run's
+        # folder. `model.path=model` must not mean the folder model/ of the run, its trained model.
         of_run = os.path.basename(name_or_path) == "config.yaml"
         if not (of_run and os.path.exists(os.path.join(folder, "metrics.jsonl"))):
             settings = _resolved(settings, folder)

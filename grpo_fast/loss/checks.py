@@ -67,7 +67,7 @@ def tensor(
         raise argument_error(
             name, f"the device of {same_device[0]}, {same_device[1].device}", x.device
         )
-    if x.device.type == "meta":
+    if x.is_meta:
         raise argument_error(name, "a tensor with values", "one on the meta device")
 
 

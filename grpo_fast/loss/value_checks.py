@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -76,8 +77,11 @@ class ValueChecks:
             copied = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             # The copies run one after another, so the event of the last copy is enough.
             self.numbers[dtype], self.ready = copy_to_host_async(copied)
+        # A second backward pass checks its logps with this object, too. It must not change or
+        # repeat the checks that were sent.
         with _lock:
-            _pending.append(self)
+            _pending.append(copy(self))
+        self.kept = []
 
     def messages(self) -> Iterator[str]:
         """Yield the message of each stored check, or "" if it has not failed."""

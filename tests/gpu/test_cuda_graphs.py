@@ -26,15 +26,17 @@ from grpo_fast.kernels.head import chunks, products
 from tests.pairs import pairs
 
 T, H, V, B = 24, 32, 96, 3
-IS_CUDA = torch.Tensor.is_cuda.__get__
+IS_CUDA, IS_META = torch.Tensor.is_cuda.__get__, torch.Tensor.is_meta.__get__
 
 
 class OnGpu(TorchFunctionMode):
-    """Mode in which `is_cuda` is True for every tensor, so that meta tensors take the GPU path."""
+    """Mode in which every tensor seems to be on a GPU, so that meta tensors take the GPU path."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is IS_CUDA or getattr(function, "__self__", None) is torch.Tensor.is_cuda:
             return True
+        if function is IS_META or getattr(function, "__self__", None) is torch.Tensor.is_meta:
+            return False
         return function(*args, **(kwargs or {}))
 
 

@@ -154,6 +154,18 @@ def test_a_call_sends_its_checks_once(late):
         value_checks.raise_pending()
 
 
+def test_a_second_backward_does_not_repeat_the_checks_of_its_call(late):
+    logps = torch.zeros(T, requires_grad=True)
+    given = logps, torch.full((T,), NAN), grpo_fast.LossConfig()
+    loss = grpo_fast.grpo_loss(*given, cu_seqlens=torch.tensor([0, T])).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="^advantages: "):
+        value_checks.raise_pending()
+    loss.backward()
+    assert [len(x.kept) for x in late] == [1]  # the check of the logps that were computed again
+    value_checks.raise_pending()
+
+
 @pytest.mark.parametrize(("position", "offset"), [(0, 1), (700, 3), (19999, 20001), (-1, 19999)])
 def test_the_message_about_many_offsets_is_short(position, offset):
     cu = torch.arange(20001)

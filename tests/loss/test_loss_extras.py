@@ -437,13 +437,14 @@ def test_rows_without_a_gradient_cost_no_second_chunk(monkeypatch, dtype):
     assert peak_mib(call) < 1.25 * chunk
 
 
-def test_the_entropy_bonus_counts_the_tokens_of_the_call():
-    """Check that the counts of the call itself change nothing, with and without a quantile."""
+def test_what_the_entropy_bonus_is_divided_by():
+    """Check that it is `num_items_in_batch`, or else the number of tokens that the call keeps."""
     logps, entropy = torch.randn(2, 6).exp().neg(), torch.rand(2, 6)
-    for quantile in (1.0, 0.2):
+    for quantile, kept in ((1.0, 12), (0.2, 3)):
         config = grpo_fast.LossConfig(entropy_coef=1.0, top_entropy_quantile=quantile)
-        losses = [
-            grpo_fast.grpo_loss(logps, torch.zeros(2), config, entropy=entropy, **counts).loss
-            for counts in ({}, dict(num_items_in_batch=12, num_completions_in_batch=2))
-        ]
-        torch.testing.assert_close(*losses)
+        total = entropy.flatten().topk(kept).values.sum()
+        for count, items in ((kept, None), (12, 12), (100, 100)):
+            found = grpo_fast.grpo_loss(
+                logps, torch.zeros(2), config, entropy=entropy, num_items_in_batch=items
+            )
+            torch.testing.assert_close(found.loss, -total / count)

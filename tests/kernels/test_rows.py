@@ -219,7 +219,8 @@ def test_numerics_of_negligible_probabilities(rows) -> None:
     truth = (p * torch.tensor([[1.0], [3.0]]))[others]
     is_kept = p[others] > 1.001 * 2.0**-98
     torch.testing.assert_close(found[is_kept], truth[is_kept], rtol=2e-5, atol=0)
-    assert (found[~is_kept] <= 1.001 * truth[~is_kept]).all()
+    # Allow for the rounding of denormal numbers, which only Triton returns.
+    assert (found[~is_kept] <= 1.001 * truth[~is_kept] + 2.0**-147).all()
     if not IS_INTERPRETER:
         assert (found[p[others] < 0.999 * 2.0**-98] == 0).all()
 

@@ -283,7 +283,7 @@ def _tokens(places: ActiveTokens, config: LossConfig, inputs: BatchInputs) -> To
     if not by_prompt:
         items = values.checked_total("num_items_in_batch", items, device, places.checks)
     elif isinstance(items, Tensor):
-        items = items.detach().to(device, non_blocking=True).double()
+        items = items.detach().to(device, non_blocking=device.type == "cuda").double()
         values.check_numbers(places.checks, num_items_in_batch=items)
     completions = values.checked_total(
         "num_completions_in_batch", inputs.num_completions_in_batch, device, places.checks

@@ -92,13 +92,13 @@ def main() -> None:
     words = "completions that TRL takes at a time, a divisor of their number (default: all)"
     parser.add_argument("--rows", type=positive(int), help=words)
     options = parsed(parser, DEFAULTS)
-    logging.disable(logging.WARNING)
     shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
     for name in options.shapes:
         completions = shapes[name].prompts * shapes[name].group
         if options.rows and completions % options.rows:
             expected = f"a divisor of {completions}, the completions of the shape {name}"
             parser.error(f"--rows: expected {expected}, got {options.rows}")
+    logging.disable(logging.WARNING)
     cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
     save(options, "whole GRPO step, rollout included", {"load": os.getloadavg()}, cases=cases)
 

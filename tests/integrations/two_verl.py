@@ -120,7 +120,7 @@ def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], 
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss
     logs = []
     with made.train_mode():
-        for step, name in enumerate(cases.losses.LOSSES):
+        for step, name in enumerate(cases.ours.LOSSES):
             options = {"use_kl_loss": True, "entropy_coeff": 0.01, "kl_loss_coef": 0.1}
             config = cases.actor(name, loss_agg_mode=MODES[step % len(MODES)], **options)
             object.__setattr__(config.policy_loss, "loss_mode", prefix + name)

@@ -35,8 +35,13 @@ KERNELS = (
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 # Spilled registers that are accepted, by Triton version, architecture, case and kernel. Triton 3.8
 # spills 13 registers in this kernel, 3.6 and 3.9 spill none. Its code loads them once per tile, and
-# not in the loop over the hidden size.
-KNOWN_SPILLS = {("3.8", "sm_90", "linear torch.bfloat16 32000 896", "slice_kernel"): 13}
+# not in the loop over the hidden size. On sm_100, Triton 3.6 spills up to four registers with bias,
+# soft cap and entropies, because a block of rows without a target skips its columns.
+KNOWN_SPILLS = {
+    ("3.8", "sm_90", "linear torch.bfloat16 32000 896", "slice_kernel"): 13,
+    ("3.6", "sm_100", "linear torch.bfloat16 32000 896 bce", "slice_kernel"): 4,
+    ("3.6", "sm_100", "linear torch.bfloat16 32001 897 bce", "slice_kernel"): 2,
+}
 
 
 def check(arch: str, version: str, other_triton: str | None = None) -> None:

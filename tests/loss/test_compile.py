@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.loss import operators
+from grpo_fast.loss import operators, schema
 from grpo_fast.loss.batch import TokenBatch
 from tests.loss_cases import (
     BACKENDS,
@@ -83,7 +83,7 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
         # Restore the original method first, because the operator that opcheck runs calls it again.
         monkeypatch.setattr(TokenBatch, "build", real)
         packed = operators._pack_arguments(config, given)
-        inputs = (*tensors, *operators.graph_fields(options), *packed)
+        inputs = (*tensors, *schema.graph_fields(options), *packed)
         utils = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(operator.default, inputs, test_utils=utils)
         checked.append(function)

@@ -13,7 +13,7 @@ from grpo_fast.train.config import ModelConfig, RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.models import policy as policies
-from grpo_fast.train.models.loading import apply_options
+from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.planning.memory_model import (
     Shape,

@@ -6,6 +6,7 @@ defaults of the section `loss` come from `LossConfig`.
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, require
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
     DistillConfig,
@@ -16,7 +17,7 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
-from grpo_fast.train.config.run import LossSettings, RunConfig
+from grpo_fast.train.config.run import RunConfig
 
 __all__ = [
     "CriticConfig", "DataConfig", "DistillConfig", "EvalConfig", "KLConfig",

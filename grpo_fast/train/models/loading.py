@@ -1,4 +1,4 @@
-"""Load a policy from a folder, the hub or a configuration, and apply its memory options.
+"""Load a policy from a folder, the hub or a configuration.
 
 transformers initializes missing weights with random numbers and only prints a table. This module
 raises a ValueError instead. It also converts errors from damaged files to one-line ValueErrors.
@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_fast.attention import offload_checkpoints, tile_mlps
 from grpo_fast.data import hub, reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, require
-from grpo_fast.train.config.base import named_in
 from grpo_fast.train.models.adapters import adapter_at, check_trainable, with_new, with_saved
+from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
 from grpo_fast.train.models.self_check import self_check
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BPE_TEXTS = 4000  # training examples from which a BPE tokenizer is built
-# Arguments of `torch.utils.checkpoint`. The state of the random generator need not be saved for the
-# recomputation, because dropout is off everywhere in the trainer.
-RECOMPUTE: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def load_policy(
@@ -86,29 +82,6 @@ def load_policy(
         return policy
     log.info("self-check: packed logps within %.2g nats of the model's own", self_check(policy))
     return policy
-
-
-def apply_options(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Enable gradient checkpointing and tiled MLPs if the section `model` requests them."""
-    if config.gradient_checkpointing:
-        enable_checkpointing(model, config.gradient_checkpointing == "offload")
-    if config.tiled_mlp is not None:
-        with named_in("model"):  # errors refer to the setting `model.tiled_mlp`
-            tile_mlps(model, config.tiled_mlp)
-
-
-def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
-    """Recompute every layer in the backward pass instead of storing its activations.
-
-    Args:
-        model: a transformers model.
-        offload: store the inputs of the layers in host memory. The corresponding option of
-            transformers is not used, because it requires pinned memory and therefore a GPU.
-    """
-    newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
-    (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
-    if offload:
-        offload_checkpoints(model)
 
 
 def _check_vocabulary(policy: Policy) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import gc
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -214,6 +215,18 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> float:
     before = resident("VmRSS")
     gradients = gradient_bytes(step.run()) - step.owned_bytes
     return (resident("VmHWM") - before - gradients) / MIB
+
+
+def allocated_peak(call: Callable[[], Any]) -> int:
+    """Return the peak of the CPU memory that torch allocates during a call, in bytes."""
+    gc.collect()  # if the call freed old garbage, the measured peak would be too low
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    steps = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(steps, initial=0))
 
 
 def gradient_bytes(result: Any) -> int:

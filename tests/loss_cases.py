@@ -12,9 +12,7 @@ with NaN, inf and invalid ids.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -452,14 +450,3 @@ def check(
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got a gradient"
     return result
-
-
-def peak_mib(call: Callable[[], object]) -> float:
-    """Return the peak of the CPU memory that torch allocates during a call, in MiB."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        call()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    steps = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(itertools.accumulate(steps)) / 2**20

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,17 +236,7 @@ def peak_bytes(step: Any, device: str) -> int:
     """Return the peak memory during a warm step minus the memory before the step, in bytes."""
     if device == "cuda":
         return int(measure.peak_memory(step, device) * measure.MIB)
-    gc.collect()  # if `step` freed old garbage, the measured peak would be too low
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    current = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        current += event.nbytes()
-        peak = max(peak, current)
-    return peak
+    return measure.allocated_peak(step)
 
 
 def table(report: dict[str, Any]) -> str:

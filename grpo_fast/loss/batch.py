@@ -127,14 +127,14 @@ def active_target_rows(
     checks = ValueChecks("auto")
     flat = options.target_ids.reshape(-1)
     is_ignored = flat == values.IGNORED_TARGET
+    takes_all = flat.is_cuda and len(tensors) == 1 and options.support is None
+    takes_all = takes_all or is_capturing(flat)
+    skips = not (takes_all or any(wanted)) and _skips_blocks(tensors, options)
     index: Tensor | None = None
     ignored: Tensor | None = is_ignored
-    skips = not any(wanted) and _skips_blocks(tensors, options)
-    if is_capturing(flat) or (flat.is_cuda and len(tensors) == 1 and options.support is None):
-        skips = False
-    elif not skips:
+    if not (takes_all or skips):
         index, ignored = _unless_all(~is_ignored), None
-    elif saves_time(flat, 2 * len(flat) * tensors[1].numel()):
+    elif skips and saves_time(flat, 2 * len(flat) * tensors[1].numel()):
         # Sort bytes, because torch does not sort bool tensors on every device.
         order = is_ignored.view(torch.uint8).sort(stable=True)
         index, ignored = order.indices, order.values.view(torch.bool)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import measure
 from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, linear_divergence
 from grpo_fast.kernels import route
 from grpo_fast.objective.divergences import DIVERGENCES
-from tests.loss_cases import ENGINES, IS_INTERPRETER, peak_mib, relative_l2
+from tests.loss_cases import ENGINES, IS_INTERPRETER, relative_l2
 from tests.oracle_inputs import scaled_logits
 from tests.pairs import pairs
 
@@ -408,7 +409,7 @@ def test_only_one_chunk_of_logits_lives(monkeypatch):
     """
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "8")
     sides = sides_of(1024, 8, 1 << 15, 8, dtype=torch.float32)
-    peak = peak_mib(lambda: ours(sides, "reverse_kl", backend="cpu"))
+    peak = measure.allocated_peak(lambda: ours(sides, "reverse_kl", backend="cpu")) / 2**20
     heads = 4  # MiB for copies of weight and hidden rows, dW and db
     assert peak < 9 * 32 * (1 << 15) / 2**20 + heads
 

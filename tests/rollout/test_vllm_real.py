@@ -299,6 +299,7 @@ def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, cap
 
 KILLED = """
 import os, signal, sys, time
+from grpo_fast.rollout import threads
 from grpo_fast.rollout.vllm import link, transfer
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
@@ -308,7 +309,7 @@ def send_or_die(self, tensors):
     if len(sent) == int(sys.argv[1]):
         if sys.argv[2] == "waiting":  # let the server wait for a tensor that never comes
             self.group.broadcast = lambda tensor: time.sleep(99)
-            transfer.started(lambda: send(self, tensors))
+            threads.started(lambda: send(self, tensors))
             time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     send(self, tensors)

@@ -226,17 +226,17 @@ class ExponentialChunks(LogitChunks):
         assert g_entropy is None
         if not cached:
             self._fill(at, known=known)
-        assert self._filled is not None
-        _, *units, dominant, _ = self._filled
+        filled = self._filled
+        assert filled is not None
         matrix = self.workspace(at.hidden.shape[0])
-        # On a CPU, compute the coefficients with torch, and pad them with zeros.
         if self.kernels.gradients is None:
+            # On a CPU, compute the coefficients with torch, and pad them with zeros.
+            assert filled.unit is not None and filled.target_unit is not None
             by_row, by_target = (
-                pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units if x is not None
+                pad_rows(torch.where(g == 0, 0.0, g * x)) for x in (filled.unit, filled.target_unit)
             )
         else:
-            by_row, by_target = self.kernels.gradients.times(
-                g, self._filled, at.transform, len(matrix)
-            )
+            by_row, by_target = self.kernels.gradients.times(g, filled, at.transform, len(matrix))
+        dominant = filled.dominant
         errors = None if dominant is None else dominant.rounding_errors(matrix)
         return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, errors))

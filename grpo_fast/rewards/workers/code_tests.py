@@ -137,15 +137,17 @@ def code_of(text: str) -> str:
     ends at the end of the text.
     """
     blocks = [block.partition("\n") for block in text.split("```")[1::2]]
-    marks = [block[0].lower().split(maxsplit=1) for block in blocks]
-    marked = [
-        block for block, mark in zip(blocks, marks, strict=True)
-        if mark and mark[0].rstrip("0123456789.") in ("py", "python")  # but not pycon or pytb
-    ]  # fmt: skip
     if not blocks:
         return text
+    marked = [block for block in blocks if _is_python(block[0])]
     first, line_end, rest = (marked or blocks)[-1]
     return rest if line_end else first
+
+
+def _is_python(mark: str) -> bool:
+    """Return whether the text after the opening fence names Python, but not pycon or pytb."""
+    words = mark.lower().split(maxsplit=1)
+    return bool(words) and words[0].rstrip("0123456789.") in ("py", "python")
 
 
 def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:

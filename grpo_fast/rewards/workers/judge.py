@@ -173,7 +173,7 @@ def run(source, judge, out):
         with contextlib.suppress(KeyError):  # the answer does not define the name
             namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
     # 2. Run the statements.
-    for statement, is_test in sources.statements_of(source):
+    for statement in sources.statements_of(source):
         namespace[sources.TEST] = test = Test()
         try:
             exec(sources.compiled(statement), namespace)
@@ -181,7 +181,7 @@ def run(source, judge, out):
             with contextlib.suppress(BaseException):
                 judge.apply_changes()
             continue
-        if is_test and test.is_reached and not test.has_failed:
+        if test.is_reached and not test.has_failed:
             os.write(out, sandbox.HELD)
 
 

@@ -3,6 +3,7 @@
 import ast
 import builtins
 import contextlib
+import functools
 import importlib
 import symtable
 
@@ -26,22 +27,29 @@ ATTRIBUTES = {name for kind in wire.PLAIN for name in dir(kind)}
 
 
 def statements_of(source):
-    """Return (statement, is_test) for each statement of the source, with the tests marked.
+    """Return the statements of the source, with the tests marked.
 
     A test is an assert, or a call such as `check(f)` or `case.assertEqual(f(1), 2)`. The called
     function must be defined by the tests, or its name must begin with "assert". A loop, `if`,
     `with` or `try` that contains a test is one test, and so is `with case.assertRaises(…)`. All
     other statements are setup, including calls of the answer's code such as `stack.push(1)`.
     """
-    tree = ast.parse(source)
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    answers = free_names(source) - vars(builtins).keys()
-    are_tests = [_is_test(node, defined, answers) for node in tree.body]
-    return list(zip(_MarkTests(defined, answers).visit(tree).body, are_tests, strict=True))
+    tree, is_test = _read(source)
+    return _MarkTests(is_test).visit(tree).body
 
 
 def count_tests(source):
-    return sum(is_test for _, is_test in statements_of(source))
+    """Return how many statements of the source are tests."""
+    tree, is_test = _read(source)
+    return sum(map(is_test, tree.body))
+
+
+def _read(source):
+    """Return the syntax tree of the source, and a function that says which nodes are tests."""
+    tree = ast.parse(source)
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    answers = free_names(source) - vars(builtins).keys()
+    return tree, functools.partial(_is_test, defined=defined, answers=answers)
 
 
 def _is_test(node, defined, answers):
@@ -70,13 +78,13 @@ class _MarkTests(ast.NodeTransformer):
     empty list. It also notices a failure that a `try` or `with` around the test swallows.
     """
 
-    def __init__(self, defined, answers):
-        self.names = defined, answers
+    def __init__(self, is_test):
+        self.is_test = is_test
 
     def visit(self, node):
         if isinstance(node, (ast.expr, *DEFINITIONS)):
             return node
-        is_test = isinstance(node, ast.stmt) and _is_test(node, *self.names)
+        is_test = isinstance(node, ast.stmt) and self.is_test(node)
         node = self.generic_visit(node)
         if not is_test or isinstance(node, BRANCHES):
             return node

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import httpx2
 
 from grpo_fast.data import escape_control, reason
+from grpo_fast.rollout.threads import started
 from grpo_fast.rollout.vllm.answers import Reply, ServerError, WeightInfo, parsed
-from grpo_fast.rollout.vllm.transfer import started
 
 CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
 MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory

@@ -17,11 +17,12 @@ import torch
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
+from grpo_fast.rollout.threads import started
 from grpo_fast.rollout.vllm import adapter, answers, transfer
 from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, START, Missing, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup, started
+from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

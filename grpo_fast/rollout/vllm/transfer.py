@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
 BUCKET = 1 << 28  # most bytes of a bucket, unless one tensor is larger
 Named = list[tuple[str, Tensor]]
-Result = TypeVar("Result")
 
 
 def buckets(policy: SampledModel, *, merged: bool = True) -> Iterator[Named]:
@@ -158,20 +155,3 @@ class NCCLGroup:
             stream = torch.cuda.current_stream()
             self.group.broadcast(tensor, src=0, stream=stream)
             stream.synchronize()
-
-
-def started(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function on a daemon thread, and return a future of its result.
-
-    A ThreadPoolExecutor would keep the process from exiting while a thread waits for a server.
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

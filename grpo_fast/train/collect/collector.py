@@ -21,7 +21,7 @@ from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
-from grpo_fast.rollout.vllm.transfer import started
+from grpo_fast.rollout.threads import started
 from grpo_fast.train.collect.advantages import Advantages, token_rewards
 from grpo_fast.train.collect.groups import PromptQueue, used_groups
 from grpo_fast.train.config import RolloutConfig

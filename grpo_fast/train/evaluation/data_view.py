@@ -60,8 +60,9 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
         data = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
     hint = "" if tokenizer else " (model=MODEL shows its tokens)"
-    shown = [Form.of(data).apply(example) for example in found.train[:SHOWN]]
-    if data.shots_tokens is not None:
+    if data.shots_tokens is None:
+        shown = [Form.of(data).apply(example) for example in found.train[:SHOWN]]
+    else:
         require(tokenizer, "shots_tokens", "model=MODEL, whose tokenizer counts the tokens", "none")
         shown = list(itertools.islice(file_splits(found, data, 0, tokenizer)[0], SHOWN))
     for number, example in enumerate(shown, 1):

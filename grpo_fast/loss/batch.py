@@ -109,9 +109,10 @@ def active_target_rows(
 
     The third element of the result holds the value checks of the call.
 
-    Usually, rows with target -100 are removed and the mask is None. A GPU must tell the host how
-    many rows remain. If all rows are kept instead, the mask marks the rows with target -100, and
-    the caller must set their results to 0. All rows are kept in three cases:
+    Usually, rows with target -100 are removed and the mask is None. On a GPU this costs a sync,
+    because the host needs the number of remaining rows. If all rows are kept instead, the mask
+    marks the rows with target -100, and the caller must set their results to 0. All rows are kept
+    in three cases:
 
     - A CUDA graph is captured. The number of rows must then not depend on the values of targets.
     - The logits are given on a GPU. The row kernels process all rows in any case.

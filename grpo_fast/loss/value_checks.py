@@ -77,8 +77,8 @@ class ValueChecks:
             copied = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             # The copies run one after another, so the event of the last copy is enough.
             self.numbers[dtype], self.ready = copy_to_host_async(copied)
-        # A second backward pass checks its logps with this object, too. It must not change or
-        # repeat the checks that were sent.
+        # A second backward pass checks its logps with this object, too. That pass must not change
+        # or repeat the checks that were already sent.
         with _lock:
             _pending.append(copy(self))
         self.kept = []

@@ -96,7 +96,7 @@ def test_a_wrong_result_is_listed_and_not_timed(wrong):
 
 
 def test_one_wrong_row_of_ours_is_seen_in_bf16():
-    """Check that a gradient of 0 in the largest of 16384 rows is only accepted from a peer."""
+    """Check that a zero gradient in the largest of 16384 rows is refused, except from a peer."""
     problem = make_problem(Shape(16384, 8, 64), torch.bfloat16)
     right = provider("linear_grpo_loss", "grpo_fast (torch)").prepare(problem)
 

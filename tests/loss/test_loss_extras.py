@@ -438,7 +438,7 @@ def test_rows_without_a_gradient_cost_no_second_chunk(monkeypatch, dtype):
 
 
 def test_what_the_entropy_bonus_is_divided_by():
-    """Check that it is `num_items_in_batch`, or else the number of tokens that the call keeps."""
+    """Check the divisor: `num_items_in_batch`, or without it the number of tokens that are kept."""
     logps, entropy = torch.randn(2, 6).exp().neg(), torch.rand(2, 6)
     for quantile, kept in ((1.0, 12), (0.2, 3)):
         config = grpo_fast.LossConfig(entropy_coef=1.0, top_entropy_quantile=quantile)

@@ -72,9 +72,10 @@ def known_active(terms: RowTerms, config: LossConfig, flops: float) -> Tensor | 
 
 
 def saves_time(x: Tensor, flops: float) -> bool:
-    """Return whether skipping rows can save time, where x is on the device of the gradient GEMMs.
+    """Return whether skipping rows can save time.
 
-    `flops` is the number of flops of the gradient GEMMs of all rows.
+    `x` is any tensor on the device of the gradient GEMMs. `flops` is the number of flops of these
+    GEMMs for all rows.
     """
     return not x.is_cuda or flops >= READ_FROM
 

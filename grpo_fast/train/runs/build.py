@@ -99,7 +99,7 @@ def _check_shots(policy: Policy, questions: Splits, asked: Any, max_new_tokens: 
     prompts = sorted((e.prompt for e in questions.train), key=lambda prompt: len(str(prompt)))
     ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
     longest = max(map(len, ids))
-    # Some tokenizers need one more token between two examples, which is less than 1% of them.
+    # Some tokenizers need one more token between two examples. This adds less than 1% of tokens.
     room = int((policy.positions + 1 - longest - max_new_tokens) / 1.01)
     expected = f"at most {room} with {max_new_tokens} new tokens and a question of {longest}"
     limit = f"max_position_embeddings: {policy.positions}"

@@ -66,23 +66,14 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNa
 
 
 @pytest.fixture(autouse=True)
-def fused_kernels(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Enable the fused CPU kernels on every CPU, for tests whose `backend` is a `Fused` object.
+def fused_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enable the fused CPU kernels for tests whose `backend` is a `Fused` object.
 
-    By default, the package uses these kernels and its C++ matrix products only on some CPUs and
-    for large LM heads.
+    By default, the package uses these kernels only for large LM heads.
     """
     callspec = getattr(request.node, "callspec", None)
-    if callspec is None or not isinstance(callspec.params.get("backend"), Fused):
-        yield
-        return
-    monkeypatch.setenv("GRPO_FAST_GEMM", "own")
-    monkeypatch.setattr(route, "FROM_HIDDEN", 1)
-    route.gemm_choice.cache_clear()
-    yield
-    route.gemm_choice.cache_clear()
+    if callspec is not None and isinstance(callspec.params.get("backend"), Fused):
+        monkeypatch.setattr(route, "FROM_HIDDEN", 1)
 
 
 # These test files take minutes in one process, so they start first. If they started last, the

@@ -5,7 +5,7 @@ This module makes all decisions about backends and kernels.
 Environment:
     GRPO_FAST_LOG=1: log to stderr which kernels are selected, once per combination
     GRPO_FAST_GEMM=auto|own|vendor: use the matrix product of csrc (own) or torch (vendor) on the
-        CPU; `uses_csrc_gemm` documents the choice of auto
+        CPU; `uses_csrc_gemm` and `layers_use_csrc_gemm` document the choice of auto
 """
 
 from __future__ import annotations
@@ -138,24 +138,25 @@ def kernel_module(rows: str, backend: str) -> ModuleType:
 
 
 def uses_csrc_gemm(x: Tensor) -> bool:
-    """Return whether products with x as the second operand use csrc instead of torch.
+    """Return whether the LM head's products with x as the second operand use csrc, not torch.
 
-    By default, csrc is used in three cases:
+    They do unless GRPO_FAST_GEMM is "vendor", if csrc has a product for this dtype and CPU:
 
-    - The dtype is bf16, and the CPU has 16-bit products. Torch would round the product to bf16,
-      which changes logps by 1e-2.
-    - The dtype is fp32, and the CPU is an x86 CPU that was not made by Intel. There, MKL does not
-      use AVX-512. It reaches half of the speed of csrc on a Zen 5, and up to nine tenths on a Zen
-      4. On a Zen 3, which has no AVX-512, both are equally fast.
-    - The dtype is fp32, and the user allows torch to round operands, for example by
-      `torch.set_float32_matmul_precision("medium")` on a CPU with AMX. csrc does not round them.
+    - In fp32, the bits of a row of the csrc product depend only on that row. With torch's MKL, they
+      may also depend on the number of rows and of threads. On AMD CPUs, MKL does not use AVX-512
+      and is slower.
+    - In bf16, torch would round the product to bf16, which changes logps by 1e-2.
     """
-    if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
-        return False
-    is_intel = loader.cpu_vendor() == "GenuineIntel"
-    # "auto" selects torch's fp32 product on Intel CPUs, where MKL uses AVX-512.
-    prefers_torch = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
-    return not prefers_torch or gemm.vendor_rounds()
+    return x.is_cpu and gemm_choice() != "vendor" and gemm.unavailable(x.dtype) is None
+
+
+def layers_use_csrc_gemm(weight: Tensor) -> bool:
+    """Return whether a model's linear layers use the fp32 product of csrc instead of torch.
+
+    By default, they use torch on Intel CPUs, where MKL is faster.
+    """
+    prefers_torch = gemm_choice() == "auto" and loader.cpu_vendor() == "GenuineIntel"
+    return uses_csrc_gemm(weight) and not prefers_torch
 
 
 @functools.cache

@@ -305,22 +305,22 @@ def test_what_it_does_not_take() -> None:
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     """Check that the CPU's vendor, the dtype and GRPO_FAST_GEMM select the matrix product.
 
-    By default, fp32 uses the csrc product except on Intel CPUs.
+    By default, the head uses the csrc product, and so do a model's layers except on Intel CPUs.
     """
     has_fma, _, _ = torch.ops.grpo_fast_gemm.features()
-    for choice, vendor, expected in [
-        ("auto", "AuthenticAMD", has_fma),
-        ("auto", "GenuineIntel", False),
-        ("own", "GenuineIntel", has_fma),
-        ("vendor", "AuthenticAMD", False),
+    for choice, vendor, head, layer in [
+        ("auto", "AuthenticAMD", has_fma, has_fma),
+        ("auto", "GenuineIntel", has_fma, False),
+        ("own", "GenuineIntel", has_fma, has_fma),
+        ("vendor", "AuthenticAMD", False, False),
     ]:
         monkeypatch.setenv("GRPO_FAST_GEMM", choice)
         monkeypatch.setattr(csrc_loader, "cpu_vendor", lambda vendor=vendor: vendor)
         route.gemm_choice.cache_clear()
-        assert route.uses_csrc_gemm(torch.zeros(1)) is expected, (choice, vendor)
-        assert not route.uses_csrc_gemm(torch.zeros(1).double()) and not route.uses_csrc_gemm(
-            torch.zeros(1).half()
-        )
+        x = torch.zeros(1)
+        assert route.uses_csrc_gemm(x) is head, (choice, vendor)
+        assert route.layers_use_csrc_gemm(x) is layer, (choice, vendor)
+        assert not route.uses_csrc_gemm(x.double()) and not route.uses_csrc_gemm(x.half())
     monkeypatch.setenv("GRPO_FAST_GEMM", "mine")
     route.gemm_choice.cache_clear()
     with pytest.raises(ValueError, match="GRPO_FAST_GEMM: expected one of .*, got 'mine'"):

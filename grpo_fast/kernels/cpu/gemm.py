@@ -39,11 +39,6 @@ def unavailable(dtype: torch.dtype) -> str | None:
     return None if is_right else "its bf16 product failed its self-check"
 
 
-def vendor_rounds() -> bool:
-    """Return whether torch may round fp32 operands on the CPU (`set_float32_matmul_precision`)."""
-    return torch.backends.mkldnn.matmul.fp32_precision not in ("ieee", "none")  # type: ignore[attr-defined]
-
-
 @functools.cache
 def has_tiles() -> bool:
     """Return whether bf16 products can use AMX, the matrix instructions of some CPUs.

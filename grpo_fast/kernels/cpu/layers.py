@@ -49,7 +49,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not is_plain(x, weight)
         or x.shape[-1] != weight.shape[-1]
         or torch.is_autocast_enabled("cpu")
-        or not route.uses_csrc_gemm(weight)
+        or not route.layers_use_csrc_gemm(weight)
     ):
         return F.linear(x, weight, bias)
     # If no gradient is needed, skip the overhead of an autograd Function.

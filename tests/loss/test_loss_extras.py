@@ -13,6 +13,7 @@ import torch
 import grpo_fast
 from benchmarks import measure
 from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.workspace import drop_workspace
 from tests import oracle_inputs, oracles
 from tests.loss_cases import (
@@ -433,7 +434,9 @@ def test_rows_without_a_gradient_cost_no_second_chunk(monkeypatch, dtype):
             hidden, weight, ids, advantages, grpo_fast.LossConfig(), backend="cpu"
         )
 
-    chunk = rows * vocab * (4 if dtype == torch.float32 else 2) / 2**20
+    # A bf16 head stores its exponentials in 16 bits if the CPU has a bf16 product.
+    is_narrow = dtype == torch.bfloat16 and gemm.unavailable(dtype) is None
+    chunk = rows * vocab * (2 if is_narrow else 4) / 2**20
     assert measure.allocated_peak(call) / 2**20 < 1.25 * chunk
 
 

@@ -112,7 +112,7 @@ def test_extraction_is_linear_on_64k_adversarial_characters(unit):
         start = time.process_time()  # other processes on this machine do not count
         extract_strict(candidate)
         extract_lenient(candidate)
-        assert time.process_time() - start < 0.1
+        assert time.process_time() - start < 0.5
 
 
 # ---------------------------------------------------------------------- Rule-based reward functions

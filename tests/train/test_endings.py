@@ -26,6 +26,7 @@ from grpo_fast.train.runs.checkpoint import UNFINISHED, checkpoints_in, problem_
 from grpo_fast.train.update import gradients
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.command_line import ROOT, invoke, refused, write_recipe
+from tests.pids import alive, wait_until
 from tests.train.resuming import Leave, config_of, opened, result, run
 from tests.train.tiny_runs import logged
 
@@ -95,10 +96,7 @@ def test_a_signal_saves_the_run_and_has_a_status_of_its_own(start, tmp_path):
     assert len(checkpoints_in(tmp_path / "run")) == 1
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(row) for row in rows)
-    until = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in workers):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: not any(alive(pid) for pid in workers), 10)
 
 
 def _children(pid):

@@ -1,4 +1,4 @@
-"""Wait for processes that a test did not start itself."""
+"""Helpers for processes that a test did not start itself."""
 
 import time
 from collections.abc import Callable

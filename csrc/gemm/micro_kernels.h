@@ -1,8 +1,9 @@
 // Micro-kernels of the matrix product. They compute c (rows, kPanel) = a (rows, words) * panel
 // (words, kPanel), or add the product to c.
 //
-// The micro-kernel for fp32 exists because torch multiplies with MKL, which does not use AVX-512 on
-// AMD CPUs. MKL reaches half of our speed on a Zen 5, and up to nine tenths on a Zen 4.
+// The micro-kernel for fp32 exists because torch multiplies with MKL. The bits of MKL's results
+// depend on the number of rows, and MKL does not use AVX-512 on AMD CPUs. It reaches half of our
+// speed on a Zen 5, and up to nine tenths on a Zen 4.
 //
 // bf16 products with fp32 sums use the same micro-kernel with AVX512_BF16, or the AMX product
 // inside torch, at::native::cpublas::brgemm. This function is not part of the stable ABI. It is

@@ -138,13 +138,14 @@ def kernel_module(rows: str, backend: str) -> ModuleType:
 
 
 def uses_csrc_gemm(x: Tensor) -> bool:
-    """Return whether the LM head's products with x as the second operand use csrc, not torch.
+    """Return whether the LM head's products with the dtype and device of x use csrc, not torch.
 
-    They do unless GRPO_FAST_GEMM is "vendor", if csrc has a product for this dtype and CPU:
+    They use csrc if it has a product for this dtype and CPU, unless GRPO_FAST_GEMM is "vendor". The
+    reasons are:
 
     - In fp32, the bits of a row of the csrc product depend only on that row. With torch's MKL, they
-      may also depend on the number of rows and of threads. On AMD CPUs, MKL does not use AVX-512
-      and is slower.
+      may also depend on the number of rows and of threads. On AMD CPUs with AVX-512, MKL does not
+      use it and is slower.
     - In bf16, torch would round the product to bf16, which changes logps by 1e-2.
     """
     return x.is_cpu and gemm_choice() != "vendor" and gemm.unavailable(x.dtype) is None
@@ -153,7 +154,7 @@ def uses_csrc_gemm(x: Tensor) -> bool:
 def layers_use_csrc_gemm(weight: Tensor) -> bool:
     """Return whether a model's linear layers use the fp32 product of csrc instead of torch.
 
-    By default, they use torch on Intel CPUs, where MKL is faster.
+    By default, linear layers use torch's product on Intel CPUs, where MKL is faster.
     """
     prefers_torch = gemm_choice() == "auto" and loader.cpu_vendor() == "GenuineIntel"
     return uses_csrc_gemm(weight) and not prefers_torch

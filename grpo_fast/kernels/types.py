@@ -18,8 +18,8 @@ Context = Any  # an autograd context, on which torch and our functions set attri
 # Statistics of rows: lse, logps, and entropy or None, each (C,) fp32.
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
-# The rows of every GEMM are padded to a multiple of this number. A GEMM of torch may add in another
-# order if it gets only a few rows.
+# Chunks are padded to a multiple of this number of rows. With fewer rows, a GEMM of torch may add
+# in a different order. Padding does not prevent this for all numbers of rows.
 ROW_MULTIPLE = 32
 # Dtype of torch tensors that store Positive16 numbers, for which torch has no dtype. Positive16 is
 # a 16-bit type of csrc (csrc/vec/storage.h) for numbers from 0 to 2^30, with ten significant bits.

@@ -1,8 +1,9 @@
 """Fast CPU layers of a model, with first-order reverse-mode gradients.
 
-Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++. They
-read and write each tensor once in the forward and once in the backward pass. The corresponding
-layers of transformers make 5 to 12 passes over their tensors.
+Linear layers use the csrc matrix product, except in fp32 on Intel CPUs, where torch's is faster.
+RMSNorm, SwiGLU and rotary embeddings run in C++. They read and write each tensor once in the
+forward and once in the backward pass. The corresponding layers of transformers make 5 to 12 passes
+over their tensors.
 
 Under autocast to bf16, linear layers multiply in bf16, but sum the gradient of the fp32 weight in
 fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.

@@ -13,11 +13,13 @@ The workspace holds one chunk. `workspace_bytes()` limits its size for any N. 16
 need an fp32 dW. On a GPU, all rows may instead form a single chunk, which needs no fp32 dW. This is
 done if it takes no more memory than a smaller chunk and an fp32 dW.
 
-The logp and dH of a row depend only on that row, W and its scalars, bit for bit. On a CPU, the
-matrix product of csrc ensures this. If torch's product is used instead (fp16, fp64, a CPU that csrc
-does not support, or GRPO_FAST_GEMM=vendor), the last bits may depend on the number of rows and of
-threads. On a GPU, a Triton kernel ensures it for logps. The vendor's GEMM computes dH there, and
-its bits were not compared between batch sizes.
+By default, the logp and dH of a row depend only on that row, W and its scalars, bit for bit:
+
+- On a CPU, the matrix product of csrc ensures this. In fp64, without AVX2 and FMA, and with
+  GRPO_FAST_GEMM=vendor, torch computes the products. The last bits may then depend on the number of
+  rows and of threads.
+- On a GPU, a Triton kernel ensures it for logps. The vendor's GEMM computes dH there, and its bits
+  were not compared between batch sizes.
 """
 
 from __future__ import annotations

@@ -287,7 +287,13 @@ class LogpsFunction(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = tuple(None if x is None else x.detach() for x in tensors)
-        work = LogpsPass(tensors, options, places, wanted=wanted)
+        # In fp32 on a CPU, cache logits instead of exponentials if entropies are returned. They
+        # take the same memory, and the backward pass may need the gradient of the entropies.
+        first = tensors[0]
+        assert first is not None
+        is_fp32_on_cpu = first.is_cpu and first.dtype == torch.float32
+        caches_logits = options.return_entropy and is_fp32_on_cpu and places[0].support is None
+        work = LogpsPass(tensors, options, places, entropy_gradient=caches_logits, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options = options

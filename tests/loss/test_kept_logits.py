@@ -13,7 +13,7 @@ from grpo_fast import linear_logps
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.head import chunks
 from grpo_fast.kernels.head import loop as linear
-from tests.loss_cases import BACKENDS, Fused
+from tests.loss_cases import BACKENDS
 
 T, V, H = 96, 41, 16
 CHUNKS = {"one chunk": 96, "three chunks": 32}
@@ -46,25 +46,21 @@ def problem():
     return hidden.requires_grad_(), weight.requires_grad_(), ids, up
 
 
-def run(backend):
+def run(backend, return_entropy):
     """Run one forward and two backward passes, and return the gradients of each backward pass."""
     hidden, weight, ids, up = problem()
-    # Leave out the entropy for the fused kernels. They cache exponentials instead of logits, and
-    # cannot compute the gradient of an entropy from exponentials.
-    if isinstance(backend, Fused):
-        loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0]).sum()
-    else:
-        loss = (
-            torch.stack(linear_logps(hidden, weight, ids, return_entropy=True, backend=backend))
-            * up
-        ).sum()
+    outputs = linear_logps(hidden, weight, ids, return_entropy=return_entropy, backend=backend)
+    loss = (torch.stack(outputs) * up if return_entropy else outputs * up[0]).sum()
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     return first, torch.autograd.grad(loss, (hidden, weight))
 
 
+@pytest.mark.parametrize("return_entropy", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
-def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
+def test_only_what_did_not_fit_is_formed_again(
+    rows, backend, return_entropy, products, monkeypatch
+):
     """Check that the first backward recomputes only the chunks that did not fit into the cache.
 
     The first backward overwrites the cache, so the second backward recomputes all chunks. dH must
@@ -72,7 +68,7 @@ def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypa
     in a different order.
     """
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
-    first, second = run(backend)
+    first, second = run(backend, return_entropy)
     forward = [rows] * (T // rows)
     assert products[: 2 * len(forward) - 1] == forward + forward[:-1]
     assert len(products) == 3 * len(forward) - 1

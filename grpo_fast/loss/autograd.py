@@ -204,11 +204,17 @@ class LogpsPass:
             )
             return
         head = HeadTensors(*tensors)
+        route = head_route(options.backend, head.weight, is_shard=options.shard is not None)
+        # fp32 exponentials and logits take the same memory, but only logits can give the gradient
+        # of the entropies. Store logits if entropies are returned.
+        stores_logits = (
+            options.return_entropy
+            and route.exponentials == torch.float32
+            and self.rows.support is None
+        )
         self.sweep = linear_sweep(
-            head, self.rows,
-            head_route(options.backend, head.weight, is_shard=options.shard is not None),
-            full_entropy=options.entropy_over_vocabulary,
-            entropy_gradient=entropy_gradient or options.entropy_over_vocabulary,
+            head, self.rows, route, full_entropy=options.entropy_over_vocabulary,
+            entropy_gradient=entropy_gradient or stores_logits or options.entropy_over_vocabulary,
             needs_d_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
         )  # fmt: skip
 
@@ -287,13 +293,7 @@ class LogpsFunction(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = tuple(None if x is None else x.detach() for x in tensors)
-        # In fp32 on a CPU, cache logits instead of exponentials if entropies are returned. They
-        # take the same memory, and the backward pass may need the gradient of the entropies.
-        first = tensors[0]
-        assert first is not None
-        is_fp32_on_cpu = first.is_cpu and first.dtype == torch.float32
-        caches_logits = options.return_entropy and is_fp32_on_cpu and places[0].support is None
-        work = LogpsPass(tensors, options, places, entropy_gradient=caches_logits, wanted=wanted)
+        work = LogpsPass(tensors, options, places, wanted=wanted)
         outputs, stats = work.outputs(keep=any(wanted))
         ctx.set_materialize_grads(False)
         ctx.options = options

@@ -77,6 +77,15 @@ def test_only_what_did_not_fit_is_formed_again(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_entropies_without_a_gradient_keep_the_bits_of_a_second_backward(backend):
+    hidden, weight, ids, up = problem()
+    logps, _ = linear_logps(hidden, weight, ids, return_entropy=True, backend=backend)
+    loss = (logps * up[0]).sum()
+    first, second = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_last_chunk_without_gradient(backend, monkeypatch):
     """Check that backward does not use the cached logits of one chunk for a different chunk.
 

@@ -96,6 +96,13 @@ def test_strict_and_lenient(text, strict, lenient):
     assert (extract_strict(text), extract_lenient(text)) == (strict, lenient)
 
 
+def extraction_seconds(text):
+    start = time.process_time()  # other processes on this machine do not count
+    extract_strict(text)
+    extract_lenient(text)
+    return time.process_time() - start
+
+
 @pytest.mark.parametrize(
     "unit",
     [
@@ -109,10 +116,8 @@ def test_strict_and_lenient(text, strict, lenient):
 def test_extraction_is_linear_on_64k_adversarial_characters(unit):
     text = (unit * (1 << 16))[: 1 << 16]
     for candidate in (text, text + "x", "#### " + text, f"<answer>{text}</answer>"):
-        start = time.process_time()  # other processes on this machine do not count
-        extract_strict(candidate)
-        extract_lenient(candidate)
-        assert time.process_time() - start < 0.5
+        # Try three times, because a garbage collection may fall into one of them.
+        assert any(extraction_seconds(candidate) < 0.1 for _ in range(3))
 
 
 # ---------------------------------------------------------------------- Rule-based reward functions

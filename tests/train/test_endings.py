@@ -14,7 +14,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -67,11 +66,15 @@ def start():
 
 def wait_for(folder, count, process, limit=120):
     """Wait until the file metrics.jsonl in the folder of a run has `count` lines."""
-    file, until = folder / "metrics.jsonl", time.monotonic() + limit
-    while not file.is_file() or file.read_bytes().count(b"\n") < count:
+    file = folder / "metrics.jsonl"
+
+    def has_lines():
+        if file.is_file() and file.read_bytes().count(b"\n") >= count:
+            return True
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.02)
+        return False
+
+    wait_until(has_lines, limit)
 
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -9,13 +9,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data import FILES, TRACES, Example
+from grpo_fast.data import FILES, Example
 from grpo_fast.data.example import text_of
 from grpo_fast.data.files import Survey, file_splits, read_splits
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.tokenizer import has_chat_template
-from grpo_fast.data.traces import trace_examples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +26,7 @@ class Splits:
     """The training and test examples of a data set.
 
     If a prompt is in both splits, it is removed from the training split, unless the training split
-    would then be empty. The task `open` has the same examples in both splits, and so has `traces`.
+    would then be empty. The task `open` has the same examples in both splits.
 
     Args:
         data: the section `data` of a configuration.
@@ -64,8 +63,6 @@ class Splits:
             self.test = SortTask(data.digits, split="test", **options)
         elif data.task == "open":
             self.train = self.test = open_examples()
-        elif data.task == TRACES:  # nothing is sampled, so the splits may be equal
-            self.train = self.test = trace_examples(data.path)
         else:
             found = found or read_splits(data, test_only)
             if data.shots_tokens is not None:
@@ -97,11 +94,8 @@ class Splits:
     def listed(self) -> Sequence[Example]:
         """Return the training examples to check before a run.
 
-        For a data file, these are all its examples; for the sorting task, a single one. The list is
-        empty for recorded rollouts, whose examples contain task names instead of prompts.
+        For a data file, these are all its examples; for the sorting task, a single one.
         """
-        if self.data.task == TRACES:
-            return []
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:

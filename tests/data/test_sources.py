@@ -310,9 +310,7 @@ def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):
     i = lines.index("prompt 2:")
     assert lines[i + 1 : i + 4] == ["  | [system!] S", "  | [user!] q1", "  | [assistant]"]
     assert lines[i + 4] == "  gold answer: '2 eggs' (judged as texts)"
-    assert refused(
-        invoke("data", str(tmp_path), "task=traces"), "task: expected one of gsm8k, jsonl"
-    )
+    assert refused(invoke("data", str(tmp_path), "task=sort"), "task: expected one of gsm8k, jsonl")
     plain = invoke("data", str(tmp_path), "prompt_template=plain").stdout
     assert "prompt 1 (model=MODEL shows its tokens):\n  | Question: q0\n  | Answer:\n" in plain
     (tmp_path / "odd.jsonl").write_text('{"question": "\\u001b[31mred", "answer": "1"}\n')

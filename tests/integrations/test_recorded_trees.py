@@ -3,11 +3,8 @@
 They check that the loss equals the loss of the same samples in separate rows.
 """
 
-import copy
 import json
-import math
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +13,8 @@ import torch
 
 from grpo_fast import LossConfig, linear_grpo_loss
 from grpo_fast.attention import head_of, pack_tree, register
-from grpo_fast.data import load_traces, read_traces
 from grpo_fast.examples import verifiers_traces
-from grpo_fast.examples.verifiers_traces import pack_traces
+from grpo_fast.examples.verifiers_traces import branches, pack_traces
 from grpo_fast.integrations.trl import trees as trl_trees
 from tests.tiny import tiny_model
 
@@ -142,122 +138,22 @@ def test_sampling_masks_and_routes_come_over_the_wire():
     assert apart.layout.total == plain.layout.total + 13
 
 
-def broken(*changes):
-    """Return two traces, with changes to the second trace.
-
-    Each change is (path, value), where a path such as "nodes.3.mask" names the field to set.
-    """
-    traces = copy.deepcopy(records()[:2])
-    for path, value in changes:
-        *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
-        place = traces[1]
-        for key in keys:
-            place = place[key]
-        place[last] = value
-    return traces
-
-
-HUGE = 10**400
-TRACE = ": expected the fields of a trace"
-MASKS = [
-    {"ids": ids, "counts": counts}
-    for ids, counts in (
-        ([-1], [1, 0, 0, 0]), ([1.0], [1, 0, 0, 0]), ([1], [2, -1, 0, 0]), ([1], [1, 0, 0]),
-        ([True], [1, 0, 0, 0]), ([[1]], [1, 0, 0, 0]), ([59], [1, 0, 0, 0]),
-    )
-]  # fmt: skip
-# Each entry has a path in the second trace, invalid values to set there, and the expected message.
-BAD = [
-    ("nodes.0", [{**records()[1]["nodes"][1], "parent": None, "mask": [True] * 5 + [False]}],
-     ".nodes[0]: expected no sampled token at position 0, got"),
-    ("nodes.3.parent", [9, -1, 3, 1.0, True, "0"],
-     ".nodes[3].parent: expected None or one of the 3 nodes before it"),
-    ("nodes.2.token_ids", [[]], ".nodes[2].token_ids: expected the tokens of"),
-    ("nodes.2.token_ids", ["x"], ".nodes[2].token_ids: expected integers from"),
-    ("nodes.2.token_ids.0", [-1, 3.5, 1 << 31, HUGE, True, "3", None],
-     ".nodes[2].token_ids: expected integers from 0 to 2147483647, got"),
-    ("nodes.3.mask", [[True] * 4], ".nodes[3].mask: expected 5 bools, as token_ids, got 4"),
-    ("nodes.3.mask.0", ["false", 1, None], ".nodes[3].mask: expected true or f"),
-    ("nodes.3.logprobs", [[-1.0] * 3], ".nodes[3].logprobs: expected 4 numbers, one for"),
-    ("nodes.3.logprobs.1", [math.nan, -math.inf, 1e-9, -1000, True, "-1.0", None, [-1.0], HUGE],
-     ".nodes[3].logprobs: expected log-probabilities of sampled tokens, above -1000 and at"),
-    ("nodes.3.advantages", [[1.0]], ".nodes[3].advantages: expected 4 numbers"),
-    ("nodes.3.advantages", [[1.0, x, 0.0, 2] for x in (math.nan, 1e39, "1.0", True, None, HUGE)],
-     ".nodes[3].advantages: expected numbers that fp32 holds, got"),
-    ("nodes.3.sampling_mask", MASKS, ".nodes[3].sampling_mask"),
-    ("nodes.3.sampling_mask", [{}, 3], TRACE),
-    ("nodes.3.sampling_mask", [{"ids": {"dtype": kind, "data": data}, "counts": [0] * 4}
-                               for kind, data in (("int32", b"abc"), ("float", b"abcd"))], TRACE),
-    ("nodes.3.routed_experts", [3, [1], {"data": "text"}], TRACE),
-    ("rewards", [{"a": {"score": x}} for x in (math.nan, 1e300, "1.0", True, None, [1.0], HUGE)],
-     ".rewards: expected finite numbers, got"),
-    ("rewards", [{"a": {"score": 1.0, "weight": "2"}}], ".rewards: expected finite numbers, got"),
-    ("rewards", [{"a": {"score": 3e38}, "b": {"score": 3e38}}],
-     ".rewards: expected a finite sum, got 6e+38"),
-    ("agent.trainable", ["false", 0, None], ".agent.trainable: expected true or"),
-    ("id", ["0-0"], ": expected the nodes of traces[0], which has the same"),
-    ("nodes", [[3]], ": expected the fields of a trace of verifiers, got"),
-    ("version", [2], ".version: expected 1, as of verifiers 0.4, got 2"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"), [(path, x, message) for path, xs, message in BAD for x in xs]
-)
-def test_bad_traces_are_refused_by_node(path, value, message):
-    with pytest.raises(ValueError, match=re.escape(f"traces[1]{message}")):
-        read_traces(broken((path, value)))
-
-
-def chain(count: int, parents: list[int | None] | None = None) -> dict:
-    """Return a trace of `count` nodes with two tokens each, of which the second is sampled.
-
-    `parents` has the parent of each node. By default each node follows the previous node.
-    """
-    above = parents or [None, *range(count - 1)]
-    nodes = [
-        {"parent": parent, "token_ids": [1, 2], "mask": [False, True], "logprobs": [-0.5]}
-        for parent in above
-    ]
-    return {"task": {"key": "a"}, "rewards": {"r": {"score": 1}}, "nodes": nodes}
-
-
-def test_a_long_chain_is_read_in_one_pass():
-    """Check that reading a long trace takes time proportional to its length."""
-    start = time.process_time()  # CPU time, because other processes use the core
-    (trace,) = read_traces([chain(64_000)])
-    # This takes about 2 s. A walk from each node to the root would take more than 40 s.
-    assert time.process_time() - start < 20
-    assert [len(b.ids) for b in trace.branches] == [128_000]
-    (comb,) = read_traces([chain(60, [None, *(i // 2 * 2 for i in range(59))])])
-    assert [len(b.ids) for b in comb.branches] == [2 * (2 + i) for i in range(30)]
-
-
-def test_what_a_trace_says_about_itself(tmp_path):
-    again = read_traces([*records(), records()[0]])
-    assert len(again) == 4  # duplicates are read once
-    assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
-    assert [t.reward for t in again] == [1, 0, 0, 1]
-
-    # If the nodes of a trace have advantages, the branches must contain them. An agent that is not
-    # trainable must have no branches, and neither must an abandoned attempt at a compaction.
-    nodes = enumerate(records()[1]["nodes"])
-    credit = [(f"nodes.{i}.advantages", [0.5 * k for k, _ in enumerate(node["logprobs"])])
-              for i, node in nodes]  # fmt: skip
-    (_, scored) = read_traces(broken(*credit))
-    assert scored.branches[1].advantages.tolist() == [0, 0.5, 1, 1.5, 0, 0.5, 1, 1.5, 2, 2.5]
-    (_, silent) = read_traces(broken(("agent.trainable", False)))
-    assert silent.branches == []
-    attempt = {"node": 4, "type": "compaction_attempt"}
-    (_, fewer) = read_traces(broken(("nodes.5.semantic_parents", [attempt])))
-    assert [len(b.ids) for b in fewer.branches] == [38] and fewer.branches[0].trained.sum() == 15
-    file = tmp_path / "traces.jsonl"
-    file.write_text(RECORDED.read_text() + "{")
-    with pytest.raises(ValueError, match=r"traces.jsonl:\d+: not a JSON object"):
-        load_traces(file)
-    file.write_text("\n")
-    with pytest.raises(ValueError, match="at least one trace"):
-        load_traces(file)
+def test_branches_that_are_not_trained():
+    """Check that an agent that is not trainable and an abandoned compaction add no branch."""
+    record = records()[1]
+    assert branches(record["nodes"]) == [[0, 1, 4, 5], [0, 1, 2, 3, 6, 7]]
+    record["nodes"][5]["semantic_parents"] = [{"node": 4, "type": "compaction_attempt"}]
+    assert branches(record["nodes"]) == [[0, 1, 2, 3, 6, 7]]
+    judge = {**records()[0], "agent": {"trainable": False}}
+    pack, _ = pack_traces([judge, record], [1, 1])
+    assert pack.lengths == (15,)
+    record["nodes"][3]["parent"] = 6
+    with pytest.raises(ValueError, match="parent: expected an earlier node, got 6"):
+        branches(record["nodes"])
+    record = records()[0]
+    record["nodes"][3]["logprobs"].pop()
+    with pytest.raises(ValueError, match="logprobs: expected 10 numbers, got 9"):
+        pack_traces([record], [1])
 
 
 def test_samples_of_trl():

@@ -97,8 +97,6 @@ def test_only_questions_of_files_are_sent_as_chat(models):
     assert isinstance(splits.train[0].prompt, str) and not splits.data.chat
     lines = asking_lines(splits.data, tokenizer, splits.train[0].prompt)
     assert lines[0] == "questions are asked as plain text; the first prompt:"
-    traces = DataConfig(task="traces", path="x")
-    assert asking_lines(traces, tokenizer, "") == []
 
 
 def test_worked_examples_do_not_read_the_data_again(models, tmp_path):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from grpo_fast.data import FILES, TRACES
+from grpo_fast.data import FILES
 from grpo_fast.errors import conflict
 from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.rollout import EngineName, Sampling
@@ -23,8 +23,8 @@ CommaList = BeforeValidator(
 
 
 class DataConfig(Section):
-    task: Literal["sort", "open", "gsm8k", "jsonl", "traces"]
-    """Generated prompts, a fixed list (open), GSM8K, questions of a file, or recorded rollouts."""
+    task: Literal["sort", "open", "gsm8k", "jsonl"]
+    """Generated prompts, a fixed list (open), GSM8K, or questions of a file."""
     path: UserPath | None = None
     """A file, a folder with training and test files, or a hub id such as openai/gsm8k."""
     columns: dict[Literal["prompt", "answer", "solution"], str] = Field(default_factory=dict)
@@ -46,7 +46,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        needed = self.task in (*FILES, TRACES)
+        needed = self.task in FILES
         expected = f"{'a source' if needed else 'none'} for task {self.task}"
         require(needed == bool(self.path), "path", expected, repr(self.path))
         if self.task not in FILES:

@@ -17,8 +17,6 @@ from grpo_fast.train.config.base import named_in
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
 MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 SERVER = "distill.teacher=*://*"
-TRACES = "data.task=traces"
-DIFFER = "the branches of a task differ in number"
 # Conditions that select the losses in which beta does not weight a KL to the reference.
 NO_KL = [f"loss.loss_type={name}" for name, loss in OBJECTIVES.items() if not loss.reference]
 # Each row has two conditions that must not both be true, and the reason why. The conditions
@@ -49,17 +47,6 @@ CONFLICTS = (
     (SERVER, "reference.kind!=none", "the teacher replaces it; leave reference out"),
     ("distill.topk", "distill.teacher!=*://*", "only a server reports the likeliest ids"),
     ("distill.topk", "distill.form=advantage", "an advantage needs the sampled token only"),
-    (SERVER, TRACES, "the server completes prompts, which traces do not have"),
-    (TRACES, "rewards", "traces have their own rewards"),
-    (TRACES, "advantages=gdpo", "traces have one reward"),
-    (TRACES, "loss.aggregation=prompt_mean", DIFFER),
-    (TRACES, "rollout.ahead", "recorded rollouts are not sampled"),
-    (TRACES, "rollout.dynamic", "recorded rollouts are not sampled"),
-    (TRACES, "critic", "a critic reads complete completions"),
-    (TRACES, "warm_start", "traces have no gold solutions"),
-    (TRACES, "log.grad_variance", DIFFER),
-    (TRACES, "minibatches!=1", DIFFER),
-    (TRACES, "shuffle!=off", "a step has one minibatch"),
     ("rollout.dynamic", "rollout.group_size=1", "a group of one has no spread of rewards"),
     ("rollout.ahead", "rollout.correct_sampling=false", "older weights sampled the completions"),
     ("rollout.correct_sampling", "loss.corrections=null", "without corrections it has no use"),
@@ -116,10 +103,9 @@ def check_numbers(config: Any) -> None:
         with named_in("advantage_options"):
             check_options(mode, split_options(mode, config.advantage_options)[0])
         check_group_size(mode, rollout.group_size)
-    if config.data.task != "traces":
-        came = "0 for all" if config.rewards else "no reward"
-        fits = any(reward.weight for reward in config.rewards)
-        require(fits, "rewards", "a weight that is not 0", came)
+    came = "0 for all" if config.rewards else "no reward"
+    fits = any(reward.weight for reward in config.rewards)
+    require(fits, "rewards", "a weight that is not 0", came)
     loss = config.loss_config()
     reference = config.reference
     teacher = config.distill and config.distill.teacher

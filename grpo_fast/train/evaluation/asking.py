@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from grpo_fast.data import FILES, TRACES, Prompt
+from grpo_fast.data import FILES, Prompt
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig
@@ -26,12 +26,7 @@ def asking_lines(
         tokenizer: tokenizer of the model.
         prompt: the first prompt. The middle of a long prompt is replaced with an ellipsis.
         key: name of the setting that turns the chat template on or off.
-
-    Returns:
-        The lines, or an empty list for recorded rollouts, which contain no questions.
     """
-    if data.task == TRACES:
-        return []
     if data.chat or not isinstance(prompt, str):
         way = f"through the model's chat template ({key}=false sends plain text)"
     elif data.task in FILES and has_chat_template(tokenizer):

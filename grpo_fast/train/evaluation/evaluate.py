@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_fast import rollout
-from grpo_fast.data import TRACES, Example
+from grpo_fast.data import Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rewards.columns import prefill_of
@@ -200,7 +200,7 @@ def build_evaluation(
 
     Args:
         asked: the section `eval`.
-        splits: the data. For recorded rollouts, the returned function returns no metrics.
+        splits: the data.
         policy: the policy to evaluate.
         rewards: the reward functions of the run.
         max_new_tokens: maximum number of tokens in a completion. It is used only if
@@ -209,8 +209,6 @@ def build_evaluation(
     Returns:
         A function that samples with an engine and returns the metrics.
     """
-    if splits.data.task == TRACES:
-        return lambda engine: {}
     examples = splits.test[: asked.n]
     check_examples(rewards, examples, "test")
     asked = asked.model_copy(update={"max_new_tokens": asked.max_new_tokens or max_new_tokens})

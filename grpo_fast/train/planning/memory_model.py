@@ -27,8 +27,8 @@ With a tiled MLP, no tensor of size I is stored for all tokens. The backward pas
 18h bytes per token at 16 bits and 16h at 32 bits. With the layer's activations, it needs 39h bytes
 per token at 16 bits.
 
-Deep trees of recorded samples can need a quarter more. Tests compare these numbers with the tensors
-that autograd stores and with the peak that the allocator reports.
+Tests compare these numbers with the tensors that autograd stores and with the peak that the
+allocator reports.
 """
 
 from __future__ import annotations

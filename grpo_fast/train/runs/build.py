@@ -16,8 +16,9 @@ from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rewards.conventions import OURS
 from grpo_fast.rollout import Engine, check_prompts, encode_prompts
+from grpo_fast.train.collect.advantages import Advantages
+from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.collect.groups import PromptQueue
-from grpo_fast.train.collect.recorded import build_collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.evaluation.asking import asking_lines
 from grpo_fast.train.evaluation.evaluate import build_evaluation
@@ -178,7 +179,12 @@ def build(
     reference = Reference(policy, config.reference, loaded.another)
     trainer = Trainer(config, policy, reference, load_critic(config.critic, config.model, policy))
     queue = PromptQueue(loaded.splits.train)
-    collector = build_collector(config, policy, engine, loaded.rewards, queue)
+    weights = {reward.name: reward.weight for reward in loaded.rewards.rewards}
+    size = config.rollout.group_size
+    advantages = Advantages(config.advantages, config.advantage_options, size, weights)
+    collector = Collector(
+        config.rollout, policy, engine, loaded.rewards, queue, advantages, config.seed, config.steps
+    )
     saver = Saver(config, collector, trainer, report, loaded.settings, stopping)
     resume(start, saver)
     return saver

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import Support
-from grpo_fast.attention import (
-    PackedTree,
-    pack_groups,
-    pack_tree,
-    plan_packs,
-    plan_trees,
-    tree_tokens,
-    trunk_tokens,
-)
+from grpo_fast.attention import PackedTree, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.rollout import Samples
 from grpo_fast.rollout.ranges import ranges, select_support
 from grpo_fast.train.ranks.distributed import sum_
@@ -113,7 +105,6 @@ class StepBatch:
         device: device of the packed tensors.
         updates: optimizer steps per pass, a divisor of the number of samples.
         shared: if True, store the prompt of a group only once in a micro-batch.
-        trees: if True, store equal prefixes of any samples only once, as recorded rollouts need.
         mask_truncated: if True, exclude samples without an EOS from the loss.
         rank: number of this rank.
         ranks: number of ranks.
@@ -125,7 +116,6 @@ class StepBatch:
     device: torch.device | str
     updates: int = 1
     shared: bool = True
-    trees: bool = False
     mask_truncated: bool = False
     rank: int = 0
     ranks: int = 1
@@ -224,12 +214,8 @@ class StepBatch:
         """Pack samples into one micro-batch. Each group is a list of sample indices."""
         samples = self.samples
         chosen = [i for group in groups for i in group]
-        packed: PackedTree
-        if self.trees:
-            packed = pack_tree([samples.sample(i) for i in chosen], device=self.device)
-        else:
-            listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
-            packed = pack_groups(listed, shared=self.shared, device=self.device)
+        listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
+        packed = pack_groups(listed, shared=self.shared, device=self.device)
         # Find the completion tokens of this micro-batch in the flat columns of the step.
         at = torch.tensor(chosen)
         rows = ranges(samples.rows, at)
@@ -277,10 +263,6 @@ class StepBatch:
             A list of micro-batches. A micro-batch is a list of groups, and a group is a list of
             sample indices.
         """
-        if self.trees:
-            every = [i for group in groups for i in group]
-            rows = plan_trees([self.samples.sample(i) for i in every], self.budget)
-            return [[[every[n] for n in row]] for row in rows]
         packs = plan_packs([self._lengths(g) for g in groups], self.budget, shared=self.shared)
         return [[[groups[s.group][i] for i in s.completions] for s in pack] for pack in packs]
 
@@ -289,8 +271,6 @@ class StepBatch:
 
     def _cost(self, group: Sequence[int]) -> int:
         """Return the number of trunk tokens of a group."""
-        if self.trees:
-            return tree_tokens([self.samples.sample(i) for i in group])
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast import LossConfig
-from grpo_fast.data import TRACES
 from grpo_fast.kernels.cpu.autocast import shared_copies
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
@@ -126,8 +125,8 @@ class Trainer:
         batch = StepBatch(
             samples, config.rollout.group_size, self.budget.tokens, self.policy.device,
             updates=config.minibatches, shared=self.policy.unshared is None,
-            trees=config.data.task == TRACES, mask_truncated=config.rollout.mask_truncated,
-            rank=distributed.rank(), ranks=distributed.size(),
+            mask_truncated=config.rollout.mask_truncated, rank=distributed.rank(),
+            ranks=distributed.size(),
         )  # fmt: skip
         return Step(number, clock, batch, metrics)
 

@@ -23,6 +23,8 @@ MODES = (
 )  # fmt: skip
 GROUPS = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0, 0.0], [2.0, -1.0, 2.0, 0.5]]
 LENGTHS = [[10, 20, 5, 7], [3, 3, 9, 1], [8, 2, 2, 4]]
+RAGGED = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0], [2.0, -1.0, 2.0, 0.5, 0.125, 0.0]]
+RAGGED_LENGTHS = [[10, 20, 5, 7], [3, 3, 9], [8, 2, 2, 4, 1, 6]]
 
 
 def flat(groups):
@@ -33,12 +35,12 @@ def options_of(mode, lengths):
     return {"value": 0.3} if mode == "baseline" else {"lengths": lengths} if mode == "opo" else {}
 
 
-def group_by_group(mode, groups):
+def group_by_group(mode, groups, lengths_of_groups=LENGTHS):
     """Compute the advantages of `mode` directly from its definition, one number at a time."""
     rewards = [r for g in groups for r in g]
     centered = [r - statistics.fmean(g) for g in groups for r in g]
     out = []
-    for g, lengths in zip(groups, LENGTHS, strict=True):
+    for g, lengths in zip(groups, lengths_of_groups, strict=True):
         mean, best = statistics.fmean(g), max(g)
         for i, r in enumerate(g):
             others = g[:i] + g[i + 1 :]
@@ -74,6 +76,53 @@ def test_modes(mode):
     assert own.dtype == torch.float32 and own.shape == (12,)
     torch.testing.assert_close(own, group_by_group(mode, GROUPS), rtol=1e-5, atol=1e-6)
     assert torch.equal(rewards, flat(GROUPS))
+
+
+@pytest.mark.parametrize("ids", ["tensor", "words"])
+@pytest.mark.parametrize("mode", [*MODES, "biased"])
+def test_groups_of_unequal_size_in_any_order(mode, ids):
+    numbers = torch.tensor([n for n, group in enumerate(RAGGED) for _ in group])
+    order = torch.randperm(len(numbers))
+    lengths = flat(RAGGED_LENGTHS)[order]
+    given = ("normalized", {"unbiased": False}) if mode == "biased" else (mode, {})
+    options = given[1] | options_of(mode, lengths)
+    groups = 7 - 3 * numbers[order]
+    if ids == "words":
+        groups = [("prompt", str(n)) for n in groups.tolist()]
+    own = group_advantages(flat(RAGGED)[order], given[0], groups=groups, **options)
+    expected = group_by_group(mode, RAGGED, RAGGED_LENGTHS)[order]
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_groups_by_id_have_the_bits_of_group_size(mode):
+    options = options_of(mode, flat(LENGTHS))
+    own = group_advantages(
+        flat(GROUPS), mode, groups=[x for x in "abc" for _ in range(4)], **options
+    )
+    assert torch.equal(own, group_advantages(flat(GROUPS), mode, group_size=4, **options))
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in WITHOUT_GROUPS])
+def test_a_group_of_one_by_id_is_zero_and_changes_no_other_group(mode):
+    """Check a group with one completion, and one in which only one completion has a reward."""
+    rewards = torch.tensor([5.0, 1.0, 0.0, 0.5, 3.0, math.nan])
+    groups = [1, 0, 0, 0, 2, 2]
+    own = group_advantages(rewards, mode, groups=groups, **options_of(mode, torch.ones(6)))
+    assert own[[0, 4, 5]].tolist() == [0, 0, 0] and own[1:4].any()
+    if mode not in ("batch", "reinforce_pp_baseline"):  # these use statistics of the batch
+        alone = group_advantages(
+            rewards[1:4], mode, group_size=3, **options_of(mode, torch.ones(3))
+        )
+        torch.testing.assert_close(own[1:4], alone, rtol=1e-6, atol=0)
+
+
+def test_groups_of_several_rewards():
+    each = torch.rand(2, 9)
+    order = torch.randperm(9)
+    groups = torch.arange(3).repeat_interleave(3)[order]
+    expected = group_advantages(each, "gdpo", group_size=3)[order]
+    torch.testing.assert_close(group_advantages(each[:, order], "gdpo", groups=groups), expected)
 
 
 def test_a_constant_baseline():
@@ -168,6 +217,11 @@ REFUSED = [  # each entry has the expected message, and the invalid arguments
     (r"rewards: expected a tensor of shape \(K, N\*G\)", {"mode": "gdpo"}),
     ("group_size", {"rewards": torch.ones(5)}),
     *[("group_size", {"group_size": x}) for x in (0, 2.0)],
+    ("group_size: expected exactly one of group_size and groups, got neither",
+     {"group_size": None}),
+    ("group_size: expected exactly one .* got both", {"groups": [0, 0, 1, 1]}),
+    *[("groups: expected a group for each of 4 rewards", {"group_size": None, "groups": x})
+      for x in ("aabb", [1, 2], [[1]] * 4, torch.ones(4), torch.ones(2, 2, dtype=torch.int), 3)],
     ("mode", {"mode": "mean"}),
     ("eps", {"mode": "centered", "eps": 1.0}),
     *[("eps", {"eps": x}) for x in (math.nan, -1.0, "small")],

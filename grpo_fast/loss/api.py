@@ -18,7 +18,7 @@ from grpo_fast.loss.value_checks import raise_pending
 from grpo_fast.objective.config import LossConfig
 
 
-@call.public("group")
+@call.public
 def linear_logps(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -78,7 +78,7 @@ def linear_logps(
             own rows of the weight and the bias. These rows are a plain tensor, which may be empty,
             or a DTensor with placement Shard(0). Every rank gets the complete outputs and the
             complete gradient of `hidden`. The call is collective: if one rank raises, all ranks
-            raise. Not available inside torch.compile or a CUDA graph. None: the ranks do not share
+            raise. Not available in a CUDA graph. None: the ranks do not share
             a vocabulary. The weight may still be sharded by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
@@ -114,7 +114,7 @@ def linear_logps(
         return call.logps(tensors, options, ranks)
 
 
-@call.public()
+@call.public
 def logits_logps(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
@@ -176,7 +176,7 @@ def logits_logps(
     return call.logps((_logit_rows(logits),), options)
 
 
-@call.public()
+@call.public
 def grpo_loss(
     logps: Tensor,  # (B, L) or (T,)
     advantages: Tensor,  # (B,) or the shape of logps
@@ -251,7 +251,7 @@ def grpo_loss(
     return call.loss("given_logps", tensors, Options([True, True]), config, inputs)
 
 
-@call.public("group", "divergence")
+@call.public
 def linear_grpo_loss(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -341,7 +341,7 @@ def linear_grpo_loss(
             own rows of the weight and the bias. These rows are a plain tensor, which may be empty,
             or a DTensor with placement Shard(0). Every rank gets the complete outputs and the
             complete gradient of `hidden`. The call is collective: if one rank raises, all ranks
-            raise. Not available inside torch.compile or a CUDA graph. None: the ranks do not share
+            raise. Not available in a CUDA graph. None: the ranks do not share
             a vocabulary. The weight may still be sharded by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
@@ -387,7 +387,7 @@ def linear_grpo_loss(
         return call.loss("linear", tensors, options, config, inputs, ranks=ranks)
 
 
-@call.public("inplace")
+@call.public
 def logits_grpo_loss(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)

@@ -31,11 +31,7 @@ class BatchInputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of a loss call that are not part of `LossConfig`.
-
-    Only the fields that are listed in `schema.TYPES` can be arguments of a custom operator. All
-    other fields must have their default values when torch.compile traces a call.
-    """
+    """Options of a loss call that are not part of `LossConfig`."""
 
     wanted: list[bool]  # for each differentiable tensor, whether it needs a gradient
     backend: str = "auto"
@@ -49,10 +45,7 @@ class Options(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Options of a logps call.
-
-    Only the fields that are listed in `schema.TYPES` can be arguments of a custom operator.
-    """
+    """Options of a logps call."""
 
     target_ids: Tensor  # (B, L) or (T,)
     temperature: float | Tensor  # a tensor has the shape of target_ids

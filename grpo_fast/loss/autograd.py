@@ -1,6 +1,4 @@
-"""Autograd functions of the losses and logps in eager mode.
-
-`operators.py` has the versions for torch.compile.
+"""Autograd functions of the losses and logps.
 
 A loss computes its gradients in the forward pass. The first backward multiplies these gradients by
 the upstream scalar and returns the same tensors, so that autograd stores them as `.grad` without a
@@ -149,8 +147,8 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 
     The multiplication is skipped if the upstream scalar is a CPU tensor with the value 1.
     """
-    # Call item() only on plain CPU tensors. On a GPU tensor, it would wait for the GPU. On a tensor
-    # that torch.compile traces, it would raise an error.
+    # Call item() only on plain CPU tensors. On a GPU tensor, it would wait for the GPU. A subclass
+    # of Tensor, as autograd passes it while it is traced, has no value.
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64

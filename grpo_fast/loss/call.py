@@ -1,7 +1,4 @@
-"""The steps that the public loss and logps functions have in common.
-
-The steps work in eager mode and in a graph of torch.compile.
-"""
+"""The steps that the public loss and logps functions have in common."""
 
 from __future__ import annotations
 
@@ -16,61 +13,50 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import argument_error, unknown_keyword
+from grpo_fast.errors import unknown_keyword
 from grpo_fast.kernels.types import detached
-from grpo_fast.loss import autograd, checks, operators
+from grpo_fast.loss import autograd, checks
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.batch import TokenBatch, active_target_rows
+from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
 from grpo_fast.loss.ranks import NO_GROUP, Agreement, local_rows
 from grpo_fast.objective.config import LossConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
 untraced: Callable[[Callable[P, R]], Callable[P, R]] = functools.cache(torch.compiler.disable)
+LOSSES: dict[str, Callable[..., LossResult]] = {
+    "linear": linear_loss, "logits": logits_loss, "given_logps": logps_loss,
+}  # fmt: skip
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
-def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a public function so that torch.compile can handle all its calls.
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function, so that torch.compile calls it outside of its graphs.
 
     If a call has an unknown keyword, the decorated function raises an error that suggests the
     nearest known keyword.
-
-    Args:
-        outside: keywords that are not available in a graph of torch.compile. A call that passes one
-            of them runs outside of the graph.
-        is_traceable: False if no call of the function can be part of a graph.
     """
+    name = function.__name__
+    parameters = inspect.signature(function).parameters
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        name = function.__name__
-        parameters = inspect.signature(function).parameters
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            # Raise an error to break the graph. With fullgraph=True, the user sees the error.
+            # Otherwise, dynamo runs this wrapper again without tracing.
+            raise RuntimeError(
+                f"{name}() cannot be in a graph of torch.compile; compile without fullgraph=True"
+            )
+        unknown = next((x for x in keywords if x not in parameters), None)
+        if unknown is not None:
+            raise _unknown_keyword(name, unknown, parameters)
+        # Disable tracing of the function only if torch._dynamo has been imported. If it has not,
+        # nothing is being compiled, and importing torch._dynamo here would take seconds.
+        call = untraced(function) if "torch._dynamo" in sys.modules else function
+        return call(*args, **keywords)
 
-        @functools.wraps(function)
-        def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
-            word = next((x for x in outside if keywords.get(x)), None)
-            if torch.compiler.is_compiling():
-                # Raise an error to break the graph. With fullgraph=True, the user sees the error.
-                # Otherwise, dynamo runs this wrapper again without tracing. is_compiling() is then
-                # False, so the wrapper calls the function outside of the graph.
-                if word is not None:
-                    expected = f"{parameters[word].default} in a graph of torch.compile"
-                    raise argument_error(word, expected, type(keywords[word]).__name__)
-                if not is_traceable:
-                    raise argument_error(name, "a call outside of a graph", "one in")
-                return function(*args, **keywords)
-            unknown = next((x for x in keywords if x not in parameters), None)
-            if unknown is not None:
-                raise _unknown_keyword(name, unknown, parameters)
-            is_outside = word is not None or not is_traceable
-            # Disable tracing of the function only if torch._dynamo has been imported. If it has
-            # not, nothing is being compiled, and importing torch._dynamo here would take seconds.
-            call = untraced(function) if is_outside and "torch._dynamo" in sys.modules else function
-            return call(*args, **keywords)
-
-        return wrapper
-
-    return decorate
+    return wrapper
 
 
 def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
@@ -152,7 +138,7 @@ def loss(
     inputs: BatchInputs,
     ranks: Agreement = NO_GROUP,
 ) -> LossOutput:
-    """Compute one of the losses in `operators.LOSSES`, in a torch.compile graph or in eager mode.
+    """Compute one of the losses in `LOSSES`.
 
     Args:
         name: the loss: "linear", "logits" or "given_logps".
@@ -166,25 +152,16 @@ def loss(
     # 1. Check the arguments.
     checks.options(options, inputs.like)
     checks.tokens(config, inputs, has_logits=name != "given_logps")
-    # 2. Compute the loss. Under torch.compile, call the custom operator of the loss. Otherwise,
-    # call the autograd function.
-    if torch.compiler.is_compiling():
-        outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
-        count = 0  # `divergence=` is not available in a graph
-    else:
-        batch = TokenBatch.build(tensors, options, config, inputs)
-        # Ranks that share a head must make the same call. Compare their calls before the first
-        # collective operation of the head, which would otherwise deadlock or mix different batches.
-        numbers: tuple[object, ...] = (config.key,)
-        if (term := options.divergence) is not None:
-            numbers += (*term[1:], *getattr(term.teacher, "transform", ()))
-        ranks.check_agreement(
-            tensors, batch.rows.target_ids, options.wanted, options.backend, numbers
-        )
-        run = partial(operators.LOSSES[name], batch=batch, options=options)
-        outputs = autograd.apply_loss(run, options.inplace, *tensors)
-        metrics = batch.metrics
-        count = len(batch.rows.target_ids)
+    # 2. Compute the loss.
+    batch = TokenBatch.build(tensors, options, config, inputs)
+    # Ranks that share a head must make the same call. Compare their calls before the first
+    # collective operation of the head, which would otherwise deadlock or mix different batches.
+    numbers: tuple[object, ...] = (config.key,)
+    if (term := options.divergence) is not None:
+        numbers += (*term[1:], *getattr(term.teacher, "transform", ()))
+    ranks.check_agreement(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
+    run = partial(LOSSES[name], batch=batch, options=options)
+    outputs = autograd.apply_loss(run, options.inplace, *tensors)
     # 3. Add the metrics of grad_filter and of the divergence, and reshape the outputs to the layout
     # of the call.
     value, logps, entropy, filtered, divergence = outputs
@@ -194,14 +171,14 @@ def loss(
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
         # Inactive tokens have a divergence of 0, so the sum over all tokens is also the sum over
-        # the `count` active tokens.
+        # the active tokens.
         total = divergence.detach().sum(dtype=torch.float64).float()
-        more["divergence"] = total / max(count, 1)
+        more["divergence"] = total / max(len(batch.rows.target_ids), 1)
     shaped = _shaped(detached(logps), like)
     entropy, divergence = (
         None if x is None else _shaped(detached(x), like) for x in (entropy, divergence)
     )
-    return LossOutput(value, shaped, entropy, divergence, metrics, more)
+    return LossOutput(value, shaped, entropy, divergence, batch.metrics, more)
 
 
 def logps(
@@ -211,14 +188,11 @@ def logps(
 ) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
     """Compute logps and, if requested, entropies, in the layout of the targets."""
     checks.row_options(options)
-    if torch.compiler.is_compiling():
-        flat, entropy = operators.compiled_logps(tensors, options)
-    else:
-        wanted = autograd.needs_gradient(*tensors)
-        rows = active_target_rows(tensors, options, wanted)
-        numbers = (*options.transform, options.return_entropy)
-        ranks.check_agreement(tensors, rows[0].target_ids, wanted, options.backend, numbers)
-        flat, entropy, _ = autograd.apply_logps(options, rows, wanted, *tensors)
+    wanted = autograd.needs_gradient(*tensors)
+    rows = active_target_rows(tensors, options, wanted)
+    numbers = (*options.transform, options.return_entropy)
+    ranks.check_agreement(tensors, rows[0].target_ids, wanted, options.backend, numbers)
+    flat, entropy, _ = autograd.apply_logps(options, rows, wanted, *tensors)
     like = options.target_ids
     shaped = _shaped(flat, like)
     return (shaped, _shaped(entropy, like)) if options.return_entropy else shaped

@@ -42,7 +42,7 @@ class DivergenceOutput(NamedTuple):
     values: Tensor  # (N,) or (B, L)
 
 
-@call.public(is_traceable=False)
+@call.public
 def linear_divergence(
     hidden: Tensor,  # (N, H) or (B, L, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -80,8 +80,7 @@ def linear_divergence(
     p = 0 and q > 0.
 
     Gradients are computed in the forward pass. The call costs 8·N·V·H flops, or 6·N·V·H with a
-    `TeacherTopK`. Double backward raises an error. The function is not available inside
-    torch.compile.
+    `TeacherTopK`. Double backward raises an error.
 
     The Jensen-Shannon divergence follows GKD (https://arxiv.org/abs/2306.13649).
 

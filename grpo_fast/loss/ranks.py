@@ -81,8 +81,6 @@ def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) 
         known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
         if known and not any(dimension in TENSOR_PARALLEL for dimension in names):
             return _gather(x)
-        # Format the placements only when the error is raised, because formatting them breaks a
-        # torch.compile graph on torch 2.14.
         expected = (
             "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
         )

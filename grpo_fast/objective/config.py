@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Collection
 from typing import Any
@@ -195,8 +194,7 @@ class LossConfig:
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
-        # Store the options as a string, the key of the config. Custom operators accept strings but
-        # not configs.
+        # Store the options as a string, which the ranks of a vocabulary compare.
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
@@ -208,15 +206,6 @@ class LossConfig:
         """Return the config as a JSON string. A temperature tensor is left out."""
         key: str = self.__dict__["_key"]
         return key
-
-    @staticmethod
-    @functools.lru_cache(maxsize=256)
-    def from_key(key: str) -> LossConfig:
-        """Return the config that has this `key`.
-
-        Custom operators pass configs through torch.compile as keys.
-        """
-        return LossConfig(**json.loads(key))
 
     def _fill_defaults(self) -> None:
         """Set the defaults that depend on the loss type, so that repr shows the actual values."""

@@ -78,28 +78,6 @@ def token_metrics(
     return metrics
 
 
-def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
-    """Return the names of the metrics of a call, in the order of `token_metrics`."""
-    objective = OBJECTIVES[config.loss_type]
-    # Keep the order of `token_metrics`, because a torch.compile graph returns the values without
-    # names.
-    names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
-    names += ["approx_kl", "active_tokens", "skipped_rows"]
-    names += ["entropy"] if has_entropy else []
-    names += ["kl", "kl_guarded"] if config.uses_reference else []
-    if objective.clips == "ppo":
-        names += [f"clip_ratio/{x}_{how}" for x in ("low", "high", "region") for how in EXTENTS]
-    names += ["cispo_clip_ratio"] if objective.clips == "cispo" else []
-    names += ["vespo/phi_seq_mean"] if objective.clips == "vespo" else []
-    if has_sampling:
-        names += [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
-        if any(x.weighs for x in config.corrections):
-            names += [f"sampling/importance_sampling_ratio/{how}" for how in EXTENTS]
-    if any(has_sampling or x.ratio == "current/behaviour" for x in config.corrections):
-        names += CORRECTION_METRICS
-    return names
-
-
 EXTENTS = ("mean", "min", "max")
 CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective_sample_size")
 

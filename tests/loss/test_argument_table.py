@@ -2,15 +2,12 @@
 
 Each test checks that the result equals the result of plain eager execution, or that an error is
 raised. The keywords come from the signatures, so a new keyword without an entry in `VALUES` fails.
-The tests use the real torch.compile. Without fullgraph, an argument that cannot be traced breaks
-the graph, and the rest of the function is compiled separately. Such a graph break once lost
-`support`, because it came between the check of `support` and the call that uses it.
+The tests use the real torch.compile, which calls the functions outside of its graphs.
 """
 
 from __future__ import annotations
 
 import inspect
-import shutil
 import sys
 
 import pytest
@@ -137,12 +134,9 @@ def answer(call, run=None, *, backward=True):
     return found
 
 
-def compiled(backend, fullgraph):
-    def mode(call, patch):
-        torch._dynamo.reset()
-        return answer(call, torch.compile(call.__call__, backend=backend, fullgraph=fullgraph))
-
-    return mode
+def compiled(call, patch):
+    torch._dynamo.reset()
+    return answer(call, torch.compile(call.__call__, backend="eager"))
 
 
 def autocast(call, patch):
@@ -179,21 +173,18 @@ def without_gradients(call, patch):
 
 
 MODES = {
-    "graph": compiled("aot_eager", True),
-    "broken graph": compiled("eager", False),
+    "compiled": compiled,
     "autocast": autocast,
     "recorded": recorded,
     "checkpoint": checkpointed(False),
     "reentrant": checkpointed(True),
     "no_grad": without_gradients,
 }
-# The keywords that may break the graph. Compiling takes time, so the mode "broken graph" is tested
-# only with these keywords. With the others, its graph is the same as in the mode "graph".
-MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
-OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
-    {"group", "inplace", "divergence"},
-    {"group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"},
-)
+# Compiling takes time, so the mode "compiled" is tested only with some keywords.
+COMPILED = {"", "support", "group", "inplace", "hidden_rows", "divergence", "temperature"}
+OUTSIDE_OF_RECORDINGS = {
+    "group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"
+}  # fmt: skip
 # Maps a keyword to the keyword that the error message names instead. `entropy_over` is tested
 # together with `support` (see WITH), and the error is about `support`.
 REFUSED = {"entropy_over": "support"}
@@ -207,16 +198,12 @@ def group(tmp_path_factory):
     distributed.destroy_process_group()
 
 
-# Compiling one call takes a second. In the mode "graph", a keyword of several functions is
-# therefore tested only with the linear functions. test_compile.py compiles the other functions.
-FROM_HIDDEN = {name for x in LEAVES if x.startswith("linear") for name in keywords_of(x)}
 CELLS = [
     (function, name, mode)
     for function in LEAVES
     for name in keywords_of(function)
     for mode in MODES
-    if (mode != "broken graph" or name in MAY_BREAK)
-    and (mode != "graph" or function.startswith("linear") or name not in FROM_HIDDEN)
+    if mode != "compiled" or name in COMPILED
 ]
 
 
@@ -226,9 +213,7 @@ def test_a_cell(function, name, mode, group, monkeypatch):
     # Without gradients, grad_filter drops no columns, so its metrics differ from those of `answer`.
     call.drops = mode not in ("reentrant", "no_grad")
     plain, run = answer(call), MODES[mode]
-    outside = OUTSIDE_OF_GRAPHS if mode == "graph" else set()
-    outside = OUTSIDE_OF_RECORDINGS if mode == "recorded" else outside
-    if name in outside:
+    if mode == "recorded" and name in OUTSIDE_OF_RECORDINGS:
         refused = REFUSED.get(name, name)
         with pytest.raises(Exception, match=f"(?s){refused}: expected .*, got"):
             run(call, monkeypatch)
@@ -236,14 +221,6 @@ def test_a_cell(function, name, mode, group, monkeypatch):
     found = run(call, monkeypatch)
     assert len(found) == len(plain) - (mode == "no_grad") * len(call.leaves)
     for x, y in zip(found, plain, strict=False):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_inductor_keeps_the_support(fullgraph):
-    call = Call("linear_grpo_loss", "support")
-    for x, y in zip(compiled("inductor", fullgraph)(call, None), answer(call), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 

@@ -1,102 +1,64 @@
-"""Test torch.compile(fullgraph=True), and the custom operators."""
+"""Test that a model compiled by torch.compile can call the losses, which break the graph."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.loss import operators, schema
-from grpo_fast.loss.batch import TokenBatch
-from tests.loss_cases import (
-    BACKENDS,
-    FUNCTIONS,
-    LOSSES_OF,
-    arguments,
-    make_case,
-    options_for,
-    relative_l2,
-    run,
-)
-from tests.pairs import pairs
+from tests.loss_cases import arguments, make_case, options_for, relative_l2, run
+
+FUNCTIONS = (
+    "linear_logps", "logits_logps", "grpo_loss", "linear_grpo_loss", "logits_grpo_loss",
+    "linear_divergence",
+)  # fmt: skip
 
 
-def compiled(step, **options):
-    torch._dynamo.reset()
-    return torch.compile(step, fullgraph=True, backend="aot_eager", **options)
+def step(w1, w2, ids, advantages, config, cu):
+    """Run a training step: a layer, the loss of its output, and the backward pass."""
+    hidden = torch.tanh(torch.arange(20.0).view(5, 4) @ w1)
+    out = grpo_fast.linear_grpo_loss(hidden, w2, ids, advantages, config, cu_seqlens=cu)
+    out.loss.backward()
+    return out.loss.detach() * 0.5, out.metrics["ratio/mean"] * 2
 
 
-@pairs(backend=BACKENDS, layout=["padded", "packed"], function=FUNCTIONS,
-       loss_type=["grpo", "gspo", "vespo"])  # fmt: skip
-def test_every_public_loss_compiles_in_one_graph(function, loss_type, layout, backend, monkeypatch):
-    backend = str(backend)  # torch 2.11 cannot trace other subclasses of str
-    options = options_for(loss_type, beta=0.1, entropy_coef=0.1 if function != "logps" else 0.0)
-    case = make_case(112, sampling=True, **options)
-    expected = run(function, case, layout=layout, backend=backend)
-    name = LOSSES_OF[function]
-    monkeypatch.setattr(grpo_fast, name, compiled(getattr(grpo_fast, name)))
-    own = run(function, case, layout=layout, backend=backend)
-    assert torch.equal(own.loss, expected.loss)
-    assert all(torch.equal(own.grads[name], expected.grads[name]) for name in own.grads)
-
-
-def test_another_length_does_not_break_the_graph():
+def test_a_compiled_step_trains():
     config = grpo_fast.LossConfig(loss_type="dapo")
+    torch._dynamo.reset()
+    found = []
+    for run_step in (step, torch.compile(step, backend="aot_eager")):
+        g = torch.Generator().manual_seed(0)
+        w1 = torch.randn(4, 4, generator=g).requires_grad_()
+        w2 = torch.randn(7, 4, generator=g).requires_grad_()
+        ids, advantages = torch.randint(7, (5,), generator=g), torch.randn(2, generator=g)
+        cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+        values = run_step(w1, w2, ids, advantages, config, cu)
+        found.append([*values, w1.grad, w2.grad])
+    assert all(x.abs().sum() > 0 for x in found[0])
+    torch.testing.assert_close(found[1], found[0])
 
-    def step(h, w, ids, A, cu):
-        head = torch.tanh(h), w, ids  # a layer before the head is in the graph, too
-        out = grpo_fast.linear_grpo_loss(*head, A, config, cu_seqlens=cu, backend="torch")
-        return out.loss * 0.5, out.metrics["ratio/mean"]
 
-    fast = compiled(step, dynamic=True)
-    for T in (5, 9, 14):
-        g = torch.Generator().manual_seed(T)
-        h, w = torch.randn(T, 4, generator=g).requires_grad_(), torch.randn(7, 4, generator=g)
-        ids, A = torch.randint(7, (T,), generator=g), torch.randn(2, generator=g)
-        cu = torch.tensor([0, 2, T], dtype=torch.int32)
-        own, expected = fast(h, w, ids, A, cu), step(h, w, ids, A, cu)
-        torch.testing.assert_close(own, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(x[0], h)[0] for x in (own, expected)))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_fullgraph_is_refused_by_name(name):
+    function = getattr(grpo_fast, name)
+    count = sum(x.default is x.empty for x in inspect.signature(function).parameters.values())
+    with pytest.raises(Exception, match=rf"{name}\(\) cannot be in a graph of torch.compile"):
+        torch.compile(lambda x: function(*[x] * count), fullgraph=True)(torch.ones(2))
 
 
 def test_bad_input_is_refused_by_the_compiled_step_too():
     case = make_case(115, **options_for("dapo"))
     given = arguments("linear", case)
-    fast = compiled(lambda ids: grpo_fast.linear_grpo_loss(**{**given, "target_ids": ids}).loss)
+    torch._dynamo.reset()
+    fast = torch.compile(
+        lambda ids: grpo_fast.linear_grpo_loss(**{**given, "target_ids": ids}).loss, backend="eager"
+    )
     fast(case.ids)
-    with pytest.raises(Exception, match="target_ids"):
+    with pytest.raises(ValueError, match="target_ids"):
         fast(case.ids + 10**6)
     fast(case.ids)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", ["linear", "logits", "logps"])
-def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
-    """Check that the custom operators pass torch.library.opcheck on arguments from public calls."""
-    if function == "logps" and dtype != torch.float32:
-        pytest.skip("logps are fp32")
-    real, checked = TokenBatch.build, []
-    name = "given_logps" if function == "logps" else function
-    operator = getattr(torch.ops.grpo_fast, f"{name}_loss")
-
-    def build(tensors, options, config, given):
-        # Restore the original method first, because the operator that opcheck runs calls it again.
-        monkeypatch.setattr(TokenBatch, "build", real)
-        packed = operators._pack_arguments(config, given)
-        inputs = (*tensors, *schema.graph_fields(options), *packed)
-        utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(operator.default, inputs, test_utils=utils)
-        checked.append(function)
-        monkeypatch.setattr(TokenBatch, "build", build)
-        return real(tensors, options, config, given)
-
-    monkeypatch.setattr(TokenBatch, "build", build)
-    for entropy_coef in (0.0, 0.1):
-        options = options_for("grpo", beta=0.1, entropy_coef=entropy_coef)
-        case = make_case(116, dtype=dtype, sampling=True, **options)
-        run(function, case)
-        run(function, case.but(bias=None, sampling=None), layout="packed")
-    assert len(checked) == 4
 
 
 def test_global_precision_settings_do_not_reach_fp32_results():

@@ -389,17 +389,6 @@ def test_a_mean_by_default_and_only_the_gradients_that_are_wanted():
         )  # fmt: skip
 
 
-def test_a_graph_of_torch_compile_refuses_it():
-    sides = sides_of(dtype=torch.float32)
-
-    def run(x):
-        return linear_divergence(x * 1.0, sides[1], TeacherHead(*sides[3:]), "jsd").loss
-
-    with pytest.raises(Exception, match="linear_divergence: expected a call outside of a graph"):
-        torch.compile(run, backend="eager", fullgraph=True)(sides[0])
-    assert torch.equal(torch.compile(run, backend="eager")(sides[0]), run(sides[0]))
-
-
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
     """Check the peak memory of a call with 32 chunks of (32, 32768) logits.

@@ -131,7 +131,6 @@ def test_an_option_that_the_loss_does_not_read(loss_type, name):
         assert all(word in message for word in (repr(value), repr(loss_type), *readers))
         assert_refused(name, default.replace, **{name: value})
     assert LossConfig(**options, **{name: getattr(default, name)}) == default
-    assert LossConfig.from_key(default.key) == default
 
 
 @pytest.mark.parametrize(("name", "options"), CONFIG, ids=str)

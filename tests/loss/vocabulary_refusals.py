@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -83,27 +83,6 @@ def refusals(world: World, who: str) -> Found:
     return {"told": told}
 
 
-def compiled_in_one_graph(world: World) -> str:
-    """Return the error of torch.compile for a call with `group` and fullgraph=True.
-
-    Also check that without fullgraph, the call runs outside of the graph and gives the eager
-    result.
-    """
-    case = world.shard(make_case(14, **options_for("grpo")))
-
-    def logps(weight: Tensor) -> Tensor:
-        return grpo_fast.linear_logps(
-            case.hidden, weight, case.ids, bias=case.bias, group=distributed.group.WORLD
-        )
-
-    try:
-        torch.compile(logps, backend="eager", fullgraph=True)(case.weight)
-    except Exception as error:
-        assert torch.equal(torch.compile(logps, backend="eager")(case.weight), logps(case.weight))
-        return str(error)[str(error).find("group: ") :]
-    return "nothing"
-
-
 def wrong_groups(world: World) -> Found:
     """Return the errors of calls whose `group` or DTensor does not match the ranks of the head."""
     other = distributed.new_group([0])
@@ -124,6 +103,5 @@ def wrong_groups(world: World) -> Found:
     if world.rank:
         wrong[f"group: expected a process group or {one_dimension} that"] = {"group": other}
     told = {name: said(partial(plain_call, world, **x)) for name, x in wrong.items()}
-    told["group: expected None in a graph of torch.compile"] = compiled_in_one_graph(world)
     distributed.barrier()
     return {"told": told}

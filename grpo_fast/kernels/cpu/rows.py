@@ -71,22 +71,23 @@ def row_grad_(
     return out
 
 
-@functools.lru_cache(maxsize=256)
-def loss_arguments(key: str) -> tuple[float, ...]:
-    """Return the numeric arguments that describe a loss to the C++ operator.
+@functools.cache
+def function_numbers(loss_type: str, kl_estimator: str) -> tuple[int, int]:
+    """Return the numbers of a loss function and of a KL estimator in the generated C++ code."""
+    objective = loss_codegen.objective_functions().index(OBJECTIVES[loss_type].function)
+    return objective, loss_codegen.kl_functions().index(KL_ESTIMATORS[kl_estimator])
 
-    Args:
-        key: the loss configuration, as returned by `LossConfig.key`.
+
+def loss_arguments(config: LossConfig) -> tuple[float, ...]:
+    """Return the numeric arguments that describe a loss to the C++ operator.
 
     Returns:
         (objective, kl, kl_times_ratio, p0, …, p3, kl_max, kl_d_max).
     """
-    config = LossConfig.from_key(key)
-    objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].function)
-    estimator = loss_codegen.kl_functions().index(KL_ESTIMATORS[config.kl_estimator])
+    numbers = function_numbers(config.loss_type, config.kl_estimator)
     # The operator expects exactly MAX_PARAMS hyperparameters, so append zeros.
     params = (*config.params, *[0.0] * loss_codegen.MAX_PARAMS)[: loss_codegen.MAX_PARAMS]
-    return objective, estimator, config.kl_times_ratio, *params, *config.kl_limits
+    return *numbers, config.kl_times_ratio, *params, *config.kl_limits
 
 
 def row_loss_(
@@ -107,6 +108,6 @@ def row_loss_(
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),
-        *loss_arguments(config.key), *transform_arguments(transform), return_entropy,
+        *loss_arguments(config), *transform_arguments(transform), return_entropy,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)

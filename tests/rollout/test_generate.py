@@ -8,6 +8,7 @@ import torch
 
 from grpo_fast import rollout
 from grpo_fast import rollout as rollouts
+from grpo_fast.attention import register
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Completion, Engine, Sampling, awake, generate
 from grpo_fast.rollout.own.cache import RolloutCache
@@ -216,3 +217,12 @@ def test_a_rollout_carries_what_the_engine_said(policy):
             engine.generate([[1]], Sampling(), group_size=1, seed=0)
             raise RuntimeError("stop")
     assert engine.calls == ["wake", "update 3", "generate", "sleep", "close"]
+
+
+def test_a_model_with_the_attention_of_packed_rows_samples(tokenizer):
+    model = tiny_model()
+    expected = generate(model, PROMPTS, tokenizer=tokenizer, group_size=2, max_new_tokens=6)
+    model.set_attn_implementation(register())
+    found = generate(model, PROMPTS, tokenizer=tokenizer, group_size=2, max_new_tokens=6)
+    assert found.completion_ids == expected.completion_ids
+    assert model.config._attn_implementation == "grpo_packed"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import Head, head_of
+from grpo_fast.attention import NAME, Head, head_of
 from grpo_fast.errors import require
 from grpo_fast.kernels.cpu.autocast import shared_copies
 
@@ -30,7 +30,8 @@ class SampledModel:
         eos_ids: token ids that end a completion. None uses the EOS ids of the tokenizer and the
             model.
         attn: attention implementation for transformers' `generate`. "auto" uses the model's
-            implementation, or "eager" if the model has an attention softcap.
+            implementation, "sdpa" in place of "grpo_packed", or "eager" if the model has an
+            attention softcap.
         autocast: dtype in which a model with fp32 weights computes, or None.
 
     Raises:
@@ -58,6 +59,8 @@ class SampledModel:
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         softcap = getattr(self.lm.config, "attn_logit_softcapping", None)
         usual = "eager" if softcap is not None else self.lm.config._attn_implementation
+        if usual == NAME:  # the function for packed rows cannot read a KV cache
+            usual = "sdpa"
         self.generation_attn = usual if attn == "auto" else attn
         if eos_ids is None:
             require(tokenizer is not None, "tokenizer", "the model's, or eos_ids", None)

@@ -38,16 +38,6 @@ compare importance variance inner_iterations=4 loss.loss_type=reinforce,unclippe
 truncated=(rollout.top_p=0.9 rollout.top_k=50 rollout.replay_support=auto,off reference.kind=frozen
     log.completions_every=0 --seeds 3)
 compare support-sort sort "${truncated[@]}" steps=200 eval.every=25
-if [[ ! -f $runs/teacher/summary.json ]]; then
-    "$python" -m grpo_fast train sort steps=400 output_dir="$runs/teacher" log.progress=false
-fi
-arms=(loss "distill.form=loss" advantage "distill.form=advantage" rewards "distill=null loss.entropy_coef=0.1")
-for ((i = 0; i < 6; i += 2)); do
-    # shellcheck disable=SC2086  # an arm is words
-    "$python" -m grpo_fast train distill-sort distill.teacher="$runs/teacher/model" ${arms[i + 1]} steps=150 \
-        eval.every=25 log.progress=false log.save_model=false output_dir="$runs/distill-${arms[i]}"
-done
-"$python" -m grpo_fast plot "$runs"/distill-* -o "$results/distill-sort.png"
 if [[ -n ${GSM8K:-} ]]; then
     compare support-gsm8k gsm8k-tiny "${truncated[@]}" "data.path=$GSM8K" \
         eval.every=10

@@ -33,7 +33,7 @@ PER_SAMPLE = ("group", "truncated", "weight_version", "rewards", "advantages")
 PER_TOKEN = ("ids", "segment")
 PER_COMPLETION_TOKEN = (
     "logps", "mass", "token_rewards", "token_advantages", "old_logps", "ref_logps", "ref_hidden",
-    "teacher", "values", "returns",
+    "values", "returns",
 )  # fmt: skip
 COLUMNS = ("cu_seqlens", *PER_SAMPLE, *PER_TOKEN, *PER_COMPLETION_TOKEN)
 REQUIRED = {
@@ -70,7 +70,6 @@ class Samples:
         old_logps: (R,) fp32, log-probabilities of the policy at the start of the step.
         ref_logps: (R,) fp32, log-probabilities of the reference model.
         ref_hidden: (R, H) hidden states of the reference model, for an exact KL divergence.
-        teacher: (R, K, 2) fp64, token ids and log-probabilities from a teacher server.
         values: (R,) fp32, the critic's values.
         returns: (R,) fp32, targets of the critic.
     """
@@ -94,7 +93,6 @@ class Samples:
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
     ref_hidden: Tensor | None = None
-    teacher: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_fast.rollout.vllm import servers as servers_module
-from grpo_fast.rollout.vllm import teacher
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_policy
@@ -24,8 +23,7 @@ def policy(shared_policy: Policy) -> Policy:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (servers_module, teacher):
-        monkeypatch.setattr(module, "PAUSE_S", 0.05)
+    monkeypatch.setattr(servers_module, "PAUSE_S", 0.05)
 
 
 @pytest.fixture

@@ -23,13 +23,12 @@ from grpo_fast.rollout.engine import Request
 from grpo_fast.rollout.vllm.answers import Reply, ServerError, StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.http import Server
 from grpo_fast.rollout.vllm.link import Link
-from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from tests.command_line import invoke
-from tests.rollout.vllm_stand_in import all_logps, difference
+from tests.rollout.vllm_stand_in import difference
 from tests.train.resuming import result
 
 pytestmark = pytest.mark.skipif(
@@ -203,32 +202,6 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
         rollout = generate(policy, engine, options)
         assert rollout.weight_version.tolist() == [7] * 12 and difference(policy, rollout) < EXACT
     assert "expected completions by the weights" in caplog.text
-
-
-def test_a_teachers_log_probabilities(server, options):
-    """Check that a teacher on a vLLM server returns the same log-probabilities as our model.
-
-    This must also hold for prompts that vLLM has in its prefix cache.
-    """
-    policy = policy_of()
-    with build_engine(policy, options) as engine:
-        engine.update(policy, 9)
-        done = generate(policy, engine, options)
-    texts = zip(done.prompt_ids, done.completion_ids, strict=True)
-    samples = [([*prompt, *ids], len(prompt)) for prompt, ids in texts]
-    for topk in (0, 3):
-        teacher = TeacherServer(server.url, topk, len(policy.head.weight), options.vllm)
-        for (ids, start), rows in zip(samples, teacher.scores(samples), strict=True):
-            logps = all_logps(policy, ids)[start - 1 :]
-            found = rows[..., 1].masked_fill(rows[..., 1] == -torch.inf, 0.0)
-            wanted = logps.gather(1, rows[..., 0].long()).double()
-            assert (found - wanted).masked_fill(found == 0, 0.0).abs().max() < EXACT
-            assert rows[:, 0, 0].tolist() == ids[start:]
-            best = logps.topk(topk).indices.tolist()
-            ids_of_rows = rows[..., 0].long().tolist()
-            assert all(set(a) <= set(b) for a, b in zip(best, ids_of_rows, strict=True))
-    with pytest.raises(ValueError, match="prompt logprobs of 50"):
-        TeacherServer(server.url, 50, 1000, options.vllm)
 
 
 def in_the_middle(engine: Any, action: Any) -> None:

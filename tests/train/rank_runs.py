@@ -43,8 +43,8 @@ CASES: dict[str, list[str]] = {
              "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
     "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",
               "shuffle=completions", "log.grad_variance=true"],
-    "distill": ["reference.kind=frozen", "distill={kind: jsd, beta: 0.3, task: 0.5}",
-                "inner_iterations=2", "minibatches=2", "shuffle=completions"],
+    "divergence": [*KL, "loss.kl_estimator=exact_reference_first", "inner_iterations=2",
+                   "minibatches=2", "shuffle=completions"],
     "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]",
                 "model.gradient_checkpointing=true"],
 }  # fmt: skip

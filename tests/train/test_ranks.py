@@ -30,7 +30,7 @@ COMPARED = [
     # new.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
-    *((case, "hsdp", 4) for case in ("mu", "distill")),
+    *((case, "hsdp", 4) for case in ("mu", "divergence")),
 ]
 
 

@@ -100,22 +100,12 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "distributed=hsdp", "distributed=hsdp conflicts with distributed_replicas=null"),
         ("train", "critic={}", "advantages=centered conflicts with critic"),
         ("train", f"{PPO} kl.into=reward loss.beta=0.1", "reference.kind=none conflicts with "),
-        *(("train", f"distill.teacher=http://127.0.0.1:9 {word}", setting) for word, setting in (
-            ("rollout.temperature=0.7", "rollout.temperature=0.7 conflicts with"),
-            ("loss.temperature=0.7", "loss.temperature=0.7 conflicts with"),
-            ("distill.topk=9 distill.form=advantage", "distill.topk=9 conflicts with"),
-            ("rollout.top_k=3", "rollout.replay_support=auto conflicts with"),
-            ("reference.kind=frozen", "conflicts with reference.kind=frozen"))),
-        ("train", "distill.teacher=x reference.kind=frozen", "conflicts with distill.teacher=x"),
         *(("train", f"{PPO} loss.beta=0.1 reference.kind=frozen {words}", f"{first} conflicts with")
           for words, first in (
             ("kl.into=reward loss.loss_type=dro", "kl.into=reward"),
             ("kl.target=0.1 loss.loss_type=kimi", "kl.target=0.1"))),
         ("train", "data.columns={prompt: x}", "data.columns: expected none for task sort"),
         ("train", "rewards={verl: exact_match}", "convention=verl conflicts with name=exact_match"),
-        ("train", "distill.teacher=http://me:secret@host:1", "distill.teacher: expected"),
-        ("train", "distill.teacher=ftp://host:1", "distill.teacher: expected"),
-        ("train", "distill={}", "reference.kind=none conflicts with "),
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
         ("train", "model=null", "model"),
         ("train", "data.system_prompt={a: 1}", "system_prompt: expected a text, got a mapping"),

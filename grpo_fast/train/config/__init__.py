@@ -9,7 +9,6 @@ from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, Ro
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
-    DistillConfig,
     KLConfig,
     LoraConfig,
     ModelConfig,
@@ -20,7 +19,7 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import RunConfig
 
 __all__ = [
-    "CriticConfig", "DataConfig", "DistillConfig", "EvalConfig", "KLConfig",
+    "CriticConfig", "DataConfig", "EvalConfig", "KLConfig",
     "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig",
     "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath", "WarmStartConfig",
     "require",

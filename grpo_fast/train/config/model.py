@@ -1,4 +1,4 @@
-"""Configuration sections for the policy, optimizer, reference, teacher, critic and warm start."""
+"""Configuration sections for the policy, optimizer, reference, critic and warm start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath, require
 
@@ -86,37 +85,6 @@ class KLConfig(Section):
     """Mean KL per token that the run aims at by adapting beta; null keeps beta constant."""
     horizon: float = Field(10_000.0, gt=0)
     """Number of completions over which an adaptive beta changes by at most 20%."""
-
-
-class DistillConfig(Section):
-    """On-policy distillation: the policy learns to match a teacher on the policy's samples."""
-
-    teacher: UserPath | None = None
-    """Teacher as a folder, hub id or URL of a vLLM server; null uses the reference model."""
-    topk: Positive | None = None
-    """Likeliest token ids per position that a teacher server reports; null means 20."""
-    form: Literal["loss", "advantage"] = "loss"
-    """Add the divergence to the loss, or the log ratio teacher / policy to the advantages."""
-    kind: Literal[tuple(DIVERGENCES)] = "reverse_kl"  # type: ignore[valid-type]
-    """Divergence between teacher and policy."""
-    beta: float = Field(0.5, gt=0, lt=1)
-    """Weight of the teacher in the mixture distribution of kind: jsd."""
-    coef: float = Field(1.0, ge=0)
-    """Weight of the divergence or of the log ratio."""
-    task: float = Field(1.0, ge=0)
-    """Weight of the advantages that come from rewards; 0 learns from the teacher alone."""
-
-    @property
-    def server(self) -> tuple[str, int] | None:
-        """Return the URL of the teacher server and the number of token ids to request.
-
-        The server reports the likeliest token ids of each position. With `form: advantage` the
-        number is 0, because only the sampled token is needed. The result is None if the teacher is
-        not a server.
-        """
-        if self.teacher is None or "://" not in self.teacher:
-            return None
-        return self.teacher, (self.topk or 20) if self.form == "loss" else 0
 
 
 class CriticConfig(Section):

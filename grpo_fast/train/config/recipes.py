@@ -108,7 +108,7 @@ def _resolved(value: Any, folder: str, key: str = "") -> Any:
         return [_resolved(item, folder, key) for item in value]
     # The value of these keys can be a reward function in a file, written as file.py:function.
     is_code = key in ("rewards", "name", *CONVENTIONS) and ".py:" in str(value)
-    if not isinstance(value, str) or not (is_code or key in ("path", "teacher")):
+    if not isinstance(value, str) or not (is_code or key == "path"):
         return value
     path, colon, function = value.rpartition(":") if is_code else (value, "", "")
     inside = os.path.join(folder, os.path.expanduser(path))

@@ -16,7 +16,6 @@ from grpo_fast.train.config.base import named_in
 
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
 MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
-SERVER = "distill.teacher=*://*"
 # Conditions that select the losses in which beta does not weight a KL to the reference.
 NO_KL = [f"loss.loss_type={name}" for name, loss in OBJECTIVES.items() if not loss.reference]
 # Each row has two conditions that must not both be true, and the reason why. The conditions
@@ -40,13 +39,6 @@ CONFLICTS = (
     ("kl.target", "loss.beta=0", "the KL needs a weight; set loss.beta above 0"),
     ("reference.path", "reference.kind!=frozen", "only kind: frozen loads a model from a path"),
     ("reference.kind=synced", "model.lora", "the reference is the model without its adapter"),
-    ("distill", "advantages=gae", "it adds to the advantages of a group; choose one of those"),
-    ("distill", "loss.kl_estimator=exact*", "it computes an exact divergence already"),
-    ("distill", "loss.beta!=0", "distill.coef is the weight of the divergence; set loss.beta=0"),
-    ("distill.form=advantage", "distill.kind!=reverse_kl", "the log ratio estimates that one"),
-    (SERVER, "reference.kind!=none", "the teacher replaces it; leave reference out"),
-    ("distill.topk", "distill.teacher!=*://*", "only a server reports the likeliest ids"),
-    ("distill.topk", "distill.form=advantage", "an advantage needs the sampled token only"),
     ("rollout.dynamic", "rollout.group_size=1", "a group of one has no spread of rewards"),
     ("rollout.ahead", "rollout.correct_sampling=false", "older weights sampled the completions"),
     ("rollout.correct_sampling", "loss.corrections=null", "without corrections it has no use"),
@@ -108,24 +100,10 @@ def check_numbers(config: Any) -> None:
     require(fits, "rewards", "a weight that is not 0", came)
     loss = config.loss_config()
     reference = config.reference
-    teacher = config.distill and config.distill.teacher
-    serves = bool(config.distill and config.distill.server)
-    if serves and loss.temperature != 1:
-        section = "rollout" if getattr(config.loss, "temperature", None) is None else "loss"
-        setting = f"{section}.temperature={loss.temperature:g}"
-        raise conflict(setting, "a teacher's server", "the server computes at temperature 1")
-    if serves and rollout.needs_support:
-        why = "the server computes over all tokens; use off"
-        raise conflict("rollout.replay_support=auto", "a teacher's server", why)
-    if not serves and teacher not in (None, reference.path):
-        why = "the teacher replaces it; leave reference out"
-        raise conflict(f"reference.path={reference.path}", f"distill.teacher={teacher}", why)
     if reference.kind == "none":
         why = "set reference.kind to frozen or synced"
         if loss.uses_reference or config.kl.into == "reward":
             raise conflict("reference.kind=none", f"loss.beta={config.loss.beta:g}", why)
-        if config.distill and not serves:
-            raise conflict("reference.kind=none", "distill.teacher=null", why)
     of_sampler = any(each.ratio != "current/behaviour" for each in loss.corrections)
     if of_sampler and loss.corrections != LossConfig.corrections and not rollout.correct_sampling:
         why = "they read the sampler's log-probabilities; set rollout.correct_sampling=true"

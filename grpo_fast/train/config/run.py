@@ -9,13 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.rollout.vllm.options import plain_url
 from grpo_fast.train.config.base import Count, Positive, Section, UserPath, named_in
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
-    DistillConfig,
     KLConfig,
     ModelConfig,
     OptimConfig,
@@ -104,8 +102,6 @@ class RunConfig(Section):
     """The reference model of the KL divergence."""
     kl: KLConfig = Field(default_factory=KLConfig)
     """Where the KL divergence to the reference is applied, and how its weight adapts."""
-    distill: DistillConfig | None = None
-    """On-policy distillation from a teacher; null switches it off."""
     critic: CriticConfig | None = None
     """The value function of PPO, for advantages: gae; null means no critic."""
     warm_start: WarmStartConfig | None = None
@@ -128,22 +124,6 @@ class RunConfig(Section):
         default_factory=list
     )
     """Kinds of files that may have changed since the resumed run began."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _teacher_is_the_reference(cls, values: Any) -> Any:
-        distill = values.get("distill") if isinstance(values, dict) else None
-        path = distill.get("teacher") if isinstance(distill, dict) else None
-        # Check a URL here and not in a validator of the field. A URL may contain a password, and
-        # pydantic's error message for the field would print the password.
-        if "://" in str(path):
-            teacher = plain_url("distill.teacher", path)
-            return {**values, "distill": {**distill, "teacher": teacher}}
-        # The trainer uses its reference model as the teacher, unless the teacher is a server. If
-        # the user has not set a reference, load the teacher as the frozen reference.
-        if path is None or "reference" in values:
-            return values
-        return {**values, "reference": {"kind": "frozen", "path": path}}
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -23,7 +23,7 @@ from grpo_fast.train.ranks.distributed import sum_
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
 FIXED = (
-    "old_logps", "ref_logps", "ref_hidden", "teacher", "values", "returns", "token_advantages",
+    "old_logps", "ref_logps", "ref_hidden", "values", "returns", "token_advantages",
 )  # fmt: skip
 
 

@@ -12,18 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_fast import (
-    DivergenceTerm,
-    LossConfig,
-    LossOutput,
-    TeacherHead,
-    TeacherTopK,
-    linear_grpo_loss,
-)
+from grpo_fast import DivergenceTerm, LossConfig, LossOutput, TeacherHead, linear_grpo_loss
 from grpo_fast.attention import Head
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
-from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks.distributed import full_tensor, rank, size, sum_, together
@@ -40,7 +32,6 @@ def accumulate(
     validate: str,
     critic: Critic | None = None,
     ref_head: Head | None = None,
-    distill: DistillConfig | None = None,
     totals: Totals | None = None,
 ) -> LossMetrics:
     """Accumulate the gradients of one optimizer step in the parameters.
@@ -52,9 +43,7 @@ def accumulate(
         correct_sampling: pass the sampler's log-probs to the loss.
         validate: argument `validate` of `linear_grpo_loss`.
         critic: value function whose loss is added, or None.
-        ref_head: LM head of the reference. Only an exact divergence needs it.
-        distill: the section `distill`, or None without distillation. The loss then has an exact KL
-            if `config.kl_estimator` selects one.
+        ref_head: LM head of the reference. Only an exact KL needs it.
         totals: counts over all ranks that normalize the losses. None counts `minibatch`.
 
     Returns:
@@ -71,7 +60,7 @@ def accumulate(
         total: Any = batch.prompt_items if by_prompt else totals.items
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
-        term = divergence_term(batch, ref_head, config, distill)
+        term = divergence_term(batch, ref_head, config)
         options: dict[str, Any] = {
             "num_items_in_batch": total,
             "num_completions_in_batch": totals.completions,
@@ -83,7 +72,7 @@ def accumulate(
         # has gathered the weights of the head.
         loss, hidden, output = policy.inside(partial(packed_loss, policy, batch, alone, options))
         metrics = {"loss": loss, **output.metrics}
-        if term is not None and distill is None:
+        if term is not None:
             metrics["kl"] = metrics.pop("divergence")
         # 2. Run the backward pass. With a critic, the backward pass includes the value loss.
         if critic is None:
@@ -141,28 +130,21 @@ def policy_term(config: LossConfig) -> LossConfig:
 
 
 def divergence_term(
-    batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
+    batch: MicroBatch, ref_head: Head | None, config: LossConfig
 ) -> DivergenceTerm | None:
-    """Build the loss term for the divergence from a teacher or from the reference.
+    """Build the loss term for the exact KL to the reference.
 
     Returns:
-        The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
+        The term for `linear_grpo_loss`, or None if the micro-batch has no hidden states of the
+        reference.
     """
-    scores = batch.column("teacher")
     ref_hidden = batch.column("ref_hidden")
-    teacher: TeacherHead | TeacherTopK
-    if scores is not None:
-        ids, logps = scores.unbind(-1)
-        teacher = TeacherTopK(ids.long(), logps.float())
-    elif ref_hidden is None or ref_head is None:
+    if ref_hidden is None or ref_head is None:
         return None
-    else:
-        weight, bias = (None if x is None else full_tensor(x.detach()) for x in ref_head[:2])
-        temperature = float(config.temperature)
-        teacher = TeacherHead(ref_hidden, weight, bias, temperature, **ref_head.logit_kwargs)
-    if distill is None:
-        return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
-    return DivergenceTerm(teacher, distill.kind, distill.coef, distill.beta)
+    weight, bias = (None if x is None else full_tensor(x.detach()) for x in ref_head[:2])
+    temperature = float(config.temperature)
+    teacher = TeacherHead(ref_hidden, weight, bias, temperature, **ref_head.logit_kwargs)
+    return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
 
 
 def token_weights(

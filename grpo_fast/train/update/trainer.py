@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from grpo_fast import LossConfig
 from grpo_fast.kernels.cpu.autocast import shared_copies
-from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
@@ -77,10 +75,6 @@ class Trainer:
         self.watch = SamplerWatch(config.rollout)
         self.initial_loss = config.loss_config()
         self.reads_reference = config.reference.kind != "none"
-        self.teacher: TeacherServer | None = None
-        if config.distill is not None and config.distill.server is not None:
-            url, topk = config.distill.server
-            self.teacher = TeacherServer(url, topk, len(policy.head.weight), config.rollout.vllm)
         self.beta = KLWeight(config.loss.beta, config.kl)
         self.updates_per_step = config.inner_iterations * config.minibatches  # upper limit
         total = config.steps * self.updates_per_step
@@ -119,9 +113,6 @@ class Trainer:
         """
         samples, metrics = collected
         config = self.config
-        if config.distill is not None:
-            advantages = config.distill.task * samples.advantages
-            samples = dataclasses.replace(samples, advantages=advantages)
         batch = StepBatch(
             samples, config.rollout.group_size, self.budget.tokens, self.policy.device,
             updates=config.minibatches, shared=self.policy.unshared is None,
@@ -165,7 +156,7 @@ class Trainer:
                 precompute(
                     batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
                     reference=self.reference if self.reads_reference else None,
-                    critic=self.critic, distill=self.config.distill, server=self.teacher,
+                    critic=self.critic,
                     reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
                 )  # fmt: skip
                 # 2. Compute the gradients: hidden states, fused loss, backward pass.
@@ -176,7 +167,6 @@ class Trainer:
                         correct_sampling=self.config.rollout.correct_sampling,
                         critic=self.critic, totals=batch.totals[minibatch],
                         ref_head=self.reference.head if self.reads_reference else None,
-                        distill=self.config.distill,
                     )  # fmt: skip
                 losses = own.of_all_ranks()
                 break

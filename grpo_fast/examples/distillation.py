@@ -13,6 +13,7 @@ a `TeacherTopK` in place of the `TeacherHead`.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 import typer
@@ -28,7 +29,7 @@ PROMPTS = 16  # prompts per step
 DIGITS = 4
 
 
-def hidden_states(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+def hidden_states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     """Return the last hidden states of a packed row of T tokens, shape (T, H)."""
     return model.base_model(**inputs).last_hidden_state[0]
 

@@ -231,6 +231,8 @@ def compile_library(
         def build(output: Path) -> None:
             (output.parent / "loss_functions.h").write_text(printed, encoding="utf-8")
             includes = f"-I{source.parents[1]}", f"-I{output.parent}"
+            # A warning, because the default level hides an INFO line, and the user has to wait.
+            logger.warning("grpo_fast: compiling %s once (up to a minute) …", source.name)
             reason = _run_compiler(command, [*flags, *includes], source, output)
             if reason:
                 raise CsrcUnavailable(reason)

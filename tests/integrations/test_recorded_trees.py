@@ -1,10 +1,9 @@
-"""Tests that pack recorded samples of TRL and verifiers into one row.
+"""Tests that pack recorded traces of verifiers into one row.
 
 They check that the loss equals the loss of the same samples in separate rows.
 """
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, linear_grpo_loss
-from grpo_fast.attention import head_of, pack_tree, register
+from grpo_fast.attention import head_of, register
 from grpo_fast.examples import verifiers_traces
 from grpo_fast.examples.verifiers_traces import branches, pack_traces
-from grpo_fast.integrations.trl import trees as trl_trees
 from tests.tiny import tiny_model
 
 RECORDED = Path(__file__).parent / "recorded" / "verifiers-0.4.0.jsonl"
@@ -154,43 +152,3 @@ def test_branches_that_are_not_trained():
     record["nodes"][3]["logprobs"].pop()
     with pytest.raises(ValueError, match="logprobs: expected 10 numbers, got 9"):
         pack_traces([record], [1])
-
-
-def test_samples_of_trl():
-    """Check that a tree packed from TRL's samples equals the tree that TRL builds.
-
-    Its loss must equal the loss of the same samples in separate rows.
-    """
-    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
-    generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
-    prompt = torch.randint(2, 61, (9,), generator=generator)
-    turn = torch.randint(2, 61, (6,), generator=generator)
-    second = torch.cat([prompt, turn])
-    for n, (start, length) in enumerate(((prompt, 7), (prompt, 3), (second, 5), (second, 8))):
-        ids = torch.cat([start, torch.randint(2, 61, (length,), generator=generator)])
-        mask = (torch.arange(len(ids)) >= 9).long()
-        mask[11:13] *= n % 2
-        logps = torch.randn(len(ids), generator=generator) * 0.1 - 2
-        row.add({"input_ids": ids, "completion_mask": mask, "old_log_probs": logps * mask,
-                 "advantage": 0.5 - n % 2, "group_id": 0})  # fmt: skip
-    model = tiny_model("llama")
-    given = {"pack_samples": trl_trees.pack_samples, "model": model, "samples": row.samples}
-    names = run_example(trl_trees, NAMES | given)
-    names["found"] = [p.grad.clone() for p in model.parameters()]
-    batch, theirs = names["batch"], row.pack()
-    assert torch.equal(batch.old_logps, theirs["old_log_probs"])
-    assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
-    per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
-    assert torch.equal(per_token, theirs["advantages"])
-    # TRL's tree has more tokens than our row. It starts each branch one token earlier, and it keeps
-    # the last token of each branch, which predicts nothing.
-    assert batch.pack.layout.total < len(theirs["input_ids"])
-    positions = theirs["position_ids"][theirs["token_index"]]
-    assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)
-    samples = [(s["input_ids"], s["completion_mask"]) for s in row.samples]
-    close(names, flattened(model, samples, batch.advantages, batch.old_logps))
-    row.samples[2]["old_log_probs"] = row.samples[2]["old_log_probs"][:-1]
-    with pytest.raises(ValueError, match=r"samples\[2\]: expected old_log_probs for each of 20"):
-        trl_trees.pack_samples(row.samples)
-    assert re.search(r"TRL.*1\.16", trl_trees.__doc__)
-    assert pack_tree(samples).lengths == batch.pack.lengths

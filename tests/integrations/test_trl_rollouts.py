@@ -1,4 +1,4 @@
-"""Tests of the rollouts of FastGRPOTrainer: greedy tokens, fallbacks, seeds, tools and replay."""
+"""Tests of the rollouts of FastGRPOTrainer: greedy tokens, fallbacks, seeds and tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 trl = pytest.importorskip("trl", minversion="1.16")
-hf = importlib.import_module("transformers.generation")
 cases = importlib.import_module("tests.integrations.trl_cases")
 tools = importlib.import_module("tests.integrations.trl_tools")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
@@ -185,6 +184,29 @@ def test_trls_way_is_trls_to_the_bit(model_path, tmp_path, how):
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-6)
 
 
+LATER = "a forward hook was added after the trainer was built"
+OTHERS = "model.generate is not transformers' own"
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": {}}], ids=["plain", "lora"])
+def test_a_changed_model_is_sampled_by_trl(model_path, tmp_path, options, monkeypatch):
+    """Check that TRL samples while a new hook is registered or `generate` is replaced."""
+    trainer = build(fast.FastGRPOTrainer, model_path, tmp_path, **options)
+    for name in ("", "lm_head", "model.layers.0"):
+        module = trainer._lm.get_submodule(name)
+        for register in (module.register_forward_pre_hook, module.register_forward_hook):
+            with register(lambda *_: None):
+                assert trainer._sampling() == LATER
+            assert not isinstance(trainer._sampling(), str)
+    for owner in (vars(trainer.model), vars(trainer._lm)):
+        with monkeypatch.context() as patch:
+            patch.setitem(owner, "generate", lambda **given: given["input_ids"])
+            assert trainer._sampling() == OTHERS
+        assert not isinstance(trainer._sampling(), str)
+    monkeypatch.setattr(type(trainer._lm), "generate", lambda *_, **__: None)
+    assert trainer._sampling() == OTHERS
+
+
 def test_a_prompt_without_a_token_is_trls_error(model_path, tmp_path):
     classes = trl.GRPOTrainer, fast.FastGRPOTrainer
     theirs, ours = (build(cls, model_path, tmp_path, max_steps=1) for cls in classes)
@@ -194,9 +216,6 @@ def test_a_prompt_without_a_token_is_trls_error(model_path, tmp_path):
     with pytest.raises(type(error.value)):
         ours._generate_single_turn([[], []], None, {}, 1)
     assert ours.fast_path["rollouts"] == "TRL's: a prompt has no token"
-
-
-REPLAY = {"more": {"replay_support": True}}
 
 
 def test_our_loop_samples_for_models_with_absolute_positions(tmp_path):
@@ -235,102 +254,20 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, more):
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
 
 
-WARPERS = {"top_k": hf.TopKLogitsWarper, "top_p": hf.TopPLogitsWarper, "min_p": hf.MinPLogitsWarper}
-
-
-def compare_with_warpers(trainer: Any, **options: Any) -> None:
-    """Check the old logps of the first batch against transformers' logits warpers."""
-    inputs = trainer.seen[0]
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    length = inputs["completion_ids"].shape[1]
-    with torch.no_grad():
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        found = trainer.model(input_ids=ids, attention_mask=mask, position_ids=positions)
-    scores = found.logits[:, -length - 1 : -1].flatten(0, 1) / options.get("temperature", 1.0)
-    for name, warper in WARPERS.items():
-        if name in options:
-            scores = warper(options[name])(None, scores)
-    logps = scores.log_softmax(-1).unflatten(0, (-1, length))
-    expected = logps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
-    sampled = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-    found = inputs["old_per_token_logps"][sampled]
-    torch.testing.assert_close(found, expected[sampled], rtol=0, atol=1e-4)
-    assert trainer.fast_path["support"] == "the sampler's"
-
-
-KEPT = [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}]
-
-
-@pytest.mark.parametrize("options", KEPT, ids=str)
-def test_logps_are_over_what_the_sampler_kept(model_path, tmp_path, options):
-    options = {**options, "temperature": 0.7}
-    trainer = run(
-        fast.FastGRPOTrainer, model_path, tmp_path, ends=ENDS, num_iterations=2,
-        gradient_accumulation_steps=2, max_steps=2, evaluation=True, learning_rate=0.0,
-        eval_strategy="steps", eval_steps=1, **options, **REPLAY,
-    )  # fmt: skip
-    compare_with_warpers(trainer, **options)
-    for entry in trainer.state.log_history:
-        for prefix in ("", "eval_"):
-            ratio = entry.get(f"{prefix}sampling/importance_sampling_ratio/mean")
-            assert ratio is None or ratio == pytest.approx(1.0, abs=1e-5)
-    first = trainer.state.log_history[0]
-    assert 1 <= first["sampling/support_size/mean"] < 260
-    assert 0 < first["sampling/kept_mass/mean"] < 1
-    assert any("eval_sampling/kept_mass/mean" in entry for entry in trainer.state.log_history)
-
-
-def test_replay_through_turns(caller, tmp_path):
-    options = {"top_k": 3, "temperature": 0.5}
-    more = {**CONVERSATION, "learning_rate": 0.0, "more": {**TOOLS, "replay_support": True}}
-    trainer = run(fast.FastGRPOTrainer, caller, tmp_path, **options, **more)
-    compare_with_warpers(trainer, **options)
-    assert trainer.seen[0]["tool_mask"].min() == 0
-    log = trainer.state.log_history[0]
-    assert log["tools/call_frequency"] > 0
-    assert log["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-5)
-
-
 # With each of these sampling settings only one token is possible, so results do not depend on
 # random numbers.
 ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
 
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
-def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
+def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, options):
     """Check that the logs equal TRL's even if truncation leaves the sampler a single token.
 
-    The logps must be computed over the full vocabulary, and one warning must say so.
+    The logps must be computed over the full vocabulary.
     """
     more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
-    with caplog.at_level(logging.WARNING):
-        theirs, ours = both(model_path, tmp_path, evaluation=True, **more, **options)
-    assert ours.fast_path == {**PACKED, "rollouts": "ours", "support": "the vocabulary"}
+    theirs, ours = both(model_path, tmp_path, evaluation=True, **more, **options)
+    assert ours.fast_path == {**PACKED, "rollouts": "ours"}
     assert ours.drawn == theirs.drawn
     assert theirs.state.log_history[0]["entropy"] > 1
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
-    said = [r.getMessage() for r in caplog.records if "full vocabulary" in r.getMessage()]
-    assert len(said) == 1 and "as in TRL; replay_support=True" in said[0]
-    truncations = {name: value for name, value in options.items() if name != "temperature"}
-    assert all(f"{name}={value:g}" in said[0] for name, value in truncations.items())
-
-
-def test_what_is_said_of_replay(model_path, tmp_path, caplog):
-    def said(**options: Any) -> str:
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            trainer = run(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1, **options)
-        lines = [r.getMessage() for r in caplog.records if "grpo_fast" in r.name]
-        assert trainer.replay_support == ("more" in options)
-        return "\n".join(lines)
-
-    assert said() == "" and said(**REPLAY) == ""  # the sampler does not truncate
-    assert "over the tokens that the sampler kept; TRL's are" in said(top_k=5, **REPLAY)
-    noisy = said(top_k=5, neftune_noise_alpha=0.1, **REPLAY)
-    assert "replay_support=True has no effect, because the forward pass is TRL's: neft" in noisy
-    penalised = said(top_k=5, repetition_penalty=1.1, **REPLAY)
-    assert "repetition_penalty=1.1" in penalised
-    assert "replay_support=True has no effect" in penalised
-    with pytest.raises(ValueError, match="replay_support: expected True or False, got 'no'"):
-        build(fast.FastGRPOTrainer, model_path, tmp_path, more={"replay_support": "no"})

@@ -46,14 +46,13 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
-REPLAY = {"replay_support": True}
 # Options of the cases in which the trainers sample completions from the model. The case "greedy"
 # compares `GRPOTrainer` with `FastGRPOTrainer`. The case "drawn" samples at random, and compares
 # two runs of `FastGRPOTrainer`.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
     # Each group has some of its completions on the first rank and some on the second.
-    "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8, "more": REPLAY},
+    "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8},
 }
 Result = dict[str, Any]
 

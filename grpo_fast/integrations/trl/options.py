@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import shared_prompt_supported
-from grpo_fast.integrations.trl.originals import is_compiled
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -68,6 +67,14 @@ def unusual_model(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
         "parallelism_config: context or sequence parallelism": max(by_sequence) > 1,
     }
     return next((reason for reason, holds in known.items() if holds), None)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return True if `torch.compile` or `Module.compile` compiled the model or a submodule."""
+    return any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )
 
 
 def looks_at_inputs(peft_config: PeftConfig) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_fast import Support, linear_grpo_loss, linear_logps
+from grpo_fast import linear_grpo_loss, linear_logps
 from grpo_fast.attention import pack_groups, register, window_as_mask
 from grpo_fast.integrations.fast_head import run_inside
 from grpo_fast.integrations.trl.head import FusedHead
@@ -189,7 +189,6 @@ class PackedCall(NamedTuple):
     head: FusedHead  # logit transform of the LM head
     entropy: bool = False  # True: also return entropies
     loss: SinglePass | None = None  # arguments of the loss; None: return log-probabilities only
-    support: Support | None = None  # tokens that the sampler kept; None: the full vocabulary
 
     def forward(self, lm: PreTrainedModel) -> dict[str, Tensor]:
         """Run the model on the packed row, and return the results."""
@@ -204,7 +203,7 @@ class PackedCall(NamedTuple):
         pack = self.pack
         job = self.loss
         hidden, weight, bias = self.head.operands(layer, hidden)
-        rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=self.support)
+        rows: dict[str, Any] = {"hidden_rows": pack.predicting, "bias": bias}
         # Disable autocast. `operands` has already cast the tensors to the dtype of the head, and
         # autocast would cast fp32 tensors to 16 bits.
         with torch.autocast(hidden.device.type, enabled=False):

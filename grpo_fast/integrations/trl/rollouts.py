@@ -1,26 +1,26 @@
 """Rollouts of `FastGRPOTrainer`, in which our sampling loop replaces `generate` of transformers.
 
 The sampling settings come from `GRPOConfig`, `generation_kwargs` and the model's generation config,
-as in `generate`. If our sampler does not support a setting, or if a hook or a replaced function may
-change the tokens, the trainer uses TRL's sampling code.
+as in `generate`. If our sampler does not support a setting, if the model has its own `generate`, or
+if a forward hook was added, the trainer uses TRL's sampling code.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import GenerationMixin
 from trl import GRPOTrainer
 
-from grpo_fast.integrations.trl.options import COMPILED, unusual_model
-from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, replaced_part
+from grpo_fast.integrations.trl.options import COMPILED, is_compiled, unusual_model
 from grpo_fast.integrations.trl.packed import own_attention
-from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
 if TYPE_CHECKING:
@@ -33,14 +33,18 @@ READ = {
     "pad_token_id", "bos_token_id", "max_length", "use_cache", "disable_compile",
     "transformers_version",
 }  # fmt: skip
-SUPPORT, VOCABULARY = "the sampler's", "the vocabulary"
 log = logging.getLogger(__name__)
 OFF = "fast_rollouts is False"
+# Packages whose hooks are known not to change the logits of a model.
+KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SamplingWithoutSupport(Sampling):
-    """Sampling settings for which the sampler does not record which tokens it kept."""
+    """Sampling settings for which the sampler does not record which tokens it kept.
+
+    TRL computes log-probabilities over the full vocabulary, so nothing reads the record.
+    """
 
     @property
     def needs_support(self) -> bool:
@@ -53,25 +57,18 @@ class OwnRollouts(GRPOTrainer):
     Attributes:
         fast_rollouts: True samples with our loop if it supports all settings. False always samples
             with the code of TRL.
-        replay_support: True computes logps, entropy and KL over the tokens that the sampler kept
-            (top_k, top_p, min_p). False computes them over the full vocabulary, as TRL does.
     """
 
     fast_rollouts = True
-    replay_support = False
     fast_path: dict[str, str]
-    _packs = False  # True if rows are packed; replay needs packed rows
-    _reported_truncation = False
+    _packs = False  # True if rows are packed
 
     def _start_rollouts(self, lm: PreTrainedModel) -> None:
         """Build our sampling engine, or record why TRL must sample."""
         self._lm = lm
-        self._replay = {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at: tuple[tuple[str, int], int] | None = None
-        self._replayed_logps: tuple[Replayed, Tensor] | None = None
-        self._reduces_replay = False
-        self._known_hooks = [hook for _, hook in foreign_hooks(self.model)]
-        self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
+        self._known_hooks = foreign_hooks(self.model)
+        self.fast_path["rollouts"] = "ours"
         self._unsuited = unsuited(self, lm)
         if self._unsuited is None:
             accelerator = self.accelerator
@@ -89,48 +86,12 @@ class OwnRollouts(GRPOTrainer):
         """Record in `fast_path` the reason why TRL samples. Log the reason when it changes."""
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
             self.fast_path["rollouts"] = f"TRL's: {reason}"
-            effect = "; replay_support=True has no effect" if self.replay_support else ""
-            who = type(self).__name__
-            log.warning("%s: TRL samples the completions: %s%s", who, reason, effect)
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    @property
-    def replays(self) -> bool:
-        """True if logps, entropy and KL are computed over the tokens that the sampler kept."""
-        return self.replay_support and self._packs
-
-    def _report_truncation(self, sampling: Sampling) -> None:
-        """If the sampler truncates, log once which tokens the logps are computed over."""
-        if self._reported_truncation or not sampling.truncates:
-            return
-        self._reported_truncation = True
-        over = "over the tokens that the sampler kept; TRL's are over the full vocabulary"
-        if not self.replays:
-            effect = "computes them over the tokens that the sampler kept"
-            if self.replay_support:
-                effect = f"has no effect, because the forward pass is {self.fast_path['forward']}"
-            over = f"over the full vocabulary, as in TRL; replay_support=True {effect}"
-        if self.accelerator.is_main_process:
-            log.warning(
-                "%s, top_k=%g, top_p=%g, min_p=%g: log-probabilities, entropy and KL are %s",
-                type(self).__name__, sampling.top_k, sampling.top_p, sampling.min_p, over,
-            )  # fmt: skip
-
-    def _generate_and_score_completions(self, inputs: object) -> dict[str, object]:
-        """Delete the sampler's records of the previous batch, then call TRL's method."""
-        self._replay[self._mode] = Replay()
-        return super()._generate_and_score_completions(inputs)
+            log.warning("%s: TRL samples the completions: %s", type(self).__name__, reason)
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *others: object, **more: object
     ) -> tuple[object, ...]:
         sampling = self._sampling()
-        # Either all processes or none must reduce the replay metrics. Otherwise the reduction would
-        # hang. Decide from the settings alone, because they are equal in all processes.
-        self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
         elif not all(map(len, prompt_ids)):
@@ -140,10 +101,8 @@ class OwnRollouts(GRPOTrainer):
             with own_attention(self._lm, self._own_attention) if self._packs else nullcontext():
                 return super()._generate_single_turn(prompt_ids, *others, **more)
         self.fast_path["rollouts"] = "ours"
-        self._report_truncation(sampling)
         self._sampled.eos_ids = frozenset(self.eos_token_ids)
         drawn = self._engine.generate(prompt_ids, sampling, group_size=1, seed=self._seed())
-        self._replay[self._mode].remember(prompt_ids, drawn)
         return [one.ids for one in drawn], None
 
     def _sampling(self) -> Sampling | str:
@@ -153,8 +112,9 @@ class OwnRollouts(GRPOTrainer):
         if self._unsuited is not None:
             return str(self._unsuited)
         model = self.accelerator.unwrap_model(self.model)
-        if (part := replaced_part(model, self._lm)) is not None:
-            return f"{part} is not transformers' own"
+        own = getattr(self._lm.generate, "__func__", None) is GenerationMixin.generate
+        if "generate" in vars(model) or not own:
+            return "model.generate is not transformers' own"
         return self._changed() or sampling_of(self, self._lm)
 
     def _changed(self) -> str | None:
@@ -162,43 +122,27 @@ class OwnRollouts(GRPOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         if is_compiled(model):
             return COMPILED
-        if any(hook not in self._known_hooks for _, hook in foreign_hooks(model)):
+        if any(hook not in self._known_hooks for hook in foreign_hooks(model)):
             return "a forward hook was added after the trainer was built"
         return None
 
     def _seed(self) -> tuple[int | str, ...]:
         """Return a seed that differs between steps, between turns of a step, and between ranks."""
-        when = self._mode, self.state.global_step
+        when = "train" if self.model.training else "eval", self.state.global_step
         known, turn = self._drawn_at or (None, 0)
         turn = turn + 1 if known == when else 0
         self._drawn_at = when, turn
         return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)
 
-    def compute_loss(self, *args: object, **options: object) -> Tensor:
-        """Call TRL's `compute_loss`, and log the replay metrics."""
-        loss = super().compute_loss(*args, **options)
-        if self._reduces_replay:
-            self._log_replay()
-        self._replayed_logps = None
-        return loss
 
-    @torch.no_grad()
-    def _log_replay(self) -> None:
-        """Log the importance ratio, the number of kept tokens, and the sum of their probabilities.
-
-        Each metric is a mean over the sampled tokens of all processes.
-        """
-        sums = torch.zeros(4, device=self.accelerator.device)
-        if self._replayed_logps is not None:
-            known, logps = self._replayed_logps
-            drawn = ~known.logps.isnan()
-            sizes = known.support.offsets.diff()
-            values = (logps - known.logps).exp(), sizes, known.mass, drawn
-            sums = torch.stack([value[drawn].float().sum() for value in values])
-        *totals, count = self.accelerator.reduce(sums).tolist()
-        names = "importance_sampling_ratio", "support_size", "kept_mass"
-        for name, total in zip(names, totals, strict=True):
-            self._metrics[self._mode][f"sampling/{name}/mean"].append(total / max(count, 1.0))
+def foreign_hooks(model: nn.Module) -> list[Callable[..., object]]:
+    """Return the forward hooks that are not from a package in `KNOWN`."""
+    return [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if getattr(getattr(hook, "func", hook), "__module__", "").split(".")[0] not in KNOWN
+    ]
 
 
 def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
@@ -229,8 +173,7 @@ def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
     settings = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     settings["temperature"] = config.temperature if config.do_sample else 0
     try:
-        kind = Sampling if trainer.replays else SamplingWithoutSupport
-        return kind(**settings, min_p=config.min_p or 0)
+        return SamplingWithoutSupport(**settings, min_p=config.min_p or 0)
     except ValueError as error:
         return f"generation_kwargs: {' '.join(str(error).split())}"
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from grpo_fast.attention import fast_layers, offload_checkpoints, tile_mlps
 from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.packed import Pack, PackedCall, pack_padded, take_packed_rows
-from grpo_fast.integrations.trl.rollouts import SUPPORT, VOCABULARY, OwnRollouts
+from grpo_fast.integrations.trl.packed import PackedCall, pack_padded, take_packed_rows
+from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,10 +46,6 @@ class FastGRPOTrainer(OwnRollouts):
     """Faster version of TRL's `GRPOTrainer` with the same constructor and the same results.
 
     Args:
-        replay_support: True computes logps, entropy and KL over the tokens that a truncating
-            sampler (top_k, top_p, min_p) kept. The ratio between trainer and sampler is then 1 when
-            their weights are equal. False, the default, computes them over the full vocabulary, as
-            TRL does.
         checkpoint_offload: True keeps the inputs of checkpointed layers in host memory until the
             backward pass. It needs `gradient_checkpointing=True` in the GRPOConfig.
         tiled_mlp: Largest number of tokens that a dense MLP computes at a time. Tiled MLPs are
@@ -59,8 +55,6 @@ class FastGRPOTrainer(OwnRollouts):
         fast_path: Dictionary that describes the last micro-batch, or the plan before the first.
             "forward" is "packed" or "TRL's: <reason>". "loss" is "single pass", "TRL's on our
             logps: <reason>" or "TRL's: <reason>". "rollouts" is "ours" or "TRL's: <reason>".
-            "support", which names the tokens in a distribution, is "the sampler's" or "the
-            vocabulary".
         fast_rollouts: False leaves the sampling to TRL.
 
     Raises:
@@ -73,14 +67,10 @@ class FastGRPOTrainer(OwnRollouts):
     def __init__(
         self,
         *args: object,
-        replay_support: bool = False,
         checkpoint_offload: bool = False,
         tiled_mlp: int | None = None,
         **kwargs: object,
     ) -> None:
-        is_bool = isinstance(replay_support, bool)
-        require(is_bool, "replay_support", "True or False", repr(replay_support))
-        self.replay_support = replay_support
         super().__init__(*args, **kwargs)
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
@@ -200,20 +190,6 @@ class FastGRPOTrainer(OwnRollouts):
         with self.accelerator.autocast():
             return model(input_ids=call.pack.inputs["input_ids"], run=call.forward)
 
-    def _run_packed(
-        self, model: PreTrainedModel, pack: Pack, ids: Tensor, mask: Tensor, *options: Any
-    ) -> dict[str, Tensor]:
-        """Run the model on a packed row. With replay, use the support of the sampler.
-
-        `options` are the fields `entropy` and `loss` of `PackedCall`.
-        """
-        known = self._replay[self._mode](ids, mask, pack) if self.replays else None
-        self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
-        call = PackedCall(pack, self._head, *options)._replace(support=known and known.support)
-        result = self._run(model, call)
-        self._replayed_logps = known and (known, result["logps"].detach())
-        return result
-
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
         compute_entropy=False, **kwargs,
@@ -241,7 +217,7 @@ class FastGRPOTrainer(OwnRollouts):
             if pack is None:
                 self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
                 return theirs()
-            result = self._run_packed(model, pack, ids, real, compute_entropy)
+            result = self._run(model, PackedCall(pack, self._head, compute_entropy))
             logps.append(pack.padded(result["logps"]))
             entropies.append(pack.padded(result["entropy"]) if compute_entropy else None)
         self.fast_path["forward"] = "packed"
@@ -278,7 +254,7 @@ class FastGRPOTrainer(OwnRollouts):
         # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
         # logps and entropies of this pass.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
-        result = self._run_packed(model, pack, input_ids, attention_mask, True, job)
+        result = self._run(model, PackedCall(pack, self._head, entropy=True, loss=job))
         with torch.no_grad():
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor

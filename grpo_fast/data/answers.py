@@ -1,14 +1,18 @@
-r"""Extract answers from text, without eval and in time linear in its length.
+r"""Find answers in text and read numbers, without eval and in time linear in the text's length.
 
 Text marks its answer by `#### 18` (to the end of the line), `<answer>18</answer>` or
 `\boxed{18}`. If there are several marked answers, the last one counts. Text inside
-`<think>…</think>` is ignored, and so is text after a `<think>` that is never closed.
+`<think>…</think>` is ignored, and so is text after a `<think>` that is never closed. The tags
+`<thinking>`, `<thought>` and `<reasoning>` mean the same.
 
 A number has at most 32 ASCII digits, with or without commas between groups of three. It may have a
-sign, decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or
-`=` in front, and a full stop at the end are ignored. For example, 18, 18.0, $18, +18 and `18.` are
-equal, as are 1,080 and 1080, and 1/2 and 0.5. The minus sign may be `-`, U+2212, an en dash or a
+sign, decimals, an exponent or a denominator, and a fraction may follow an integer. Currency signs,
+`%` and `*` at both ends, a colon or `=` in front, and a full stop at the end are ignored. For
+example, 18, 18.0, $18, +18 and `18.` are equal, as are 1,080 and 1080, 1/2 and 0.5, `1\frac{1}{2}`
+and 1.5, and `1.2 \times 10^{-4}` and 0.00012. The minus sign may be `-`, U+2212, an en dash or a
 full-width minus.
+
+This module imports only the standard library, so that a worker process can load it alone.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ _MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\uff0d", "-"))
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
 _NUMBER = re.compile(
-    rf"([-+]?)(?:({_DIGITS})/({_DIGITS})|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
+    rf"([-+]?)(?:(?:({_DIGITS}) )?({_DIGITS})/({_DIGITS})"
+    rf"|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
 )
 # A minus sign directly after a word or number is not part of the next number. The last number of
 # "10-18" is therefore 18 and not -18.
@@ -40,47 +45,43 @@ _NUMBER_IN_TEXT = re.compile(
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
 )
 _ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # removed only at the ends, because 5*3 must not become 53
-_FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{([^{}]*)\}\{([^{}]*)\}|([0-9])([0-9]))")
+_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]*)\}\{([^{}]*)\}|([0-9])([0-9]))")
+_TIMES_TEN = re.compile(
+    r"(\\times|\\cdot|[*×·])? ?(?<![0-9.,])10\^(?:([0-9])|\{([-+]?[0-9]{1,2})\})\Z"
+)
 _LATEX = (("{,}", ","), (r"\left", ""), (r"\right", ""), (r"^\circ", ""), (r"^{\circ}", ""),
           (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""), (r"\$", "$"), (r"\%", "%"),
-          )  # fmt: skip
-_WRAPPER = re.compile(r"\\(?:boxed|fbox|text|mathrm)\s*\{(.*)\}", re.S)
+          (r"\,", ""), (r"\!", ""), (r"\ ", " "), ("~", " "))  # fmt: skip
+_WRAPPER = re.compile(
+    r"\\(?:boxed|fbox|mbox|text(?:bf|rm|it)?|math(?:rm|bf|it|sf))\s?"
+    r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+)
+_THOUGHT = re.compile(r"[<\[](/?)(?:think|thinking|thought|reasoning)[>\]]", re.I)
 _OPEN_TAG = re.compile("<answer>", re.I)
 _CLOSE_TAG = re.compile("</answer>", re.I)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+# What stands before or after a number that is a part of an expression, as in `x^2` and `2\pi`.
+_BEFORE_PART = re.compile(r"(?:[\^_√]|\^\{|_\{|\}\{|sqrt\{|frac\{)-?\Z")
+_AFTER_PART = re.compile(
+    r"[\^_√π²³]|\}\{| ?\\(?:pi|sqrt|frac|dfrac|times|cdot|pm|infty|theta|alpha|ln|log)"
+    r"|[A-Za-z](?![A-Za-z])|pi\b| (?:pi|dozen|hundred|thousand|million|billion|trillion)\b"
+)
 
 
-def parse_number(text: str) -> Number | None:
-    """Parse text that consists of a single number. Return None for any other text.
+def final_part(text: str, prefill: str | None = None) -> str:
+    """Return the text after the last closed thought, up to a thought that is never closed.
 
-    Currency signs, LaTeX and similar decorations of the number are ignored.
+    Args:
+        text: a completion.
+        prefill: the beginning of the assistant's turn that the prompt contains. It counts if it
+            has a tag such as `<think>`, because the completion may close this tag.
     """
-    # 1. Remove LaTeX, currency signs, and one wrapper such as \boxed{…}.
-    bare = text.translate(_MINUS)
-    for latex, plain in _LATEX:
-        bare = bare.replace(latex, plain)
-    bare = bare.strip(_ENDS).removesuffix(".").rstrip(_ENDS)
-    bare = unwrapped(bare).strip(_ENDS)
-    # 2. Rewrite \frac{1}{2} as 1/2, and "- 5" as "-5".
-    if fraction := _FRACTION.fullmatch(bare):
-        bare = "{}{}/{}".format(*(part for part in fraction.groups() if part is not None))
-    if bare[:1] in ("-", "+"):
-        bare = bare[0] + bare[1:].lstrip(_ENDS)
-    return _to_number(bare)
-
-
-def unwrapped(text: str) -> str:
-    r"""Return the content of `\boxed{…}` or `\text{…}`, or the text itself if it has no wrapper."""
-    found = _WRAPPER.fullmatch(text)
-    return text if found is None else found[1]
-
-
-def final_part(text: str) -> str:
-    """Return the text after the last `</think>`, up to a `<think>` that is never closed."""
-    end = text.rfind("</think>")
-    if (start := text.rfind("<think>")) > end:
-        text = text[:start]
-    return text[end + len("</think>") :] if end >= 0 else text
+    if prefill and "<" in prefill:
+        text = prefill + text
+    tags = list(_THOUGHT.finditer(text))
+    start = max((tag.end() for tag in tags if tag[1]), default=0)
+    end = next((tag.start() for tag in tags if tag.start() >= start), len(text))
+    return text[start:end]
 
 
 def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
@@ -106,31 +107,16 @@ def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
     return max(found)[1] if found else None
 
 
-def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | None:
-    """Return the number that the text marks as its answer in the required format, or None.
-
-    Args:
-        text: a completion.
-        marks: the answer marks that the format allows. If `marks` is empty, the full text after
-            the thought must be a number.
-    """
-    final = final_part(text)
-    content = marked_content(final, marks) if marks else final
-    return None if content is None else parse_number(content)
-
-
-def extract_lenient(text: str) -> Number | None:
-    """Return the number at the last answer mark. Without marks, return the last number."""
-    final = final_part(text)
-    content = marked_content(final)
-    if content is not None:
-        if (whole := parse_number(content)) is not None:
-            return whole
-        first = _NUMBER_IN_TEXT.match(content.translate(_MINUS).lstrip(_ENDS))
-        if first is not None:
-            return _to_number(first[0])
-    numbers = _NUMBER_IN_TEXT.findall(final.translate(_MINUS))
-    return _to_number(numbers[-1]) if numbers else None
+def last_latex(text: str) -> str | None:
+    r"""Return the content of the last `$…$`, `\(…\)` or `\[…\]` of a text, or None."""
+    text = text.replace("$$", "$")
+    found = []
+    for opening, closing in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        end = text.rfind(closing)
+        start = text.rfind(opening, 0, max(end, 0))
+        if start >= 0:
+            found.append((end, text[start + len(opening) : end]))
+    return max(found)[1] if found else None
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
@@ -147,12 +133,74 @@ def _last_box(text: str) -> tuple[int, str] | None:
     return last and (last[0], text[text.index("{", last[0]) + 1 : last[1]])
 
 
+def last_number(text: str) -> str | None:
+    r"""Return the last number of a text, or None if it is a part of an expression or a large unit.
+
+    In `2\pi`, `x^2`, `\frac{1}{2}` and `2 million`, the number alone is not the answer.
+    """
+    found = list(_NUMBER_IN_TEXT.finditer(text.translate(_MINUS)))
+    if not found:
+        return None
+    start, end = found[-1].span()
+    is_part = _BEFORE_PART.search(text[max(start - 8, 0) : start]) or _AFTER_PART.match(text, end)
+    return None if is_part else found[-1][0]
+
+
+def read_gold(answer: str) -> str:
+    r"""Extract the gold answer from text, such as a full solution.
+
+    If the text marks a number (`#### $1,080`, `<answer>18</answer>`, `\boxed{18}`), return the
+    number. If it marks other content, return this content. Otherwise return the full text. A line
+    with `####` that is not the last line and contains no number may be a heading, and is no mark.
+    """
+    final = final_part(answer)
+    final = final.strip() if final.strip() and final != answer else answer
+    content = marked_content(final)
+    number = None if content is None else parse_number(content)
+    if number is not None:
+        return f"{number:f}" if isinstance(number, Decimal) else str(number)
+    if HASHES not in final.rpartition("\n")[2]:
+        content = marked_content(final, (TAG, BOXED))
+    return (content or "").strip() or final
+
+
+def parse_number(text: str) -> Number | None:
+    """Parse text that consists of a single number. Return None for any other text.
+
+    Currency signs, LaTeX and similar decorations of the number are ignored.
+    """
+    # 1. Remove LaTeX, currency signs, and one wrapper such as \boxed{…}.
+    bare = text.translate(_MINUS)
+    for latex, plain in _LATEX:
+        bare = bare.replace(latex, plain)
+    bare = bare.strip(_ENDS).removesuffix(".").rstrip(_ENDS)
+    bare = unwrapped(bare).strip(_ENDS)
+    # 2. Rewrite \frac{1}{2} as 1/2, 3 \times 10^{5} as 3e5, and "- 5" as "-5".
+    bare = _FRACTION.sub(lambda parts: f" {parts[1] or parts[3]}/{parts[2] or parts[4]}", bare)
+    if power := _TIMES_TEN.search(bare):
+        factor = bare[: power.start()].rstrip() if power[1] else bare[: power.start()] + "1"
+        bare = f"{factor}e{power[2] or power[3]}"
+    bare = " ".join(bare.split())
+    if bare[:1] in ("-", "+"):
+        bare = bare[0] + bare[1:].lstrip(_ENDS)
+    return _to_number(bare)
+
+
+def unwrapped(text: str) -> str:
+    r"""Return the content of `\boxed{…}` or `\text{…}`, or the text itself if it has no wrapper."""
+    found = _WRAPPER.fullmatch(text)
+    return text if found is None else found[1]
+
+
 def _to_number(text: str) -> Number | None:
     text = "".join(c for c in text if c not in "$€£¥")
     parts = _NUMBER.fullmatch(text)
     if parts is None or sum(c.isdigit() for c in text) > MAX_DIGITS:
         return None
-    sign, above, below, plain = (part and part.replace(",", "") for part in parts.groups())
+    sign, whole, above, below, plain = (part and part.replace(",", "") for part in parts.groups())
     if plain is not None:
         return Decimal(sign + plain)
-    return Fraction(int(sign + above), int(below)) if int(below) else None
+    if not int(below):
+        return None
+    size = int(whole or 0) + Fraction(int(above), int(below))
+    return -size if sign == "-" else size

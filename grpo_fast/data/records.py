@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grpo_fast.data.answers import (
-    BOXED,
     HASHES,
     MAX_DIGITS,
-    TAG,
     Number,
     marked_content,
     parse_number,
+    read_gold,
 )
 from grpo_fast.data.example import Example, Prompt
 from grpo_fast.errors import require
@@ -99,20 +98,6 @@ def parse_record(
         raise ValueError(f"{where}: {error}; data.task=jsonl reads other answers") from None
     worked = strip_calculator(answer) if gold != answer else None
     return Example(prompt, gold, solution or worked, others, label)
-
-
-def read_gold(answer: str) -> str:
-    r"""Extract the gold answer from text.
-
-    If the text marks a number (`#### $1,080`, `<answer>18</answer>`, `\boxed{18}`), return the
-    number. Otherwise return the content of `<answer>` or `\boxed`, if present. Otherwise return
-    the full text, because `####` without a number may be a heading.
-    """
-    content = marked_content(answer)
-    number = None if content is None else parse_number(content)
-    if number is not None:
-        return _plain(number)
-    return (marked_content(answer, (TAG, BOXED)) or "").strip() or answer
 
 
 def gold_answer(solution: str) -> str:

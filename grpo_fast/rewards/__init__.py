@@ -16,7 +16,7 @@ from grpo_fast.rewards.conventions import OURS, Loaded, load
 from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
-from grpo_fast.rewards.scoring import Scorer, scorer_for
+from grpo_fast.rewards.scoring import Scorer, expressions_worker, scorer_for
 
 __all__ = [
     "REWARDS",
@@ -42,15 +42,10 @@ for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
 # Built-in reward functions that run in a worker process, each with the file that defines it. A
 # worker starts quickly, because it imports only this file and not the package.
-WORKERS = {
-    "format_pattern": "pattern.py",
-    "math_equal": "math_answers.py",
-    "math_close": "math_answers.py",
-    "code_tests": "code_tests.py",
-}
+WORKERS = {"format_pattern": "slow.py", "code_tests": "code_tests.py"}
 # Functions whose `timeout` is per completion. The time limit of a call is `timeout` times the
 # number of completions.
-BOUNDED = ("math_equal", "math_close", "code_tests")
+BOUNDED = ("code_tests",)
 KNOWN = (*REWARDS, *WORKERS, "reward_model")
 
 
@@ -87,6 +82,8 @@ def _resolve(spec: Any) -> WeightedReward:
     elif name == "reward_model":
         loaded = load(RewardModel, OURS, {"path": spec.path, **spec.options})
     else:
+        if name in ("math_equal", "math_close"):
+            _check_math(name)
         loaded = load(REWARDS.get(name) or import_function(name), convention, spec.options)
     function, convention, parameters = loaded
     # A custom function with `answers` and `**columns` may have been written for TRL. If the data
@@ -95,6 +92,15 @@ def _resolve(spec: Any) -> WeightedReward:
     label = spec.label or name.rpartition(":")[2]
     weight = float(spec.weight)
     return WeightedReward(label, weight, function, parameters.needs, convention, is_unsure)
+
+
+def _check_math(name: str) -> None:
+    """Start the worker that compares expressions, and check that it finds math-verify."""
+    try:
+        expressions_worker()(completions=["x"], answers=["x"], seconds=60, digits=None)
+    except RewardFailure as error:
+        remedy = "pip install 'grpo_fast[math]'"
+        raise ValueError(f"rewards: {name} cannot be used: {error} ({remedy})") from None
 
 
 def _load_in_worker(spec: Any, convention: str | None) -> Loaded:
@@ -107,7 +113,6 @@ def _load_in_worker(spec: Any, convention: str | None) -> Loaded:
     try:
         return function.load()
     except RewardFailure as error:
-        extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
         # Remove the prefix from the worker's message, because the new message begins with it, too.
         message = str(error).removeprefix("ValueError: rewards: ")
-        raise ValueError(f"rewards: {name} cannot be used: {message}{extra}") from None
+        raise ValueError(f"rewards: {name} cannot be used: {message}") from None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_fast.data.answers import extract_strict
+from grpo_fast.data.answers import USUAL_MARKS, final_part, marked_content, parse_number
 from grpo_fast.errors import require
-from grpo_fast.rewards.scoring import answer_scorer, turns
+from grpo_fast.rewards.scoring import answer_scorer, compare, last_latex, likely_answer, turns
 
 Texts = Sequence[str]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -31,7 +31,62 @@ def gsm8k_correct_lenient(
 
 def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[float]:
     """Return 1 where the last `####` or `<answer>…</answer>` contains a number, else 0."""
-    return [float(extract_strict(text) is not None) for text in turns(completions, prefills)]
+    return [float(_has_number(text)) for text in turns(completions, prefills)]
+
+
+def _has_number(text: str) -> bool:
+    content = marked_content(final_part(text), USUAL_MARKS)
+    return content is not None and parse_number(content) is not None
+
+
+def math_equal(
+    *, completions: Texts, answers: Texts, prefills: Texts | None = None, seconds: int = 5
+) -> list[float]:
+    r"""Return 1 where the marked answer, or the last LaTeX, is equal to the gold answer, else 0.
+
+    Expressions are compared mathematically: `\frac{1}{2}` equals 0.5, `1+x` equals `x+1`, and
+    {1, 2} equals {2, 1}. Units and letters of choices are compared as in lenient accuracy.
+
+    Args:
+        completions: N completions.
+        answers: N gold answers.
+        prefills: the beginnings of the assistant's turns that the prompts contain.
+        seconds: time limit for one comparison. The reward is NaN if it takes longer.
+    """
+    values = []
+    for text, gold in zip(turns(completions, prefills), answers, strict=True):
+        final = final_part(text)
+        said = marked_content(final) or last_latex(final) or ""
+        values.append(compare(said, _gold(gold), loose=True, seconds=seconds))
+    return values
+
+
+def math_close(
+    *, completions: Texts, answers: Texts, prefills: Texts | None = None, seconds: int = 5,
+    digits: int = 2,
+) -> list[float]:  # fmt: skip
+    """Return 1 where the answer, in any format, is close to the gold answer, else 0.
+
+    An interval equals the tuple of its ends, and a relation equals its set of solutions. The names
+    of variables are ignored.
+
+    Args:
+        completions: N completions.
+        answers: N gold answers.
+        prefills: the beginnings of the assistant's turns that the prompts contain.
+        seconds: time limit for one comparison. The reward is NaN if it takes longer.
+        digits: number of decimals that are compared. With 2 decimals, 0.001 equals 0.004.
+    """
+    values = []
+    for text, gold in zip(turns(completions, prefills), answers, strict=True):
+        said = likely_answer(final_part(text), _gold(gold)) or ""
+        values.append(compare(said, gold, loose=True, seconds=seconds, digits=digits))
+    return values
+
+
+def _gold(answer: str) -> str:
+    require(answer.strip(), "answers", "a gold answer that is not empty", repr(answer))
+    return answer
 
 
 # ------------------------------------------------- Symbols separated by blanks (CS336 lecture)
@@ -135,5 +190,5 @@ def distinct_words(*, completions: Texts) -> list[float]:
 def _tag_count(text: str, tags: Texts, number: bool) -> int:
     places = [text.find(tag) for tag in tags if text.count(tag) == 1]
     if number:
-        return len(places) + (extract_strict(text) is not None)
+        return len(places) + _has_number(text)
     return len(places) + (len(places) == len(tags) and places == sorted(places))

@@ -1,37 +1,41 @@
-r"""Judge completions in an evaluation. The rule depends on the question's gold answer.
+r"""Find and compare answers. Rewards, evaluations and tables of completions use these functions.
 
 | gold answer                | strict: the marked answer …  | lenient                           |
 |----------------------------|------------------------------|-----------------------------------|
-| number: 18, 1,080, 1/2     | is exactly that number       | the number at the last mark, or   |
-|                            |                              | the last number, is that number   |
-| expression: x^2, \sqrt{2}  | is equal, by math-verify     | the marked answer, or the last    |
-|                            |                              | line, is equal                    |
-| other text                 | is that text                 | the marked answer, or the last    |
-|                            |                              | line, is that text except for     |
-|                            |                              | case, parentheses and full stops  |
+| number: 18, 1,080, 1/2     | is that number, or is equal  | the answer is equal, also with a  |
+|                            | by math-verify               | unit or a name: 18 eggs, x = 18   |
+| expression: x^2, \sqrt{2}  | is equal, by math-verify     | as strict                         |
+| letter of a choice: B      | is (B), B., B) 12, Option B  | as strict                         |
+| other text                 | is that text                 | the answer is that text except    |
+|                            |                              | for case, brackets and full stops |
 | symbols of a generated task| (no marks) the same symbols  | as strict                         |
 
 An answer is marked by `####`, `<answer>` or `\boxed`. "Strict" accepts only the kinds of marks that
 occur in the prompt or in the data's solutions. If none occurs, the full completion must be the
-answer. "Lenient" accepts every kind. All comparisons ignore the amount of whitespace.
+answer. "Lenient" accepts every kind of mark. Without a mark, it takes the text after "the answer
+is", or else the last number (if the gold answer is a number) or the last line. Blanks are ignored
+in all comparisons, and the full content of a mark is compared.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Hashable, Sequence
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
 from typing import NamedTuple
 
 from grpo_fast.data import TASKS, Example
 from grpo_fast.data.answers import (
     BOXED,
+    HASHES,
     USUAL_MARKS,
-    extract_lenient,
-    extract_strict,
+    Number,
     final_part,
+    last_number,
     marked_content,
     parse_number,
     unwrapped,
@@ -44,10 +48,36 @@ from grpo_fast.rewards.isolated import IsolatedReward
 
 log = logging.getLogger(__name__)
 
-_WORD = re.compile(r"(?<!\\)(?<![A-Za-z])(?!sqrt|sin|cos|tan|log|exp)[A-Za-z]{3,}")
-_MATHEMATICS = re.compile(
-    r"[\\^]|sqrt|[A-Za-z]\s*[-+*/=]|[-+*/=]\s*[A-Za-z]|[0-9][A-Za-z](?![A-Za-z])|^[(\[{].*,.*[)\]}]$"
+LONGEST = 400  # characters of the longest answer that is compared as more than text
+DEEPEST = 10  # nesting of brackets in such an answer
+_SAID = re.compile(r"\b(?:answer|option|choice)(?: is|\**:)[\s:*]*", re.I)
+_CHOICE = re.compile(
+    r"(?:option |choice )?[(\[*]{0,3}([A-J])(?:[)\].:*]{1,4}(?: .*)?)?", re.S | re.I
 )
+_WRAPPED = re.compile(r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf|it|sf)) ?\{([^{}]*)\}")
+_WORD = re.compile(r"(?<!\\)(?<![A-Za-z])(?!sqrt|sin|cos|tan|log|exp|[pbv]?matrix)[A-Za-z]{3,}")
+_MATHEMATICS = re.compile(
+    r"[\\^π√×÷≤≥∞±²³]|sqrt|[A-Za-z]\s*[-+*/=<>]|[-+*/=<>]\s*[A-Za-z]|[0-9][A-Za-z](?![A-Za-z])"
+    r"|[0-9]\s*[+*!]|[0-9],\s*-?[0-9]|^[(\[{].*,.*[)\]}]$"
+)
+# Left sides of `x = 5`, `f(2) = 5`, `total cost = 5` and `2 + 3 = 5`, which only name the answer.
+_NAME = re.compile(
+    r"[A-Za-z ]+|\\[A-Za-z]+|[A-Za-z](?:_[A-Za-z0-9]|\([^()=]{1,9}\))"
+    r"|(?:[-0-9 +*/().$,=×÷]|\\times|\\cdot|\\div)+"
+)
+_LETTER = re.compile("[A-Za-z]")
+_UNIT = re.compile(r"[A-Za-z][A-Za-z ./'-]*(?:\^(?:[23]|\{[23]\})|[²³])?")
+_NO_UNIT = re.compile(
+    r"\A[A-Za-z]\b|\b(?:pi|half|halves|thirds?|quarters?|dozens?|hundreds?|thousands?|[mbtr]+illions?"
+    r"|squared|cubed|times|plus|minus|over|or|sqrt)\b"
+)
+_BLANKS = re.compile(r"\s+|(?<!\\)\\[ ,!;:]|\\q?quad|~")
+_SIGNS = str.maketrans({
+    "\u2212": "-", "\u2013": "-", "\uff0d": "-", "²": "^2", "³": "^3", "×": r"\times ",
+    "÷": r"\div ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "π": r"\pi ", "∞": r"\infty ",
+    "±": r"\pm ",
+})  # fmt: skip
+_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|([0-9]+|[a-z]))")
 
 
 class Scorer(NamedTuple):
@@ -57,21 +87,18 @@ class Scorer(NamedTuple):
         strict: returns the answer if the completion has the required format, else None.
         lenient: returns the answer in any format, or None.
         gold: the gold answer, or None if the question has none.
-        is_expression: True if the gold answer is a mathematical expression.
     """
 
     strict: Callable[[str], Hashable | None]
     lenient: Callable[[str], Hashable | None]
     gold: Hashable | None
-    is_expression: bool = False
 
     def is_right(self, answer: Hashable | None) -> bool:
         """Return True if an answer that `strict` or `lenient` extracted equals the gold answer."""
         if answer is None or self.gold is None:
             return False
-        return answer == self.gold or (
-            self.is_expression and _are_equal(str(answer), str(self.gold))
-        )
+        is_symbols = isinstance(self.gold, tuple)
+        return answer == self.gold or (not is_symbols and compare(str(answer), str(self.gold)) == 1)
 
 
 def scorer_for(task: str, example: Example) -> Scorer:
@@ -84,7 +111,9 @@ def scorer_for(task: str, example: Example) -> Scorer:
     require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
     if task == "sort":
         return Scorer(_symbols, _symbols, example.answer and _symbols(example.answer))
-    return answer_scorer(example.answer, _marks_shown(task, example))
+    text = f"{text_of(example.prompt)}\n{example.solution or ''}".casefold()
+    usual = USUAL_MARKS if task == "gsm8k" or any(mark in text for mark in USUAL_MARKS) else ()
+    return answer_scorer(example.answer, (*usual, *([BOXED] if BOXED in text else [])))
 
 
 def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> Scorer:
@@ -95,24 +124,25 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
         marks: kinds of marks that `strict` accepts, a subset of `answers.MARKS`. If empty, the full
             completion is the answer.
     """
-    number = None if answer is None else parse_number(answer)
-    if number is not None:
-        return Scorer(lambda text: extract_strict(text, marks), extract_lenient, number)
+    gold = _read(answer)
 
-    def strict(text: str) -> str | None:
+    def strict(text: str) -> Hashable | None:
         final = final_part(text)
-        return _normal(marked_content(final, marks) if marks else final)
+        return _read(marked_content(final, marks) if marks else final)
 
-    gold = _normal(answer)
+    def lenient(text: str) -> Hashable | None:
+        said = likely_answer(final_part(text), answer or "")
+        is_gold = said and answer and compare(said, answer, loose=True) == 1
+        return gold if is_gold else _read(said, loose=True)
 
-    def lenient(text: str) -> str | None:
-        final = final_part(text)
-        last_line = next((x for x in final.split("\n")[::-1] if x.strip()), None)
-        said = _normal(marked_content(final)) or _normal(last_line)
-        is_gold = said and gold and _loose(said) == _loose(gold)
-        return gold if is_gold else said
+    return Scorer(strict, lenient, gold)
 
-    return Scorer(strict, lenient, gold, answer is not None and is_expression(answer))
+
+def shown_answer(answer: Hashable | None) -> str | None:
+    """Convert an answer that a scorer extracted to text. None stays None."""
+    if answer is None:
+        return None
+    return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
 
 
 def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
@@ -124,54 +154,186 @@ def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[st
     return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 
 
-def shown_answer(answer: Hashable | None) -> str | None:
-    """Convert an answer that a scorer extracted to text. None stays None."""
-    if answer is None:
-        return None
-    return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
+# ------------------------------------------------------------------------------ find the answer
+def likely_answer(final: str, gold: str) -> str | None:
+    """Return the answer in a text of any format, or None if there is none.
+
+    Args:
+        final: a completion without its thoughts.
+        gold: the gold answer, which says whether to look for a number.
+    """
+    is_number = _is_number(gold)
+    content = (marked_content(final) or "").strip()
+    if content:
+        # A line with `####` in the middle of a text may be a heading.
+        is_heading = final.rstrip().rfind("\n") > final.rfind(HASHES) >= 0
+        if not (is_number and is_heading and not _is_number(content)):
+            return content
+    said = list(_SAID.finditer(final))
+    if said:
+        content = final[said[-1].end() :].partition("\n")[0].partition(". ")[0]
+        if not is_number or _is_number(content) or is_expression(content):
+            return content
+    latex = last_latex(final)
+    if latex and is_expression(latex) and last_number(final.rpartition(latex)[2]) is None:
+        return latex
+    if is_number:
+        return last_number(final)
+    return next((line for line in final.split("\n")[::-1] if line.strip()), None)
+
+
+def last_latex(text: str) -> str | None:
+    r"""Return the content of the last `$…$`, `\(…\)` or `\[…\]` of a text, or None."""
+    text = text.replace("$$", "$")
+    found = []
+    for opening, closing in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        end = text.rfind(closing)
+        start = text.rfind(opening, 0, max(end, 0))
+        if start >= 0:
+            found.append((end, text[start + len(opening) : end]))
+    return max(found)[1] if found else None
 
 
 def is_expression(answer: str) -> bool:
     """Return True if an answer that is not a number looks like mathematics, not like words."""
-    return bool(_MATHEMATICS.search(answer)) and not _WORD.search(answer)
+    fits = len(answer) <= LONGEST and not _WORD.search(answer)
+    return fits and bool(_MATHEMATICS.search(answer))
 
 
-def _marks_shown(task: str, example: Example) -> tuple[str, ...]:
-    """Return the kinds of answer marks that occur in an example's prompt or solution."""
-    text = f"{text_of(example.prompt)}\n{example.solution or ''}".casefold()
-    usual = USUAL_MARKS if task == "gsm8k" or any(mark in text for mark in USUAL_MARKS) else ()
-    return (*usual, *([BOXED] if BOXED in text else []))
+# --------------------------------------------------------------------------------- compare answers
+def compare(
+    answer: str, gold: str, *, loose: bool = False, seconds: int = 5, digits: int | None = None
+) -> float:
+    """Return 1 if an answer equals the gold answer, else 0.
+
+    Numbers are compared first, then letters of a choice, texts without blanks, and expressions.
+
+    Args:
+        answer: the answer of a completion.
+        gold: the gold answer.
+        loose: if True, ignore units, case, and brackets around words.
+        seconds: time limit for a comparison of expressions.
+        digits: number of decimals that are compared. If it is a number, the names of variables do
+            not matter either. None compares exactly.
+
+    Returns:
+        1.0 or 0.0, or NaN if the comparison took longer than the time limit.
+    """
+    # 1. Compare numbers. One of them may have a name or a unit that the other lacks.
+    said, expected = parse_number(answer), parse_number(gold)
+    if said is None and expected is not None:
+        said = _named_number(answer, loose)
+    elif said is not None and expected is None:
+        expected = _named_number(gold, loose)
+    if said is not None and expected is not None:
+        return float(_are_near(said, expected, digits))
+    # 2. Compare the letters of a choice, and texts.
+    texts = [_normal(text, loose) for text in (answer, gold)]
+    letters = [_CHOICE.fullmatch(text) for text in texts]
+    if letters[0] and letters[1]:
+        return float(letters[0][1].upper() == letters[1][1].upper())
+    bare = [text.replace(" ", "") for text in texts]
+    if loose and _WORD.search(texts[1]):
+        bare = [text.casefold().strip(".*()\"'`") for text in bare]
+    if bare[0] == bare[1]:
+        return float(bool(bare[0]))
+    # 3. Compare expressions.
+    if "=" in texts[0] and "=" not in texts[1]:
+        name, _, texts[0] = texts[0].rpartition("=")
+        if not _NAME.fullmatch(name.strip()):
+            return 0.0
+    for i, number in enumerate((said, expected)):
+        if number is not None:
+            texts[i] = f"{number:f}" if isinstance(number, Decimal) else str(number)
+        elif not is_expression(texts[i]) or not _is_shallow(texts[i]):
+            return 0.0
+    return _same_expressions(texts[0], texts[1], seconds, digits)
 
 
-def _symbols(text: str) -> tuple[str, ...] | None:
-    return tuple(text.split()) or None
+def _read(text: str | None, loose: bool = False) -> Number | str | None:
+    """Return the number in an answer, or its text, or None if it is empty."""
+    if text is None:
+        return None
+    number = parse_number(text)
+    number = _named_number(text, loose) if number is None else number
+    return number if number is not None else _normal(text) or None
 
 
-def _normal(text: str | None) -> str | None:
-    return " ".join(unwrapped((text or "").strip()).split()) or None
+def _named_number(text: str, loose: bool) -> Number | None:
+    """Return the number in `x = 42` or `5 * 3 = 15`, and with `loose` in `42 eggs`, or None."""
+    plain = _normal(text, loose)
+    name, equals, right = plain.rpartition("=")
+    if len(plain) > LONGEST or (equals and not _NAME.fullmatch(name.strip())):
+        return None
+    letter = _LETTER.search(right) if loose else None
+    if letter is not None:
+        unit = right[letter.start() :]
+        if _UNIT.fullmatch(unit) and not _NO_UNIT.search(unit):
+            right = right[: letter.start()]
+    return parse_number(right)
 
 
-def _loose(text: str) -> str:
-    return text.casefold().strip(" .*()\"'`$")
+def _is_number(text: str) -> bool:
+    return not isinstance(_read(text, loose=True), str | None)
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def _are_equal(answer: str, gold: str) -> bool:
-    columns = {"completions": [f"\\boxed{{{answer}}}"], "answers": [gold]}
+def _normal(text: str, loose: bool = False) -> str:
+    """Return an answer without dollar signs, LaTeX for text, and blanks that do not matter."""
+    if len(text) <= LONGEST:
+        text = _WRAPPED.sub(r"\1", text).translate(_SIGNS)
+        text = _ROOT.sub(r"\\sqrt{\1\2}", text).replace("**", "^" if "*" not in text[:2] else "**")
+        for latex, plain in ((r"\left", ""), (r"\right", ""), (r"\%", "%"), (r"\$", ""),
+                             (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", "")):  # fmt: skip
+            text = text.replace(latex, plain)
+        if loose:
+            text = _SAID.split(text)[-1]
+        text = _BLANKS.sub(" ", text)
+    return " ".join(unwrapped(text.strip("$ \t\r\n").removesuffix(".")).split()).strip("$ ")
+
+
+def _are_near(said: Number, expected: Number, digits: int | None) -> bool:
+    """Compare two numbers. A fraction equals its value that is rounded to at least 6 decimals."""
+    if digits is not None:
+        return round(Fraction(said), digits) == round(Fraction(expected), digits)
+    if isinstance(said, Decimal) and isinstance(expected, Fraction):
+        places = -int(said.as_tuple().exponent)
+        return said == expected or (places >= 6 and round(expected, places) == Fraction(said))
+    return said == expected
+
+
+def _is_shallow(text: str) -> bool:
+    """Return True if all braces are closed, and no more than DEEPEST brackets are nested."""
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if not 0 <= depth <= DEEPEST:
+            return False
+    return depth == 0
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _same_expressions(answer: str, gold: str, seconds: int, digits: int | None) -> float:
     try:
-        return _worker()(**columns) == [1.0]
+        columns = {"completions": [answer], "answers": [gold], "seconds": seconds, "digits": digits}
+        [equal] = expressions_worker()(**columns)
     except RewardFailure as error:
-        if "math_verify" in str(error):
-            _say_that_it_is_missing()
-        return False
+        if "math_verify" not in str(error):
+            return math.nan
+        _say_that_it_is_missing()
+        return 0.0
+    return math.nan if equal is None else float(equal)
 
 
 @functools.cache
-def _worker() -> IsolatedReward:
-    path = Path(workers.__file__).with_name("math_answers.py")
-    return IsolatedReward(f"{path}:math_equal", timeout=10.0)
+def expressions_worker() -> IsolatedReward:
+    """Return the worker that compares expressions with math-verify, which may take forever."""
+    return IsolatedReward(f"{workers.__path__[0]}/slow.py:same_expressions", timeout=20.0)
 
 
 @functools.cache
 def _say_that_it_is_missing() -> None:
     log.warning("expressions are compared as texts: pip install 'grpo_fast[math]' compares them")
+
+
+def _symbols(text: str) -> tuple[str, ...] | None:
+    return tuple(text.split()) or None

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards, check_examples
+from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards, check_examples, scoring
 from grpo_fast.rewards import score as score_examples
 from tests.reward_specs import spec
 
@@ -249,7 +249,7 @@ def test_mathematics_that_takes_forever_or_has_no_answer(build):
     found = ask(rewards, r"$9^{9^{9^{9^9}}}$", r"\boxed{7}", "x" * 65536, answers=["7"] * 3)
     assert found.reasons == {"math_equal": {"not_a_number": 1}}
     assert found.total[1:].tolist() == [1.0, 0.0]
-    assert ask(rewards, "7", answers=[""]).reasons == {"math_equal": {"error": 1}}
+    assert ask(rewards, "7", answers=[" "]).reasons == {"math_equal": {"error": 1}}
 
 
 def test_without_math_verify_the_reward_says_what_to_install(monkeypatch, tmp_path):
@@ -257,5 +257,7 @@ def test_without_math_verify_the_reward_says_what_to_install(monkeypatch, tmp_pa
         "raise ModuleNotFoundError(\"No module named 'math_verify'\")"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    scoring.expressions_worker.cache_clear()
     with pytest.raises(ValueError, match=r"cannot be used: .*pip install 'grpo_fast\[math\]"):
         build_rewards([spec("math_equal")])
+    scoring.expressions_worker.cache_clear()

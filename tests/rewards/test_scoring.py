@@ -1,12 +1,22 @@
 """Tests of strict and lenient scoring with a table of gold answers, prompts and completions."""
 
+import importlib.util
+import time
+
 import pytest
 
 from grpo_fast.data import Example
+from grpo_fast.data.answers import final_part, read_gold
 from grpo_fast.rewards import REWARDS, score, scorer_for
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.reward_set import RewardSet, WeightedReward
-from grpo_fast.rewards.scoring import answer_scorer, is_expression, turns
+from grpo_fast.rewards.scoring import answer_scorer, compare, is_expression, turns
+from tests.rewards.answer_pairs import FREE, MARKED
+
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None,
+    reason="math-verify is not installed (pip install 'grpo_fast[math]')",
+)
 
 HASH, TAG, BOX, NONE = "End with: #### <number>", "Use <answer>", r"Use \boxed{}", "How many?"
 
@@ -40,10 +50,10 @@ TABLE = [  # gold, prompt, completion, strict, lenient
     # The gold answer is text.
     (r"\text{yes}", BOX, r"\boxed{\text{Yes}}", 0, 1), (r"\text{(A)}", BOX, r"\boxed{(A)}", 1, 1),
     ("12 pens", NONE, "12 pens", 1, 1), ("12 pens", NONE, "12  pens\n", 1, 1),
-    ("12 pens", NONE, "so\n12 pens", 0, 1), ("12 pens", NONE, "12", 0, 0),
+    ("12 pens", NONE, "so\n12 pens", 0, 1), ("12 pens", NONE, "12", 0, 1),
     ("Paris", TAG, "<answer>Paris</answer>", 1, 1), ("Paris", TAG, "Paris", 0, 1),
     ("Paris", NONE, "<answer> Paris </answer>", 0, 1), ("Paris", NONE, "paris", 0, 1),
-    ("A", NONE, "(A).", 0, 1),
+    ("A", NONE, "(A).", 1, 1),
     ("yes", NONE, "<think>no</think>\nyes", 1, 1), ("yes", NONE, "<think>yes", 0, 0),
     ("2024-01-05", NONE, "2018", 0, 0), ("B", HASH, "#### B", 1, 1),
     ("well-known", NONE, "w", 0, 0),
@@ -55,6 +65,80 @@ def test_the_table(gold, prompt, text, strict, lenient):
     scorer = scorer_for("jsonl", Example(prompt, gold, None))
     assert scorer.is_right(scorer.strict(text)) == bool(strict)
     assert scorer.is_right(scorer.lenient(text)) == bool(lenient)
+
+
+def test_there_are_200_pairs_of_data_sets():
+    assert sum(len(right) + len(wrong) for _, right, wrong in MARKED + FREE) >= 200
+
+
+@needs_math
+@pytest.mark.parametrize(("gold", "right", "wrong"), MARKED, ids=[row[0] for row in MARKED])
+def test_all_judges_agree_on_marked_answers(gold, right, wrong):
+    for answer in right + wrong:
+        box = f"<think>or \\boxed{{7777}}</think> so \\boxed{{{answer}}}, see step 3"
+        hashes = f"so\n#### {answer}"
+        boxed = scorer_for("jsonl", Example(BOX, gold, None))
+        marked = scorer_for("jsonl", Example(HASH, gold, None))
+        given = {"completions": [box, hashes, f"<answer>{answer}</answer>"], "answers": [gold] * 3}
+        verdicts = [
+            boxed.is_right(boxed.strict(box)), boxed.is_right(boxed.lenient(box)),
+            marked.is_right(marked.strict(hashes)), marked.is_right(marked.lenient(hashes)),
+            *REWARDS["gsm8k_correct"](**given)[1:], *REWARDS["gsm8k_correct_lenient"](**given),
+            *REWARDS["math_equal"](**given),
+        ]  # fmt: skip
+        assert verdicts == [answer in right] * len(verdicts), answer
+
+
+@needs_math
+@pytest.mark.parametrize(("gold", "right", "wrong"), FREE, ids=[row[0] for row in FREE])
+def test_lenient_judges_of_any_format(gold, right, wrong):
+    scorer = scorer_for("jsonl", Example(BOX, gold, None))
+    given = {"completions": right + wrong, "answers": [gold] * len(right + wrong)}
+    found = [scorer.is_right(scorer.lenient(text)) for text in right + wrong]
+    assert found == [True] * len(right) + [False] * len(wrong)
+    assert REWARDS["gsm8k_correct_lenient"](**given) == found
+
+
+@pytest.mark.parametrize(
+    "unit", ["(", "((", r"\frac{", "{", "[", "1+", r"\sqrt{", "x^", "$", "B) "]
+)
+def test_long_answers_cost_less_than_a_second(unit):
+    start = time.process_time()
+    text = (unit * 200_000)[:200_000]
+    for completion in (text, f"\\boxed{{{text}}}", f"#### {text}", f"the answer is ${text}$"):
+        given = {"completions": [completion], "answers": ["x^2"]}
+        for name in ("math_equal", "math_close", "gsm8k_correct", "gsm8k_correct_lenient"):
+            assert REWARDS[name](**given) == [0.0]
+    assert compare("(" * 200 + ")" * 200, "x^2") == 0
+    assert time.process_time() - start < 8  # 16 judgements, each much faster than half a second
+
+
+@pytest.mark.parametrize(
+    ("text", "prefill", "final"),
+    [
+        ("a", None, "a"), ("<think>a</think>b", None, "b"), ("a</think>b", None, "b"),
+        ("<think>a", None, ""), ("a", "<think>\n", ""), ("a</think>b", "<think>", "b"),
+        ("a<think>b<think>c", None, "a"), ("<think>a</think>b<think>c", None, "b"),
+        ("<THINKING>a</Thinking>b", None, "b"), ("[THINK]a[/THINK]b", None, "b"),
+        ("<reasoning>a</reasoning>b", None, "b"), ("<thinker>a", None, "<thinker>a"),
+    ],
+)  # fmt: skip
+def test_the_final_part(text, prefill, final):
+    assert final_part(text, prefill) == final
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("because\n#### B", "B"), ("#### 12 pens", "12 pens"), ("so\n#### $1,080", "1080"),
+        ("#### Conclusion\nIt is Paris.", "#### Conclusion\nIt is Paris."), ("Paris", "Paris"),
+        ("#### Step\nso \\boxed{x^2}", "x^2"), ("<answer> B </answer>", "B"), ("15/2", "15/2"),
+        ("<think>\\boxed{3}</think>\\boxed{4}", "4"), ("#### 1\\frac{1}{2}", "3/2"),
+        ("<think>hm</think>\nParis", "Paris"), ("#### 18\nThe answer is: 18", "18"),
+    ],
+)  # fmt: skip
+def test_gold_answers_of_solutions(answer, gold):
+    assert read_gold(answer) == gold
 
 
 def test_one_odd_answer_does_not_change_the_judging_of_the_others():
@@ -76,13 +160,13 @@ def test_without_math_verify_expressions_are_texts(monkeypatch, caplog):
     def missing(**_):
         raise scoring.RewardFailure("ModuleNotFoundError: No module named 'math_verify'")
 
-    monkeypatch.setattr(scoring, "_worker", lambda: missing)
-    scoring._are_equal.cache_clear()
+    monkeypatch.setattr(scoring, "expressions_worker", lambda: missing)
+    scoring._same_expressions.cache_clear()
     scoring._say_that_it_is_missing.cache_clear()
     scorer = answer_scorer("x+1", ())
     assert scorer.is_right("x+1") and not scorer.is_right("1+x")
     assert "pip install 'grpo_fast[math]'" in caplog.text
-    scoring._are_equal.cache_clear()
+    scoring._same_expressions.cache_clear()
 
 
 # ----------------------------------- Chat templates that begin the answer, for example with <think>

@@ -13,7 +13,9 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Completion, Engine, Sampling, awake, generate
 from grpo_fast.rollout.own.cache import RolloutCache
 from grpo_fast.train.models.policy import Policy
+from tests.attention.families import family_model
 from tests.tiny import tiny_model
+from tests.train.tiny_steps import taken
 
 PROMPTS = ["3 1 2 =", "1 ="]
 
@@ -154,6 +156,30 @@ def test_a_head_with_an_adapter_samples_by_transformers(tokenizer):
     prefix = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="prompt learning"):
         generate(peft.get_peft_model(tiny_model(), prefix), PROMPTS, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "rwkv", "xlstm"])
+def test_models_that_ignore_padding_or_have_a_wrong_cache(family):
+    """Check the logps of samples against one forward pass of each sequence alone.
+
+    These models ignore a padding mask. With a cache, RWKV computes wrong logits and xLSTM raises an
+    error, so `generate` must run without a cache.
+    """
+    model = rollout.SampledModel(family_model(family), eos_ids=[60])
+    prompts = [[5, 9, 7, 3, 8, 12, 30, 4, 11], [20, 6, 41]]
+    done = generate(model, prompts, group_size=2, max_new_tokens=6, seed=1)
+    logps = done.logps.split([len(ids) for ids in done.completion_ids])
+    for prompt, ids, ours in zip(done.prompt_ids, done.completion_ids, logps, strict=True):
+        logits = model.lm(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
+        expected = taken(logits[len(prompt) - 1 : -1], ids)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_that_generate_cannot_sample_is_refused(monkeypatch):
+    model = family_model("rwkv")
+    monkeypatch.setattr(model, "generate", lambda **_: torch.tensor([])[0])
+    with pytest.raises(ValueError, match=r"generate cannot sample from this model, with a cache"):
+        generate(rollout.SampledModel(model, eos_ids=[60]), [[5, 9, 7]], max_new_tokens=3)
 
 
 THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 # Model -> reason why it needs transformers' `generate`, or None if the decoding loop computes it
 # correctly. The cache avoids repeated trials of a model.
 _unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+# Model -> whether `generate` may use a cache for it.
+_can_use_cache: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class TransformersEngine(Engine):
@@ -93,31 +96,77 @@ def by_transformers(
     counts: Sequence[int],
     options: Sampling,
     numbers: Tensor,
+    *,
+    stop_at_eos: bool = True,
+    starts: Sequence[int] = (),
+    use_cache: bool | None = None,
 ) -> Decoded:
     """Sample with transformers' `generate`. The arguments and the result are those of `decode`.
 
-    Every completion has a separate copy of the prompt, padded on the left.
+    Every completion has a separate copy of the prompt. Only prompts of equal length are in one
+    batch, because some models ignore a padding mask (for example RWKV and xLSTM).
+
+    Args:
+        starts: must be empty, because `generate` begins at position 0.
+        use_cache: False computes all tokens again for each new token. None lets a trial decide.
     """
     device = policy.device
-    pad = policy.pad_id
-    rows = [p for p, count in zip(prompts, counts, strict=True) for _ in range(count)]
-    longest = max(map(len, rows))
-    ids = torch.tensor([[pad] * (longest - len(p)) + [*p] for p in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in rows], device=device)
-    policy.lm.set_attn_implementation(policy.generation_attn)
-    sampler = Sampler(numbers.to(device), options)
-    output = policy.lm.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
-        do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
-        pad_token_id=pad,
-        synced_gpus=False,  # do not wait for the longest completion of other ranks
-    )  # fmt: skip
+    lm = policy.lm
+    if use_cache is None:
+        use_cache = can_use_cache(policy)
+    rows = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
+    by_length: dict[int, list[int]] = {}
+    for row, prompt in enumerate(rows):
+        by_length.setdefault(len(prompt), []).append(row)
     tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
-    tokens[:, : output.shape[1] - longest] = output[:, longest:]
-    support = SupportRecorder(*numbers.shape)
-    for t, draw in enumerate(sampler.draws):
-        support.add(torch.arange(len(rows)), t, draw)
-    return Decoded(tokens, sampler.logps, support)
+    decoded = Decoded(tokens, torch.zeros(numbers.shape), SupportRecorder(*numbers.shape))
+    lm.set_attn_implementation(policy.generation_attn)
+    for length, chosen in by_length.items():
+        sampler = Sampler(numbers[chosen].to(device), options)
+        ids = torch.tensor([rows[row] for row in chosen], device=device)
+        output = lm.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids),
+            max_new_tokens=options.max_new_tokens, do_sample=False, logits_processor=[sampler],
+            eos_token_id=sorted(policy.eos_ids) if stop_at_eos else None,
+            pad_token_id=policy.pad_id, use_cache=use_cache,
+            synced_gpus=False,  # do not wait for the longest completion of other ranks
+        )  # fmt: skip
+        tokens[chosen, : output.shape[1] - length] = output[:, length:]
+        decoded.logps[chosen] = sampler.logps.cpu()
+        for t, draw in enumerate(sampler.draws):
+            decoded.support.add(torch.tensor(chosen), t, draw)
+    return decoded
+
+
+def can_use_cache(policy: SampledModel) -> bool:
+    """Return whether `generate` may use a cache, after comparing its samples with one forward pass.
+
+    The caches of some models give wrong results or raise an error. Without a cache, `generate` is
+    slower. The result is stored for each model.
+
+    Raises:
+        ValueError: the samples are wrong without a cache, too.
+    """
+    if policy.lm in _can_use_cache:
+        return _can_use_cache[policy.lm]
+    found = []
+    for use_cache in (True, False):
+        run = functools.partial(by_transformers, use_cache=use_cache)
+        try:
+            gap = largest_gap(policy, (), run)
+            found.append(f"its logits differ by {gap:.2g} nats from those of one pass")
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError) as error:
+            gap = math.inf
+            found.append((str(error).splitlines() or [type(error).__name__])[0])
+        if not gap > tolerance_of(policy):
+            _can_use_cache[policy.lm] = use_cache
+            if not use_cache:
+                log.warning("rollouts run without a cache, because of the cache: %s", found[0])
+            return use_cache
+    raise ValueError(
+        f"{type(policy.lm).__name__}: transformers' generate cannot sample from this model, with a "
+        f"cache ({found[0]}) or without one ({found[1]}); use a different engine, such as vLLM"
+    )
 
 
 def why_unsuited(policy: SampledModel) -> str | None:
@@ -153,22 +202,28 @@ def compare(policy: SampledModel) -> str | None:
         ValueError: packed attention does not support the model.
     """
     check_supported(policy.lm)
-    # Use the tolerance of the coarsest dtype, because a 16-bit trunk may have an fp32 head.
-    dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
-    tolerance = max(check_tolerance(dtype) for dtype in dtypes)
     gap, worst = trial.worst_gap(policy, lambda starts: largest_gap(policy, starts))
-    if math.isnan(gap) or worst <= tolerance:
+    if math.isnan(gap) or worst <= tolerance_of(policy):
         return None
     return f"its logits differ by {worst:.2g} nats between our loop and one pass"
 
 
-def largest_gap(policy: SampledModel, starts: Sequence[int]) -> float:
-    """Return the largest difference between log-probabilities of our loop and of a forward pass.
+def tolerance_of(policy: SampledModel) -> float:
+    """Return the tolerance of the coarsest dtype, because a 16-bit trunk may have an fp32 head."""
+    dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
+    return max(check_tolerance(dtype) for dtype in dtypes)
+
+
+def largest_gap(
+    policy: SampledModel, starts: Sequence[int], run: Callable[..., Decoded] = decode
+) -> float:
+    """Return the largest difference between log-probabilities of samples and of a forward pass.
 
     Args:
         policy: a `Policy` or `SampledModel`.
         starts: position of each trial prompt's first token. If empty, short prompts start at
             position 0.
+        run: `decode` or `by_transformers`, the function that samples.
 
     Returns:
         The difference in nats.
@@ -182,7 +237,7 @@ def largest_gap(policy: SampledModel, starts: Sequence[int]) -> float:
     options = Sampling(max_new_tokens=length, temperature=0)
     numbers = torch.zeros(sum(counts), length, dtype=torch.float32)
     with small_windows(policy.lm, positions=not starts):
-        ours = decode(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
+        ours = run(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
         pairs = zip([prompts[0], *prompts], ours.tokens.tolist(), strict=True)
         rows = [[*prompt, *tokens] for prompt, tokens in pairs]
         policy.lm.set_attn_implementation(policy.generation_attn)

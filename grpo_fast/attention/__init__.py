@@ -2,6 +2,7 @@
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of
+from grpo_fast.attention.hybrid import split_recurrent_layers
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.memory import offload_checkpoints, tile_mlps
 from grpo_fast.attention.model import (
@@ -9,6 +10,7 @@ from grpo_fast.attention.model import (
     check_supported,
     disable_dropout,
     packed_attention,
+    prepare,
     register,
     shared_prompt_supported,
 )
@@ -23,6 +25,7 @@ __all__ = [
     "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_supported",
     "check_tolerance", "disable_dropout", "draw_groups", "fast_layers", "head_of",
     "offload_checkpoints", "pack_groups", "pack_tree", "packed_attention", "packed_rows_attention",
-    "plan_packs", "plan_trees", "random_weights", "register", "shared_prompt_supported",
-    "small_windows", "tile_mlps", "tree_tokens", "trunk_tokens", "window_as_mask", "window_of",
+    "plan_packs", "plan_trees", "prepare", "random_weights", "register", "shared_prompt_supported",
+    "small_windows", "split_recurrent_layers", "tile_mlps", "tree_tokens", "trunk_tokens",
+    "window_as_mask", "window_of",
 ]  # fmt: skip

@@ -220,6 +220,15 @@ class TreeLayout:
         return tuple(before)
 
     @cached_property
+    def paths(self) -> list[Tensor]:
+        """Return the rows of each segment and its ancestors, in order, int64 on the CPU."""
+        paths: list[Tensor] = []
+        for start, end, parent in zip(self.starts, self.starts[1:], self.parents, strict=False):
+            rows = torch.arange(start, end)
+            paths.append(torch.cat([paths[parent], rows]) if parent >= 0 else rows)
+        return paths
+
+    @cached_property
     def longest_context(self) -> int:
         """Return the maximum number of keys that a query sees. A longer window has no effect."""
         return max(n + before for n, before in zip(self.lengths, self.prefixes, strict=True))
@@ -291,11 +300,8 @@ class TreeLayout:
         return self.cached(("copies", window), lambda: self._window_calls(window))
 
     def _window_calls(self, window: int) -> tuple[Call]:
-        keys: list[Tensor] = []
-        for start, end, parent in zip(self.starts, self.starts[1:], self.parents, strict=False):
-            path = keys[parent] if parent >= 0 else torch.arange(0)
-            seen = path[max(0, len(path) - window + 1) :]
-            keys.append(torch.cat([seen, torch.arange(start, end)]))
+        pairs = zip(self.paths, self.prefixes, strict=True)
+        keys = [path[max(0, before - window + 1) :] for path, before in pairs]
         device = self.cu_seqlens.device
         spans = Spans.of(self.lengths, [len(x) for x in keys], device, causal=True)
         copies = Copies(*(x.to(device) for x in Copies.of(torch.cat(keys), self.total)))

@@ -1,6 +1,6 @@
 """Attention of packed rows for any transformers model, with plain rows, shared prompts or trees.
 
-    model.set_attn_implementation(register())
+    prepare(model)
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
 
 Keep the attention implementation registered until the backward pass has ended, because gradient
@@ -12,12 +12,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_fast.attention.dispatch import packed_rows_attention
+from grpo_fast.attention.head import check_tolerance
+from grpo_fast.attention.hybrid import may_be_hybrid, recurrent_layers, split_recurrent_layers
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.windows import window_as_mask, window_of
+from grpo_fast.attention.packing import pack_groups
+from grpo_fast.attention.trial import draw_groups
+from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +33,8 @@ log = logging.getLogger(__name__)
 # or "|", because transformers gives these a special meaning.
 NAME = "grpo_packed"
 
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+RECURRENT = {"linear_attention", "conv", "mamba", "hybrid"}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe", *RECURRENT}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Attributes that set the noise on the inputs of MoE routers (Mixtral, PhiMoE).
 JITTER = {"jitter_noise", "input_jitter_noise"}
@@ -52,6 +58,68 @@ def register() -> str:
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, window_as_mask)
     return NAME
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Prepare a transformers causal LM for packed rows, and compare a packed row with its own pass.
+
+    This registers and sets packed attention, and splits the recurrent layers of hybrid models.
+    Without `packed_layout`, the recurrent layers compute what they did before. Call this before
+    FSDP2 shards the model.
+
+    Args:
+        model: a transformers causal LM.
+
+    Raises:
+        ValueError: packed rows of this model would be wrong. The model is then unchanged, except
+            for its recurrent layers.
+
+    Example:
+        >>> prepare(model)
+        >>> pack = pack_groups(groups, device=model.device)
+        >>> hidden = model.model(**pack.model_inputs).last_hidden_state[0]
+    """
+    check_supported(model)
+    split_recurrent_layers(model.base_model)
+    # A model with packed attention or without weights cannot compute the expected result.
+    if model.config._attn_implementation != NAME and model.device.type != "meta":
+        _check_packed_row(model)
+    model.set_attn_implementation(register())
+
+
+@torch.no_grad()
+def _check_packed_row(model: PreTrainedModel) -> None:
+    """Raise a ValueError if the hidden states of a packed row differ from those of its sequences.
+
+    The model is in evaluation mode meanwhile, because its own pass may have dropout.
+    """
+    name = f"model_type {model.config.model_type}"
+    trunk = model.base_model
+    own = model.config._attn_implementation
+    training = model.training
+    ((prompt, (first, second)),) = draw_groups(1, len(model.get_input_embeddings().weight))
+    completions = [first, second[:3]]
+    pack = pack_groups([(prompt, completions)], device=model.device)
+    model.eval()
+    try:
+        with small_windows(model):
+            rows = [torch.tensor([prompt + ids[:-1]], device=model.device) for ids in completions]
+            alone = [trunk(input_ids=x, use_cache=False).last_hidden_state[0] for x in rows]
+            expected = torch.cat([x[len(prompt) - 1 :] for x in alone]).float()
+            model.set_attn_implementation(register())
+            packed = trunk(**pack.model_inputs).last_hidden_state[0, pack.predicting].float()
+    except (AttributeError, KeyError, TypeError) as error:  # raised by models that require a mask
+        raise ValueError(f"{name}: packed attention fails: {error}") from error
+    finally:
+        model.set_attn_implementation(own)
+        model.train(training)
+    gap = float((packed - expected).norm() / expected.norm())
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(model.device.type) else trunk.dtype
+    if not gap <= check_tolerance(dtype):
+        raise ValueError(
+            f"{name}: the hidden states of a packed row differ by {gap:.2g} of their size from "
+            "those of separate sequences: its layers do something that packed rows do not support"
+        )
 
 
 def packed_attention(
@@ -96,6 +164,14 @@ def packed_attention(
     """
     if packed_layout is None:
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
+    kinds = set(getattr(getattr(module, "config", None), "layer_types", None) or [])
+    is_hybrid = may_be_hybrid(type(module).__module__) or kinds & RECURRENT
+    if is_hybrid and not isinstance(attention_mask, TreeLayout):
+        name = type(module).__name__
+        raise ValueError(
+            f"{name}: this model may have recurrent layers, which would mix the sequences of a "
+            "packed row: call grpo_fast.attention.prepare(model) first, and pass no attention_mask"
+        )
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
     # Reject batches of several rows. Also reject a KV cache, which would add keys that the layout
@@ -127,14 +203,16 @@ def packed_attention(
 def check_supported(model: PreTrainedModel) -> None:
     """Raise a ValueError if packed attention would give wrong results for a model.
 
-    This is the case for models with state-space or linear-attention layers, models whose RoPE
-    depends on the sequence length, and models with M-RoPE.
+    This is the case for models with recurrent layers that cannot be split, with unknown kinds of
+    layers, and models whose RoPE depends on the sequence length.
     """
     config = model.config
-    if getattr(model, "_is_stateful", False):
+    kinds = set(getattr(config, "layer_types", None) or [])
+    is_recurrent = getattr(model, "_is_stateful", False) or kinds & RECURRENT
+    if is_recurrent and not recurrent_layers(model):
         name = f"model_type {config.model_type}"
         raise ValueError(f"{name}: its recurrent state would run across packed segments")
-    other = set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYERS
+    other = kinds - SUPPORTED_LAYERS
     if other:
         raise ValueError(f"layer_types: expected {sorted(SUPPORTED_LAYERS)}, got {sorted(other)}")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -142,8 +220,6 @@ def check_supported(model: PreTrainedModel) -> None:
         kind = part.get("rope_type")
         if kind in LENGTH_DEPENDENT_ROPE:
             raise ValueError(f"rope_type: {kind!r} depends on the length, which differs in a pack")
-        if part.get("mrope_section") is not None:
-            raise ValueError("mrope_section: packed attention has positions in one dimension only")
 
 
 def shared_prompt_supported(model: PreTrainedModel) -> str | None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from grpo_fast.attention.layout import TreeLayout
+
 SMALLEST = 3  # tokens: smaller than the prompts of every trial
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
 POSITIONS = ("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings")
@@ -50,14 +52,14 @@ def window_of(attention_mask: object, sliding_window: int | None) -> int | None:
     """Return the number of tokens in the sliding window of a layer, or None without a window.
 
     Args:
-        attention_mask: the result of `window_as_mask`.
+        attention_mask: the result of `window_as_mask`, or the layout of the row in a hybrid model.
         sliding_window: the keyword argument of the layer. It is used if the mask has no window.
 
     Raises:
         ValueError: the mask and the keyword argument have different windows, or the mask is neither
             causal nor a window.
     """
-    if attention_mask is None:
+    if attention_mask is None or isinstance(attention_mask, TreeLayout):
         return sliding_window
     if not isinstance(attention_mask, int) or attention_mask < 1:
         raise ValueError(

@@ -67,10 +67,32 @@ SIZES = {
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 # In latent attention, queries and keys have width 16, and values have width 8.
 MLA = {"head_dim": 8, "num_key_value_heads": 4}
+# Recurrent layers and attention. The chunks of Mamba 2 are shorter than most test sequences.
+MIX = ["linear_attention"] * 3 + ["full_attention"]
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_next": {},
+    "kimi_linear": {
+        "layer_types": MIX, "num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    },
+    "olmo_hybrid": {"layer_types": MIX},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
+        "chunk_size": 8,
+    },
+    "granitemoehybrid": {**MAMBA, "layer_types": MIX, "mamba_chunk_size": 8, "mamba_n_groups": 2},
+    "bamba": {**MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 8, "mamba_n_groups": 2},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "lfm3": {},
+    "bailing_hybrid": {},
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
-    "bamba": MAMBA,
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
-    "granitemoehybrid": MAMBA,
+    **HYBRID,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
     "zaya": {"num_experts_per_tok": 1},

@@ -206,8 +206,7 @@ def test_no_double_backward():
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "indexed_attention"]}, "layer_types"),
     ],
 )
 def test_models_that_cannot_be_packed(fields, message):

@@ -57,7 +57,7 @@ def test_right(family, changes):
         ("gpt_oss", {}, "s_aux"),  # has attention sinks (s_aux)
         ("mistral", {"sliding_window": 0}, "at least one token, got 0"),
         ("doge", {}, "packed attention fails: 'int' object"),  # adds its mask to the scores
-        ("mamba", {}, "recurrent state"),
+        ("rwkv", {}, "recurrent state"),
         ("phimoe", {}, "training mode"),  # selects experts at random in training
         ("bert", {}, "this layer is not"),
     ],

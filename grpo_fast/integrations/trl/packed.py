@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import linear_grpo_loss, linear_logps
-from grpo_fast.attention import pack_groups, register, window_as_mask
+from grpo_fast.attention import pack_groups, register, split_recurrent_layers, window_as_mask
 from grpo_fast.integrations.fast_head import run_inside
 from grpo_fast.integrations.trl.head import FusedHead
 from grpo_fast.integrations.trl.options import SinglePass
@@ -45,6 +45,7 @@ def take_packed_rows(model: PreTrainedModel) -> None:
     if not model.config._attn_implementation.startswith(PREFIX):
         kind = model.config.model_type
         raise ValueError(f"model_type {kind}: its attention is not on transformers' interface")
+    split_recurrent_layers(model.base_model)
     fused = model.forward.__func__
     run_inside(model)
     # Copy the attribute `trl_fused` to the new forward. `use_fast_head` finds TRL's closure in it.

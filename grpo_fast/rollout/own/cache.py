@@ -16,13 +16,14 @@ decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention import TreeLayout, packed_attention, window_as_mask, window_of
+from grpo_fast.attention.hybrid import State
 from grpo_fast.attention.layout import AttentionParams
 from grpo_fast.kernels.cpu import decode as cpp
 
@@ -44,7 +45,7 @@ def cached_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: object,  # in prefill: the result of `window_as_mask`
+    attention_mask: object,  # in prefill: `window_as_mask`'s result, or the cache in a hybrid model
     *,
     rollout_cache: RolloutCache,
     scaling: float | None = None,
@@ -57,6 +58,8 @@ def cached_attention(
     if layout is None:
         out = rollout_cache.decode(module, query[0], key[0], value[0])
         return out.to(value.dtype)[None], None
+    if isinstance(attention_mask, RolloutCache):  # in a hybrid model
+        attention_mask = layout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, window_of(attention_mask, sliding_window), softcap)
     layer = rollout_cache.layers.setdefault(module, Layer(params))
@@ -98,6 +101,8 @@ class RolloutCache:
 
     Attributes:
         layers: attention module -> its keys and values.
+        prompt_states: recurrent layer -> the state at the end of each prompt, during prefill.
+        states: recurrent layer -> states of the B completions, while decoding.
         layout: layout of the packed prompts during prefill; None while decoding.
         time: number of tokens of each completion in the cache.
     """
@@ -113,6 +118,8 @@ class RolloutCache:
         self.max_new_tokens = max_new_tokens
         self.device = device
         self.layers: dict[nn.Module, Layer] = {}
+        self.prompt_states: dict[nn.Module, list[State]] = {}
+        self.states: dict[nn.Module, State] = {}
         self.layout: TreeLayout | None = None
         self.time = 0
         self.seat(counts)
@@ -152,6 +159,33 @@ class RolloutCache:
             )
             layer.prompts = k, v
             layer.chunks = []
+        _, counts = self.sizes
+        owners = torch.arange(len(counts), device=self.device).repeat_interleave(counts)
+        for module, ends in self.prompt_states.items():
+            self.states[module] = State.stack(ends).take(owners)
+        self.prompt_states = {}
+
+    def recurrent_layer(
+        self,
+        module: nn.Module,
+        step: Callable[[Tensor, State], tuple[Tensor, State]],
+        split: Callable[..., tuple[Tensor, State]],
+        hidden: Tensor,  # (1, T, H)
+    ) -> Tensor:  # (1, T, H)
+        """Compute a recurrent layer on packed prompts in prefill, or on B new tokens in decoding.
+
+        Args:
+            module: the layer.
+            step: computes the layer on (B, 1, H) from its states.
+            split: computes the layer on a packed row, see `hybrid.by_segments`.
+            hidden: the layer's input.
+        """
+        if self.layout is not None:
+            out, ends = split(hidden, self.layout, all_end=True)
+            self.prompt_states.setdefault(module, []).extend(ends.unstack())
+            return out
+        out, self.states[module] = step(hidden.transpose(0, 1), self.states[module])
+        return out.transpose(0, 1)
 
     def drop_ended(self, stay: Sequence[int]) -> None:
         """Remove all completions except `stay`, and prompts whose completions are all removed.
@@ -175,6 +209,7 @@ class RolloutCache:
             if layer.completions:
                 k, v = (x.index_select(0, chosen[1]) for x in layer.completions)
                 layer.completions = k, v
+        self.states = {module: state.take(chosen[1]) for module, state in self.states.items()}
         self.lengths = [self.lengths[n] for n in prompts]
         self.seat([counts[n] for n in prompts])
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import Head, TreeLayout
+from grpo_fast.attention import Head, TreeLayout, split_recurrent_layers
 from grpo_fast.kernels.cpu.layers import linear
 from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.route import uses_csrc_gemm
@@ -129,6 +129,7 @@ def decode(
     device = policy.device
     length = options.max_new_tokens
     policy.lm.set_attn_implementation(register())
+    split_recurrent_layers(policy.lm.base_model)
     head = policy.head
     eos = torch.tensor(sorted(policy.eos_ids), device=device)
     cache = RolloutCache([len(p) for p in prompts], counts, length, device)

@@ -20,6 +20,7 @@ from grpo_fast.attention import (
     head_of,
     register,
     shared_prompt_supported,
+    split_recurrent_layers,
 )
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import distributed, sharding
@@ -61,6 +62,7 @@ class Policy(SampledModel):
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
         fast_layers(self.lm.base_model)
+        split_recurrent_layers(self.lm.base_model)
         self.lm.set_attn_implementation(register())
         # True if the initial policy equals its base model, False if it has a trained adapter.
         self.starts_at_base = True

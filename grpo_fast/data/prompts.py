@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpo_fast.data.example import Example, LazySequence, Prompt, text_of
+from grpo_fast.data.records import ANSWERS, SOLUTIONS, choice_lines, column_of, lettered
 from grpo_fast.errors import require
 
 PROMPT_TEMPLATES = {
@@ -17,11 +20,21 @@ PROMPT_TEMPLATES = {
 }
 
 
+SYSTEM = ("system", "system_prompt")  # columns with the system message of a row
+# Text in braces of a template: a LaTeX command with its argument, {{name}} or {name}.
+_SLOT = re.compile(r"(\\[A-Za-z]+\{\w*\})|\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
+# Tokens that begin a turn in the chat templates of common models.
+_TURN = re.compile(
+    r"<\|(?:im_start|start_header_id|begin_of_text|start_of_role|user)\|>|<start_of_turn>"
+    r"|<｜(?:User|begin▁of▁sentence)｜>|\[INST\]"
+)
+
+
 class Form(NamedTuple):
     """Template and chat settings that turn a question into a prompt.
 
     Attributes:
-        template: text that contains `{question}`.
+        template: text that contains `{question}`, and possibly names of columns in braces.
         system: system message, or None.
         chat: if True, the text becomes a chat message with the role "user".
     """
@@ -37,53 +50,98 @@ class Form(NamedTuple):
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
         require("{question}" in text, "prompt_template", expected, repr(template))
+        gold = {*ANSWERS, *SOLUTIONS, *(data.columns.get(x) for x in ("answer", "solution"))}
+        shown = [slot[3] for slot in _SLOT.finditer(text) if slot[3] and slot[3] in gold]
+        expected = f"no gold answer in the prompt; {{{{{(*shown, '')[0]}}}}} is the text in braces"
+        require(not shown, "prompt_template", expected, shown)
         return cls(text, data.system_prompt, bool(data.chat))
 
-    def fill(self, question: str) -> str:
-        """Insert a question into the template. Other braces in the template are left unchanged."""
-        return self.template.replace("{question}", question)
+    def fill(self, example: Example) -> str:
+        """Insert the question and the columns that the template names. `{{x}}` stands for `{x}`.
+
+        Raises:
+            ValueError: the example has no column of this name.
+        """
+
+        def insert(slot: re.Match[str]) -> str:
+            name = slot[3]
+            if slot[1] or slot[2]:  # LaTeX such as \\text{x}, or {{x}}
+                return slot[0] if slot[1] else f"{{{slot[2]}}}"
+            value = example.prompt if name == "question" else column_of(example.fields, [name])
+            expected = f"a column {name!r} in each row; write {{{{{name}}}}} for the text in braces"
+            require(value is not None, "prompt_template", expected, ", ".join(example.fields))
+            choices = lettered(value)
+            return choice_lines(choices) if choices else _as_text(value)
+
+        return _SLOT.sub(insert, self.template)
 
     def shot(self, example: Example) -> str:
         """Return a worked example as text: the template with its question, then its solution."""
         worked = example.solution or example.answer
         came = f"none to {repr(str(example.prompt)[:60])}"
         require(worked is not None, "data.shots_tokens", "answers to all shots", came)
-        return f"{self.fill(str(example.prompt))} {worked}\n\n"
+        return f"{self.fill(example)} {worked}\n\n"
 
     def apply(self, example: Example, prefix: str = "") -> Example:
         """Return the example with a prompt that is built from the template and the chat settings.
 
-        If the prompt is already a list of chat messages, only a missing system message is added.
+        If the prompt is already a list of chat messages, only a missing system message is added. A
+        prompt that a chat template has rendered is left as it is. A system message of the row
+        replaces the system message of the settings.
 
         Args:
             example: an example whose prompt is a question or chat messages.
             prefix: worked examples to insert before the question.
 
         Raises:
-            ValueError: the prompt is a list of messages, but there is a template or a prefix.
+            ValueError: the prompt is a list of messages or rendered, but there is a template or a
+                prefix.
         """
-        if not isinstance(example.prompt, str):
-            came = "rows of messages"
+        prompt = example.prompt
+        own = column_of(example.fields, SYSTEM)
+        system = own if isinstance(own, str) and own.strip() else self.system
+        rendered = isinstance(prompt, str) and is_rendered(prompt)
+        if rendered or not isinstance(prompt, str):
+            came = "a rendered prompt" if rendered else "rows of messages"
             is_plain = self.template == "{question}"
             require(is_plain, "data.prompt_template", "none for messages", came)
             require(not prefix, "data.shots_tokens", "none for rows of messages", came)
-            if self.system is None or any(m["role"] == "system" for m in example.prompt):
+            require(not rendered or system is None, "data.system_prompt", "none", came)
+            if isinstance(prompt, str) or system is None:
                 return example
-            return example._replace(prompt=[self.system_message, *example.prompt])
-        text = prefix + self.fill(example.prompt)
-        if self.system is None and not self.chat:
+            if any(message["role"] == "system" for message in prompt):
+                return example
+            return example._replace(prompt=[{"role": "system", "content": system}, *prompt])
+        text = prefix + self.fill(example)
+        if system is None and not self.chat:
             return example._replace(prompt=text)
-        messages = [] if self.system is None else [self.system_message]
+        messages = [] if system is None else [{"role": "system", "content": system}]
         return example._replace(prompt=[*messages, {"role": "user", "content": text}])
 
-    @property
-    def system_message(self) -> dict[str, str]:
-        return {"role": "system", "content": str(self.system)}
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def is_rendered(text: str) -> bool:
+    """Return whether a chat template has written the text, which then has the tokens of turns."""
+    return _TURN.search(text) is not None
+
+
+def check_rendered(examples: Sequence[Example], tokenizer: Any) -> None:
+    """Raise a ValueError if a prompt was rendered by the chat template of a different model."""
+    for example in examples:
+        turn = _TURN.search(example.prompt) if isinstance(example.prompt, str) else None
+        if turn is not None and turn[0].startswith("<"):
+            ids = tokenizer(turn[0], add_special_tokens=False)["input_ids"]
+            came = f"{example.prompt[:60]!r}, a prompt for a different model"
+            require(len(ids) == 1, "data", f"the tokenizer to have the token {turn[0]}", came)
+            return
 
 
 def in_chat(example: Example) -> Example:
-    """Return the example with its text prompt converted to a user chat message."""
-    if not isinstance(example.prompt, str):
+    """Return the example with its text prompt as a user's message, unless it is rendered."""
+    if not isinstance(example.prompt, str) or is_rendered(example.prompt):
         return example
     return example._replace(prompt=[{"role": "user", "content": example.prompt}])
 

@@ -1,15 +1,21 @@
-"""Readers of files, folders and hub datasets, which yield rows and their locations."""
+"""Readers of files, folders and hub datasets, which return rows and their locations.
+
+The package `datasets` reads parquet, arrow, its own folders and the hub. Python's json and csv
+modules read text files, because `datasets` 5.2 changes some of their values: it turns "2020-01-01"
+into a timestamp, rounds integers of more than 19 digits, and shifts the columns of a csv file whose
+rows end with a delimiter. All rows of a file are in memory at once.
+"""
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import gzip
-import io
 import json
 import os
-from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +23,20 @@ from grpo_fast.data import hub
 from grpo_fast.data.escape import reason
 from grpo_fast.errors import require
 
-Rows = Iterator[tuple[str, Any]]  # (location such as "file:line", fields)
+Rows = list[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
 
-LINES = (".jsonl", ".ndjson")
-TABLES = {".csv": ",", ".tsv": "\t"}  # file extension -> delimiter
+TABLES = {".csv": ",", ".tsv": "\t"}  # file extension -> usual delimiter
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
-FORMATS = (*LINES, ".json", *TABLES, *ARROW)
+FORMATS = (".jsonl", ".ndjson", ".json", *TABLES, *ARROW)
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
+# A csv column has a type if all its cells have the form of the type. A column with 007 or with a
+# number of more than 18 digits stays text, because such numbers are usually ids.
+TYPES: dict[Callable[[str], Any], re.Pattern[str]] = {
+    int: re.compile(r"-?(0|[1-9][0-9]{0,17})"),
+    float: re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]{1,2})?"),
+    "True".__eq__: re.compile("True|False"),
+}
 
 
 def is_local(source: str) -> bool:
@@ -35,7 +47,7 @@ def is_local(source: str) -> bool:
     return not is_id or is_file or os.path.exists(source)
 
 
-def local_splits(path: Path) -> Splits:
+def local_splits(path: Path, encoding: str | None = None) -> Splits:
     """Return the splits of a file or folder.
 
     A single file becomes the split "train". If its name contains "train" and the folder has a file
@@ -45,27 +57,25 @@ def local_splits(path: Path) -> Splits:
         ValueError: the path does not exist, or the folder has no data.
     """
     expected = "a .jsonl, .json, .csv, .tsv or .parquet file (or .gz), or a folder with train.jsonl"
-    if not os.path.isdir(path):  # without permission, Path.is_dir would raise an error
-        if not os.path.isfile(path):
-            raise ValueError(f"data.path: expected {expected}, found nothing at {path}")
-        train, test = path, path.with_name(path.name.replace("train", "test", 1))
-    else:
+    missing = f"data.path: expected {expected}, found nothing at {path}"
+    if os.path.isdir(path):  # without permission, Path.is_dir would raise an error
         if os.path.isfile(path / "dataset_dict.json") or os.path.isfile(path / "state.json"):
             return _datasets(str(path), "load_from_disk", str(path))
-        named = {n: [path / f"{n}{f}{z}" for f in FORMATS for z in ("", ".gz")]
-                 for n in ("train", *TEST_SPLITS)}  # fmt: skip
-        files = {n: next(filter(os.path.isfile, paths), None) for n, paths in named.items()}
-        if files["train"] is None:
+        ends = [f"{ending}{zipped}" for ending in FORMATS for zipped in ("", ".gz")]
+        named = {name: [path / f"{name}{end}" for end in ends] for name in ("train", *TEST_SPLITS)}
+        found = {name: next(filter(os.path.isfile, files), None) for name, files in named.items()}
+        if found["train"] is None:
             inside = (*path.glob("*"), *path.glob("*/*"))
             if not any(file.suffix in (*FORMATS, ".gz") for file in inside):
-                raise ValueError(f"data.path: expected {expected}, found nothing at {path}")
+                raise ValueError(missing)
             return _datasets(str(path), "load_dataset", str(path))
-        train = files["train"]
-        test = next((files[n] for n in TEST_SPLITS if files[n]), train)
-    splits: Splits = {"train": lambda: read_file(train)}
-    if test != train and os.path.isfile(test):
-        splits["test"] = lambda: read_file(test)
-    return splits
+    elif os.path.isfile(path):
+        test = path.with_name(path.name.replace("train", "test", 1))
+        found = {"train": path, "test": test if test != path and os.path.isfile(test) else None}
+    else:
+        raise ValueError(missing)
+    files = {name: file for name, file in found.items() if file is not None}
+    return {name: functools.partial(read_file, file, encoding) for name, file in files.items()}
 
 
 def hub_splits(name: str) -> Splits:
@@ -79,8 +89,12 @@ def hub_splits(name: str) -> Splits:
     return _datasets(name, "load_dataset", repository, config or None)
 
 
-def read_file(path: Path) -> Rows:
-    """Yield the rows of a file. The file extension determines the format.
+def read_file(path: Path, encoding: str | None = None) -> Rows:
+    """Return the rows of a file. The file extension determines the format.
+
+    Args:
+        path: the file.
+        encoding: encoding of a text file. None reads UTF-8, or UTF-16 after a byte order mark.
 
     Raises:
         ValueError: the file is damaged or empty.
@@ -88,94 +102,62 @@ def read_file(path: Path) -> Rows:
     ending = Path(path.name.removesuffix(".gz")).suffix
     if ending in ARROW:
         loaded = _datasets(str(path), "load_dataset", ARROW[ending], data_files=str(path))
-        yield from loaded["train"]()
-        return
-    tables = {name: functools.partial(_read_table, mark) for name, mark in TABLES.items()}
-    readers: dict[str, Callable[[Path], Rows]] = {".json": _read_json, **tables}
-    count = 0
+        return loaded["train"]()
     try:
-        for place, fields in readers.get(ending, read_jsonl)(path):
-            count += 1
-            yield place, fields
-    except (OSError, EOFError, UnicodeError) as error:
+        lines = list(_lines(path, encoding))
+    except (OSError, EOFError, UnicodeError, LookupError) as error:
         why = reason(error)
         raise ValueError(f"data.path: expected a readable file, got {path}: {why}") from None
-    if count == 0:
+    if ending in TABLES:
+        rows = _read_table(path, lines, TABLES[ending])
+    else:
+        rows = _read_json(path, lines)
+    if not rows:
         raise ValueError(f"{path}: expected at least one line, the file is empty")
+    return rows
 
 
-def read_jsonl(path: Path) -> Rows:
-    """Yield the objects of a file with one JSON object per line. Blank lines are skipped.
+def _lines(path: Path, encoding: str | None) -> Iterator[str]:
+    """Yield the lines of a text file. Refuse a byte that the encoding does not allow."""
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rb") as file:
+        start = file.read(2)
+    is_wide = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = encoding or ("utf-16" if is_wide else "utf-8-sig")
+    with opened(path, "rt", encoding=encoding, errors="surrogateescape", newline="") as file:
+        for number, line in enumerate(file, start=1):
+            bad = re.search("[\udc80-\udcff]", line)  # surrogateescape writes bad bytes like this
+            if bad is not None:
+                came = f"byte 0x{ord(bad[0]) - 0xDC00:02x}"
+                remedy = "a file of Excel may need data.encoding=cp1252"
+                raise ValueError(f"{path}:{number}: not UTF-8 text ({came}); {remedy}")
+            yield line
 
-    Raises:
-        ValueError: the file does not exist, or a line is not JSON.
-    """
-    if not os.path.isfile(path):
-        raise ValueError(f"data.path: expected a .jsonl file, found nothing at {path}")
-    with _open(path) as file:
-        for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(BOM_UTF8)
-            if raw.strip():
-                yield f"{path}:{number}", _parse_json(f"{path}:{number}", raw)
 
-
-def _read_json(path: Path) -> Rows:
-    """Yield the rows of a `.json` file.
-
-    The file may contain a list of rows, an object with one list of rows, a single row, or JSON
-    lines.
-    """
-    with _open(path) as file:
-        raw = file.read().removeprefix(BOM_UTF8)
-    try:
-        content = _parse_json(str(path), raw)
-    except ValueError:  # a .json file may hold JSON lines
-        if b"\n" not in raw.strip():
-            raise
-        yield from read_jsonl(path)
-        return
-    rows = content if isinstance(content, list) else [content]
+def _read_json(path: Path, lines: list[str]) -> Rows:
+    """Return the rows of JSON lines, of a list of rows, or of an object with one list of rows."""
+    first = next((line for line in lines if line.strip()), "")
+    if first.lstrip().startswith("{") and first.rstrip().endswith("}"):
+        texts = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+        rows = [(place, _parse_json(place, line)) for place, line in texts]
+        content = rows[0][1]
+        if len(rows) > 1 or path.name.removesuffix(".gz").endswith("l"):
+            return rows
+    elif first:
+        content = _parse_json(str(path), "".join(lines))
+    else:
+        return []
     if isinstance(content, dict):
-        lists = [x for x in content.values() if isinstance(x, list)]
-        rows = lists[0] if len(lists) == 1 else [content]
-    for number, fields in enumerate(rows, start=1):
-        yield f"{path}[{number}]", fields
+        # Messages are a list, too, but they are a column of a single row.
+        lists = [x for x in content.values() if isinstance(x, list) and x and "role" not in x[0]]
+        content = lists[0] if len(lists) == 1 else [content]
+    listed = content if isinstance(content, list) else [content]
+    return [(f"{path}[{number}]", fields) for number, fields in enumerate(listed, start=1)]
 
 
-def _read_table(delimiter: str, path: Path) -> Rows:
-    # Use the csv module instead of `datasets`, which reads tables with pandas. pandas turns 007
-    # into 7 and "None" into a missing value.
-    csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
-    with _open(path) as file:
-        text = (line.decode("utf-8-sig" if i == 0 else "utf-8") for i, line in enumerate(file))
-        # Without strict=True, a quote that is never closed would swallow the rest of the file.
-        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
-        last = 0  # last line of the previous row
-        try:
-            expected = f"{len(reader.fieldnames or ())} fields, as in the first line"
-            last = reader.line_num
-            for fields in reader:
-                last = reader.line_num
-                extra = fields.pop(None, [])  # empty ones come from delimiters at the end of a line
-                came = f"more; put a text that contains {delimiter!r} in quotes"
-                require(not any(extra), f"{path}:{last}", expected, came)
-                yield f"{path}:{last}", fields
-        except csv.Error as error:
-            remedy = 'end a text in quotes with ", and write "" for a quote in it'
-            raise ValueError(f"{path}:{last + 1}: not a row ({error}); {remedy}") from None
-
-
-def _open(path: Path) -> io.BufferedIOBase:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
-def _parse_json(where: str, raw: bytes) -> Any:
+def _parse_json(where: str, text: str) -> Any:
     try:
-        return json.loads(raw.decode(), object_pairs_hook=_unique_keys)
-    except UnicodeDecodeError as error:
-        at = f"{error.reason} at byte {error.start}"
-        raise ValueError(f"{where}: not UTF-8 text ({at})") from None
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
         raise ValueError(f"{where}: not a JSON object ({error})") from None
 
@@ -188,6 +170,39 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
             raise ValueError(f"the key {name!r} occurs twice")
         fields[name] = value
     return fields
+
+
+def _read_table(path: Path, lines: list[str], usual: str) -> Rows:
+    """Return the rows of a csv or tsv file, with columns of a type. Empty cells are None."""
+    csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
+    header = lines[0] if lines else ""
+    delimiter = next((mark for mark in (usual, ";", "\t", ",", "|") if mark in header), usual)
+    # Without strict=True, a quote that is never closed would swallow the rest of the file.
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    rows: Rows = []
+    last = 0  # last line of the previous row
+    try:
+        names = next(reader, [])
+        last = reader.line_num
+        require(len({*names}) == len(names), f"{path}:1", "different names of columns", names)
+        for cells in reader:
+            extra = cells[len(names) :]  # empty ones come from delimiters at the end of a line
+            if cells:
+                expected = f"{len(names)} fields, as in the first line"
+                came = f"{len(cells)}; put a text with {delimiter!r} or a line break in quotes"
+                fits = len(cells) >= len(names) and not any(extra)
+                require(fits, f"{path}:{reader.line_num}", expected, came)
+                rows.append((f"{path}:{reader.line_num}", dict(zip(names, cells, strict=False))))
+            last = reader.line_num
+    except csv.Error as error:
+        remedy = 'end a text in quotes with ", and write "" for a quote in it'
+        raise ValueError(f"{path}:{last + 1}: not a row ({error}); {remedy}") from None
+    for name in names:
+        cells = [row[name] for _, row in rows if row[name]]
+        kind = next((k for k, form in TYPES.items() if all(map(form.fullmatch, cells))), str)
+        for _, row in rows:
+            row[name] = kind(row[name]) if row[name] else None
+    return rows
 
 
 def _datasets(source: str, function: str, *arguments: object, **options: object) -> Splits:
@@ -215,11 +230,11 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
         is_vague = type(error).__name__ == "DatasetGenerationError"
         why = hub.LOCAL if offline else reason((is_vague and error.__cause__) or error)
         raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
-    every = loaded if isinstance(loaded, dict) else {"train": loaded}
+    every = loaded if isinstance(loaded, Mapping) else {"train": loaded}
 
     def rows(split: str) -> Rows:
-        for index, fields in enumerate(every[split], start=1):
-            # Convert dates and bytes to text, because worker processes receive the fields as JSON.
-            yield f"{source}[{split}]:{index}", json.loads(json.dumps(fields, default=str))
+        # Convert dates and bytes to text, because worker processes receive the fields as JSON.
+        plain = [json.loads(json.dumps(fields, default=str)) for fields in every[split]]
+        return [(f"{source}[{split}]:{index}", row) for index, row in enumerate(plain, start=1)]
 
     return {split: functools.partial(rows, split) for split in every}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import json
 import math
 import re
@@ -18,22 +18,40 @@ from grpo_fast.data.answers import (
     parse_number,
     read_gold,
 )
-from grpo_fast.data.example import Example, Prompt
+from grpo_fast.data.example import Example, Fields, Prompt, text_of
 from grpo_fast.errors import require
 
-PROMPTS = ("prompt", "question", "problem", "query", "messages")
+# Usual names of columns. The first name that has a value in a row counts, in upper or lower case.
+DIALOGUES = ("messages", "conversations", "conversation")
+PROMPTS = ("prompt", "question", "problem", "query", "instruction", *DIALOGUES)
 VERLS_ANSWER = "reward_model.ground_truth"
-# Columns that may contain the gold answer. If a row has none of them, the answer is extracted from
-# the solution.
-ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)
+ANSWERS = (
+    "answer", "ground_truth", VERLS_ANSWER, "final_answer", "expected_answer", "correct_answer",
+    "answerKey", "answers",
+)  # fmt: skip
+SOLUTIONS = ("solution", "output", "response")  # the gold answer may be marked inside them
+TESTS = ("tests", "test_list", "test", "input_output")
+CHOICES = ("choices", "options")
+CONTEXTS = ("context", "passage", "article")
+UNUSABLE = ("tools", "image", "images")  # a prompt cannot contain them
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
+
+
+class EmptyField(ValueError):
+    """A row with an empty prompt or answer. The setting `data.drop_empty` skips such rows."""
 
 
 def parse_record(
-    where: str, fields: Any, gsm8k: bool, columns: Mapping[str, str] | None = None
+    where: str,
+    fields: Any,
+    gsm8k: bool,
+    columns: Mapping[str, str] | None = None,
+    template: str | None = None,
 ) -> Example:
     """Convert a row to an example. The `fields` of the example are all columns except `prompt`.
 
@@ -41,55 +59,51 @@ def parse_record(
         where: the row's location, for error messages.
         fields: the row's columns.
         gsm8k: if True, every answer must end with `#### <number>`.
-        columns: names of the columns for `prompt`, `answer` and `solution`. A dot selects a key
-            inside a column, as in "reward_model.ground_truth".
+        columns: names of the columns for `prompt`, `answer`, `solution` and `tests`. A dot selects
+            a key or an index inside a column, as in "reward_model.ground_truth" or "answers.0".
+        template: the setting `data.prompt_template`, which may insert further columns.
 
     Raises:
-        ValueError: the row has no prompt, or a value of the wrong type.
+        EmptyField: the prompt or the answer is empty.
+        ValueError: the row has no prompt, or a value that cannot be used.
     """
     # 1. Find the prompt, the answer and the solution.
     require(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     given = dict(columns or {})
-    listed = ", ".join(map(repr, fields)) or "none"
-    for role in ("prompt", "answer"):
-        if role in given and _value(fields, given[role]) is None:
-            raise ValueError(f"{where}: expected a field {given[role]!r} (found {listed})")
-    name = given.get("prompt") or _find(fields, PROMPTS)
-    if name is None:
-        expected = f"expected a field 'prompt' or 'question', found {listed}"
-        raise ValueError(f"{where}: {expected}{_advice(fields)}")
-    prompt = _prompt_of(_value(fields, name), f"{where}: field {name!r}")
-    answer_name = given.get("answer") or _find(fields, [n for n in ANSWERS if n != name])
-    answer = None if answer_name is None else _value(fields, answer_name)
-    solution = _value(fields, given.get("solution", "solution"))
+    for role, column in given.items():
+        if role != "solution" and find(fields, [column]) is None:
+            listed = ", ".join(map(repr, fields)) or "none"
+            raise ValueError(f"{where}: expected a field {column!r} (found {listed})")
+    name, prompt = _prompt(fields, given.get("prompt"), where)
+    names = [given["answer"]] if "answer" in given else [x for x in ANSWERS if x != name.lower()]
+    answer = column_of(fields, names)
+    solution = column_of(fields, [given["solution"]] if "solution" in given else SOLUTIONS)
+    if type(solution) in (int, float):
+        solution = str(solution)
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
     # 2. Rows for supervised training end with a message of the assistant. Use this message as the
     # answer. The column `prompt` is an exception: its final assistant message may be the beginning
     # of the completion.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-        if name == "messages" or (answer is None and name != "prompt"):
+        if name.lower() in DIALOGUES or (answer is None and name.lower() != "prompt"):
             reply = prompt.pop()["content"]
             require(prompt, f"{where}: field {name!r}", "a message before the assistant's", "none")
             answer = reply if answer is None else answer
             solution = solution or reply
-    # 3. Convert the answer to text.
+    # 3. Add the columns that belong to the question, and convert the answer to text.
     label = answer
-    if isinstance(answer, list) and len(answer) == 1:
-        answer = answer[0]
-    if isinstance(answer, (dict, list)) and answer_name == VERLS_ANSWER and not gsm8k:
-        answer = None  # a reward function for verl reads `label` instead
-    if type(answer) is int or (isinstance(answer, float) and math.isfinite(answer)):
-        answer = str(answer)
-    is_text = isinstance(answer, str) and answer.strip()
-    fits = is_text or (answer is None and not gsm8k)
-    require(fits, where, f"a non-empty text in field {answer_name or 'answer'!r}", repr(answer))
+    prompt, answer = _with_choices(prompt, answer, fields, where, template)
+    prompt = _with_context(prompt, name, fields, where, template)
+    answer = _answer_text(answer, where, gsm8k)
     fits = solution is None or isinstance(solution, str)
     require(fits, where, "a text in field 'solution'", type(solution).__name__)
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
     require(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
-    # 4. If the answer column contains a full solution, extract the gold answer from it.
     others = {key: value for key, value in fields.items() if key != "prompt"}
+    tests = _tests(fields, given.get("tests"))
+    others |= {} if tests is None else {"tests": tests}
+    # 4. If the answer column contains a full solution, extract the gold answer from it.
     if answer is None:
         return Example(prompt, None, solution, others, label)
     try:
@@ -98,6 +112,45 @@ def parse_record(
         raise ValueError(f"{where}: {error}; data.task=jsonl reads other answers") from None
     worked = strip_calculator(answer) if gold != answer else None
     return Example(prompt, gold, solution or worked, others, label)
+
+
+def find(fields: Fields, names: Iterable[str]) -> str | None:
+    """Return the first of the given names that has a value in the row, as the row writes it."""
+    written = {key.lower(): key for key in fields}
+    for name in names:
+        for key in (name, written.get(name.lower(), name)):
+            if _value(fields, key) is not None:
+                return key
+    return None
+
+
+def column_of(fields: Fields, names: Iterable[str]) -> Any:
+    """Return the value of the first of the given columns that has one, or None."""
+    name = find(fields, names)
+    return None if name is None else _value(fields, name)
+
+
+def lettered(choices: Any) -> dict[str, str] | None:
+    """Return the choices of a question by their letters, or None if the value is not choices.
+
+    The value is a list of texts, a mapping from letters to texts, or a mapping of the two lists
+    `label` and `text`.
+    """
+    if isinstance(choices, Mapping) and isinstance(choices.get("text"), list):
+        choices = dict(zip(choices.get("label") or "", choices["text"], strict=False))
+    if isinstance(choices, list) and len(choices) <= 26:
+        choices = {chr(ord("A") + number): text for number, text in enumerate(choices)}
+    fits = isinstance(choices, Mapping) and all(isinstance(x, str) for x in choices.values())
+    return {str(letter): text for letter, text in choices.items()} if fits and choices else None
+
+
+def choice_lines(choices: Mapping[str, str]) -> str:
+    """Return one line for each choice, such as `A. Paris`. Keep texts that have their letter."""
+    lines = []
+    for letter, text in choices.items():
+        has_letter = re.match(rf"\(?{re.escape(letter)}[).:]", text)
+        lines.append(text if has_letter else f"{letter}. {text}")
+    return "\n".join(lines)
 
 
 def gold_answer(solution: str) -> str:
@@ -129,49 +182,152 @@ def _plain(number: Number) -> str:
     return f"{number:f}" if hasattr(number, "as_tuple") else str(number)
 
 
-def _find(fields: object, names: Iterable[str]) -> str | None:
-    """Return the first of the given column names that has a value in the row, or None."""
-    return next((name for name in names if _value(fields, name) is not None), None)
+def _value(value: Any, name: str) -> Any:
+    """Return the value of a column, or of a key or index in it (`a.b`, `a.0`), or None."""
+    if isinstance(value, Mapping) and name in value:
+        found = value[name]
+        return None if isinstance(found, float) and math.isnan(found) else found
+    first, _, rest = name.partition(".")
+    if isinstance(value, list) and first.isdecimal() and int(first) < len(value):
+        inner = value[int(first)]
+        return _value(inner, rest) if rest else inner
+    inner = value.get(first) if isinstance(value, Mapping) and rest else None
+    return None if inner is None else _value(inner, rest)
 
 
-def _value(fields: object, name: str) -> Any:
-    """Return the value of a column or of a key in a column (`a.b`), or None if it is missing."""
-    if isinstance(fields, Mapping) and name in fields:
-        return fields[name]
-    column, _, key = name.partition(".")
-    inner = fields.get(column) if isinstance(fields, Mapping) and key else None
-    return None if inner is None else _value(inner, key)
+def _prompt(fields: Fields, column: str | None, where: str) -> tuple[str, Prompt]:
+    """Return the name and the value of the column that contains the prompt."""
+    names = PROMPTS if find(fields, TESTS) is None else (*PROMPTS, "text")  # "text" of MBPP
+    name = column or find(fields, names)
+    if name is None:
+        if {key.lower() for key in fields} & {*names}:
+            raise EmptyField(f"{where}: expected a prompt, got an empty field")
+        listed = ", ".join(map(repr, fields)) or "none"
+        remedy = "say which column it is: data.columns={prompt: COLUMN, answer: COLUMN}"
+        raise ValueError(
+            f"{where}: expected a field 'prompt' or 'question', found {listed}; {remedy}"
+        )
+    for key in UNUSABLE:
+        value = column_of(fields, [key])
+        expected = "none, because prompts are texts; rename it if only a reward reads it"
+        require(not value, f"{where}: field {key!r}", expected, reprlib.repr(value))
+    return name, _prompt_of(column_of(fields, [name]), f"{where}: field {name!r}")
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:
     """Check a prompt, which is a string or a list of chat messages, and return it.
 
-    Tables store chat messages as JSON text, which is parsed. If the content of a message is a list
-    of text parts, the parts are joined.
+    Tables store chat messages as JSON text, or as pandas prints them. Both are parsed. The keys
+    `from` and `value` and the roles `human` and `gpt` of ShareGPT are renamed. If the content of a
+    message is a list of text parts, the parts are joined.
     """
-    if isinstance(value, str) and value.lstrip().startswith('[{"'):
-        with contextlib.suppress(ValueError):
+    if type(value) is int:
+        value = str(value)
+    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value):
+        try:
             value = json.loads(value)
-    fits = value.strip() if isinstance(value, str) else isinstance(value, list) and value
+        except ValueError:
+            try:
+                value = ast.literal_eval(value)
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                came = reprlib.repr(value)
+                raise ValueError(f"{where}: expected messages as JSON text, got {came}") from None
+    if isinstance(value, str) and not value.strip():
+        raise EmptyField(f"{where}: expected a non-empty text, got {value!r}")
+    fits = isinstance(value, str) or (isinstance(value, list) and value)
     require(fits, where, "a non-empty text or a list of chat messages", reprlib.repr(value))
-    if isinstance(value, str):
-        return value
-    messages = []
-    for message in value:
-        parts = [message.get(x) for x in ("role", "content")] if isinstance(message, dict) else [0]
-        if isinstance(parts[-1], list):
-            texts = [part.get("text") for part in parts[-1] if isinstance(part, dict)]
-            are_all = all(isinstance(x, str) for x in texts) and len(texts) == len(parts[-1])
-            parts[-1] = "".join(texts) if are_all else None
-        are_texts = all(isinstance(part, str) for part in parts)
-        require(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
-        # Remove keys with the value None. Tables use None for missing keys such as tool_calls.
-        present = {key: item for key, item in message.items() if item is not None}
-        messages.append({**present, "content": parts[-1]})
-    return messages
+    return value if isinstance(value, str) else [_message(message, where) for message in value]
 
 
-def _advice(fields: Mapping[str, object]) -> str:
-    names = [*fields, "COLUMN"][:2]
-    words = f"data.columns={{prompt: {names[0]}, answer: {names[-1]}}}"
-    return f"; say which columns they are: '{words}'" if fields else ""
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """Check a chat message, and return it with the keys and roles of chat templates."""
+    expected = "messages with the texts 'role' and 'content'"
+    require(isinstance(message, dict), where, expected, reprlib.repr(message))
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        are_all = all(isinstance(x, str) for x in texts) and len(texts) == len(content)
+        content = "".join(texts) if are_all else None
+    elif content is None and message.get("tool_calls"):
+        content = ""
+    fits = isinstance(role, str) and isinstance(content, str)
+    require(fits, where, expected, reprlib.repr(message))
+    # Remove keys with the value None. Tables use None for missing keys such as tool_calls.
+    dropped = ("from", "value")
+    present = {k: x for k, x in message.items() if x is not None and k not in dropped}
+    return {**present, "role": ROLES.get(role, role), "content": content}
+
+
+def _with_choices(
+    prompt: Prompt, answer: Any, fields: Fields, where: str, template: str | None
+) -> tuple[Prompt, Any]:
+    """Add the choices of a multiple-choice question to its prompt, and return the gold letter."""
+    name = find(fields, CHOICES)
+    choices = None if name is None else lettered(fields[name])
+    if name is None or choices is None:
+        return prompt, answer
+    # 1. Add the choices, unless the question or the template contains them.
+    has_choices = all(text in text_of(prompt) for text in choices.values())
+    if not has_choices and f"{{{name}}}" not in (template or ""):
+        expected = "a text prompt, to which the choices can be added"
+        require(isinstance(prompt, str), f"{where}: field {name!r}", expected, "messages")
+        prompt = f"{prompt}\n{choice_lines(choices)}"
+    # 2. The answer is a letter, the text of a choice, or the index of a choice.
+    letters = [*choices]
+    if answer is None or str(answer) in letters:
+        return prompt, answer if answer is None else str(answer)
+    if answer in choices.values():
+        return prompt, letters[[*choices.values()].index(answer)]
+    is_index = str(answer).isdecimal() and int(answer) < len(letters)
+    expected = (
+        f"one of the letters {', '.join(letters)}, a choice, or an index below {len(letters)}"
+    )
+    require(is_index, f"{where}: the answer", expected, reprlib.repr(answer))
+    return prompt, letters[int(answer)]
+
+
+def _with_context(
+    prompt: Prompt, name: str, fields: Fields, where: str, template: str | None
+) -> Prompt:
+    """Add the input of an instruction, and refuse a question about a text that it lacks."""
+    if name.lower() == "instruction":
+        given = column_of(fields, ["input"])
+        prompt = f"{prompt}\n\n{given}" if given and isinstance(prompt, str) else prompt
+    key = find(fields, CONTEXTS)
+    if key is not None and "{" not in (template or ""):
+        value = fields[key]
+        remedy = f"prompt_template='{{{key}}}\\n\\n{{question}}', or '{{question}}' to leave it out"
+        fits = not value or str(value) in text_of(prompt)
+        require(fits, f"{where}: field {key!r}", f"this text in the prompt: {remedy}", "no")
+    return prompt
+
+
+def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
+    """Return the answer as text. Return None for an answer that only custom rewards can read."""
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    if isinstance(answer, (dict, list)) and not gsm8k:
+        return None
+    if isinstance(answer, float) and math.isfinite(answer):
+        answer = str(answer).removesuffix(".0")  # tables write integers with missing values so
+    elif type(answer) in (int, bool):
+        answer = str(answer)
+    if isinstance(answer, str) and not answer.strip():
+        raise EmptyField(f"{where}: expected a non-empty text in the answer, got {answer!r}")
+    fits = isinstance(answer, str) or (answer is None and not gsm8k)
+    require(fits, where, "a non-empty text in field 'answer'", repr(answer))
+    return answer
+
+
+def _tests(fields: Fields, column: str | None) -> Any:
+    """Return the tests of a code row in the form that `code_tests` reads, or None."""
+    tests = column_of(fields, TESTS if column is None else [column])
+    entry = column_of(fields, ["entry_point"])
+    if isinstance(tests, str) and isinstance(entry, str) and "def check(" in tests:  # HumanEval
+        return f"{tests}\ncheck({entry})"
+    setup = column_of(fields, ["test_setup_code", "test_imports"])
+    setup = "\n".join(setup) if isinstance(setup, list) else setup
+    if setup and isinstance(tests, list) and all(isinstance(test, str) for test in tests):  # MBPP
+        return [f"{setup}\n{test}" for test in tests]
+    return tests

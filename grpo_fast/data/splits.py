@@ -1,4 +1,4 @@
-"""Training and test examples of a run."""
+"""Training and test examples of a run, from files, the hub or a generated task."""
 
 from __future__ import annotations
 
@@ -6,20 +6,36 @@ import copy
 import hashlib
 import itertools
 import json
+import logging
+import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.example import text_of
-from grpo_fast.data.files import Survey, file_splits, read_splits
 from grpo_fast.data.generated import SortTask, open_examples
-from grpo_fast.data.prompts import in_chat
+from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered, in_chat
+from grpo_fast.data.readers import TEST_SPLITS, Rows, hub_splits, is_local, local_splits, read_file
+from grpo_fast.data.records import EmptyField, column_of, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
+from grpo_fast.errors import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
+SPLIT_SEED = "grpo_fast held-out lines"
+
+
+class Survey(NamedTuple):
+    """Both splits of a data source, and warnings about the data that the caller must log."""
+
+    train: list[Example]
+    test: list[Example]
+    notes: list[str]
 
 
 class Splits:
@@ -71,17 +87,43 @@ class Splits:
                 data = data.model_copy(update={"shots_tokens": None})
             self.train, self.test = file_splits(found, data, seed, tokenizer)
 
-    def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
+    def for_tokenizer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        encode: Callable[..., list[list[int]]] | None = None,
+    ) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
 
         If `data.chat` is None and the tokenizer has a chat template, questions from a file become
-        chat messages.
+        chat messages. Prompts of more than `data.max_prompt_tokens` tokens are skipped.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            encode: `rollout.encode_prompts`, which returns the token ids of each prompt. None skips
+                no prompt.
+
+        Raises:
+            ValueError: a prompt was rendered for a different model, or no prompt is short enough.
         """
         splits = copy.copy(self)
         splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
-        if splits.data.chat and not self.data.chat:
-            splits.train = [in_chat(example) for example in self.train]
-            splits.test = [in_chat(example) for example in self.test]
+        most = self.data.max_prompt_tokens
+        for name in ("train", "test"):
+            examples = getattr(self, name)
+            if splits.data.chat and not self.data.chat:
+                examples = [in_chat(example) for example in examples]
+            if isinstance(examples, list):
+                check_rendered(examples, tokenizer)
+            if most is not None and encode is not None:
+                ids = encode(tokenizer, [e.prompt for e in examples], self.data.template_kwargs)
+                kept = [e for e, tokens in zip(examples, ids, strict=True) if len(tokens) <= most]
+                came = f"{most}, which none of {len(examples)} {name} prompts is within"
+                require(kept, "data.max_prompt_tokens", "a larger number", came)
+                if len(kept) < len(examples):
+                    skipped = f"{len(examples) - len(kept)} {name} prompts of more than {most}"
+                    log.warning("data: %s tokens are skipped", skipped)
+                examples = kept
+            setattr(splits, name, examples)
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
@@ -113,6 +155,93 @@ class Splits:
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
 
 
+def read_splits(data: Any, test_only: bool = False) -> Survey:
+    """Read both splits of a data source, log its warnings, and check that it has examples.
+
+    Args:
+        data: the section `data` of a configuration.
+        test_only: True skips the training split if neither the test split nor `data.shots_tokens`
+            needs it. The training split is then empty.
+    """
+    needs_train = not test_only or data.shots_tokens is not None  # shots are training examples
+    found = survey(data, needs_train)
+    for note in found.notes:
+        log.warning("data: %s", note)
+    require(found.test, "data", f"at least one test example in {data.path}", "none")
+    fits = found.train or not needs_train
+    require(fits, "data", f"at least one training example in {data.path}", "none")
+    return found
+
+
+def survey(data: Any, needs_train: bool = True) -> Survey:
+    """Read both splits of a data source, without applying the prompt template.
+
+    If the source has no test split, some rows of the training split become the test split. The
+    choice of rows does not depend on the run's seed.
+
+    Args:
+        data: the section `data` of a configuration.
+        needs_train: if False, skip the training split, unless the source has no test split.
+    """
+    # 1. Read the splits. A column `split` divides the rows of a single split. Without a test split,
+    # hold out some training rows for it.
+    notes: list[str] = []
+    local = is_local(data.path)
+    splits = local_splits(Path(data.path), data.encoding) if local else hub_splits(data.path)
+    train_name = "train" if "train" in splits else next(iter(splits))
+    test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
+    if test_name is None:
+        rows, test_rows = _by_column(splits[train_name]())
+        train = _parsed(rows, data, notes)
+        test = _parsed(test_rows, data, notes)
+        if not test_rows:
+            train, test = _hold_out(train, data.n_test, data.path)
+    else:
+        train = _parsed(splits[train_name](), data, notes) if needs_train else []
+        test = _parsed(splits[test_name](), data, notes)
+    # 2. Remove test prompts from the training split, unless the split would become empty.
+    known = {repr(e.prompt) for e in test}
+    different = [e for e in train if repr(e.prompt) not in known]
+    if train and not different:
+        notes.append("every training prompt is also a test prompt, so nothing is held out")
+    elif len(different) < len(train):
+        skipped = len(train) - len(different)
+        notes.append(f"{skipped} training rows are skipped, because their prompts are test prompts")
+    return Survey(different or train, test, notes)
+
+
+def file_splits(
+    found: Survey, data: Any, seed: int, tokenizer: Any
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Return both splits of a file, folder or hub dataset with prompts. See `Splits`."""
+    form = Form.of(data)
+    test = found.test[: data.n_test]
+    ordered = list(found.train)
+    random.Random(f"{seed}/order").shuffle(ordered)
+    if data.shots_tokens is None:
+        return [form.apply(e) for e in ordered], [form.apply(e) for e in test]
+    pool = [e for e in found.train if isinstance(e.prompt, str)]
+    options = {"budget": data.shots_tokens, "tokenizer": tokenizer}
+    shown = ShotPrompts(ordered, pool, form, seed=seed, **options)
+    # Do not use the run's seed for the worked examples of test prompts. They must be the same in
+    # all runs, so that evaluations can be compared.
+    return shown, ShotPrompts(test, pool, form, seed="test", **options)
+
+
+def read_examples(data: Any) -> list[Example]:
+    """Read the file `data.path`, and return an example with a formatted prompt for each row.
+
+    Args:
+        data: the section `data` of a configuration.
+    """
+    form = Form.of(data)
+    notes: list[str] = []
+    examples = _parsed(read_file(Path(data.path), data.encoding), data, notes)
+    for note in notes:
+        log.warning("data: %s", note)
+    return [form.apply(example) for example in examples]
+
+
 def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether questions are turned into chat messages.
 
@@ -122,6 +251,67 @@ def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
     if data.chat is None:
         return data.task in FILES and has_chat_template(tokenizer)
     return bool(data.chat)
+
+
+def _parsed(rows: Rows, data: Any, notes: list[str]) -> list[Example]:
+    """Return an example for each row, and add notes about rows that lack an answer."""
+    examples: list[Example] = []
+    for place, row in rows:
+        try:
+            example = parse_record(
+                place, row, data.task == "gsm8k", data.columns, data.prompt_template
+            )
+        except EmptyField as error:
+            if not data.drop_empty:
+                raise EmptyField(f"{error}; data.drop_empty=true skips such rows") from None
+            continue
+        if example.label is not None or not data.drop_empty:
+            examples.append(example)
+    if len(examples) < len(rows):
+        notes.append(f"{len(rows) - len(examples)} rows without a prompt or an answer are skipped")
+    without = sum(example.label is None for example in examples)
+    if 0 < without < len(examples):
+        notes.append(f"{without} rows have no answer; data.drop_empty=true skips them")
+    nested = sum(e.answer is None and e.label is not None for e in examples)
+    if nested:
+        key = "data.columns={answer: COLUMN.KEY}"
+        notes.append(
+            f"{nested} answers are lists or mappings, for your own reward; {key} reads one"
+        )
+    return examples
+
+
+def _by_column(rows: Rows) -> tuple[Rows, Rows]:
+    """Divide rows by their column `split` into training and test rows. Without it, all train."""
+    named = [
+        str(isinstance(r, dict) and column_of(r, ["split"]) or "train").lower() for _, r in rows
+    ]
+    test_name = next((name for name in TEST_SPLITS if name in named), None)
+    unknown = sorted({*named} - {"train", *TEST_SPLITS})
+    expected = f"train or one of {', '.join(TEST_SPLITS)}; rename the column if it is no split"
+    require(not unknown, "data: column 'split'", expected, unknown[:3])
+    if "train" not in named:
+        return rows, []
+    train = [row for row, name in zip(rows, named, strict=True) if name == "train"]
+    return train, [row for row, name in zip(rows, named, strict=True) if name == test_name]
+
+
+def _hold_out(
+    examples: list[Example], n_test: int | None, source: object
+) -> tuple[list[Example], list[Example]]:
+    """Divide examples at random into training and test examples, and return both.
+
+    The number of test examples is `n_test`. If `n_test` is None, it is a tenth of all examples.
+    """
+    count = max(1, len(examples) // 10) if n_test is None else n_test
+    expected = f"at most the {len(examples)} lines of {source}"
+    require(count <= len(examples), "data.n_test", expected, count)
+    order = list(range(len(examples)))
+    random.Random(SPLIT_SEED).shuffle(order)
+    held_out = set(order[:count])
+    test = [e for i, e in enumerate(examples) if i in held_out]
+    train = [e for i, e in enumerate(examples) if i not in held_out]
+    return train or examples, test
 
 
 def _fingerprint(examples: Sequence[Example]) -> str:

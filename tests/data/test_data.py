@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.data import read_examples
 from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.records import gold_answer, strip_calculator
-from grpo_fast.data.splits import Splits
+from grpo_fast.data.splits import Splits, read_examples
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import DataConfig
 
@@ -85,13 +84,16 @@ def test_gold_answer(tmp_path):
         ("{not json", "not a JSON object"),
         ("[1, 2]", "expected a JSON object, got list"),
         ({"text": "x"}, "expected a field 'prompt' or 'question', found 'text'"),
-        ({"prompt": "x", "answer": " "}, "field 'answer', got ' '"),
+        (
+            {"prompt": "x", "answer": " "},
+            "a non-empty text in the answer, got ' '; data.drop_empty=true",
+        ),
         ({"prompt": "", "answer": "1"}, "expected a non-empty text"),
-        ({"prompt": 3, "answer": "1"}, "text or a list of chat messages, got 3"),
+        ({"prompt": 3.5, "answer": "1"}, "text or a list of chat messages, got 3.5"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
-        ({"prompt": "x", "answer": "1", "solution": 5}, "field 'solution', got int"),
+        ({"prompt": "x", "answer": "1", "solution": [5]}, "field 'solution', got list"),
         ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' occurs twice"),
-        (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
+        (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8 text (byte 0xff)"),
         ("[" * 100_000, "not a JSON object"),
         ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
         ('{"prompt": "x \\ud800", "answer": "1"}', "got the lone surrogate '\\ud800'"),
@@ -149,9 +151,9 @@ def test_fields_and_templates(tmp_path):
     with pytest.raises(ValueError, match="data.prompt_template: expected none for messages"):
         read(path, prompt_template="plain")
     write_lines(path, *path.read_text().splitlines()[:2])
-    first, second = read(path, prompt_template="[{question}] {y}")
-    assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"}, 5)
-    assert second[:3] == ("[q] {y}", "7", "thus\n#### 7")
+    first, second = read(path, prompt_template=r"[{question}] {{y}} \boxed{x}")
+    assert first == (r"[p {x}] {y} \boxed{x}", "5", "s", {"answer": 5, "solution": "s"}, 5)
+    assert second[:3] == (r"[q] {y} \boxed{x}", "7", "thus\n#### 7")
     assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # the unchanged row
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
     assert read(path, prompt_template="plain")[1].prompt == plain

@@ -96,10 +96,11 @@ def test_a_table_of_texts_keeps_them(tmp_path):
     )
     rows = [fields for _, fields in read_file(tmp_path / "t.csv")]
     assert [r["answer"] for r in rows] == ["007", "None", "1e3"]
+    assert [r["note"] for r in rows] == ["NA", None, "x"]
     assert rows[0] == {"question": 'a, "b"\r\nc', "answer": "007", "note": "NA"}
     (tmp_path / "t.csv").write_text("question,answer\nq,1,\n")  # a delimiter too many
     assert [fields for _, fields in read_file(tmp_path / "t.csv")] == [
-        {"question": "q", "answer": "1"}
+        {"question": "q", "answer": 1}
     ]
 
 
@@ -123,12 +124,22 @@ def test_json_in_its_usual_forms(tmp_path):
             "readable file, got .*ended",
         ),
         ("d.parquet", b"PAR1", "data.path: could not load .*d.parquet': "),
-        ("d.csv", b"question,answer\n\xff,1\n", "readable file, got .*utf-8"),
+        (
+            "d.csv",
+            b"question,answer\n\xff,1\n",
+            "d.csv:2: not UTF-8 text .byte 0xff.; .* data.encoding=cp1252",
+        ),
         ("d.csv", b"question,answer\n", "the file is empty"),
         ("d.csv", b"", "the file is empty"),
-        ("d.csv", b"question,answer\nq,1\na,b,c\n", "d.csv:3: expected 2 fields.* got more"),
+        (
+            "d.csv",
+            b"question,answer\nq,1\na,b,c\n",
+            "d.csv:3: expected 2 fields.* got 3; put a text with ','",
+        ),
         ("d.csv", b'question,answer\nq,1\n"a,2\nb,3\n', "d.csv:3: not a row .*unexpected end"),
         ("d.csv", b'question,answer\n"a,2\nb,3\n', "d.csv:2: not a row .*unexpected end"),
+        ("d.csv", b"question,answer\nq\n", "d.csv:2: expected 2 fields, .* got 1; put"),
+        ("d.csv", b"a,a\nq,1\n", "d.csv:1: expected different names of columns"),
         ("d.json", b"[]", "the file is empty"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
         ("d.json", b'[{"prompt": "x", "prompt": "y"}]', "the key 'prompt' occurs twice"),
@@ -196,15 +207,16 @@ def test_columns_by_their_names():
         parse(row, prompt="body")
     with pytest.raises(ValueError, match="expected a field 'gold'"):
         parse(row, prompt="title", answer="gold")
-    with pytest.raises(ValueError, match="found 'a', 'b', 'c'; say which columns they are: "
-                       "'data.columns={prompt: a, answer: b}'"):  # fmt: skip
+    with pytest.raises(ValueError, match="found 'a', 'b', 'c'; say which column it is: "
+                       "data.columns={prompt: COLUMN, answer: COLUMN}"):  # fmt: skip
         parse({"a": "1", "b": "2", "c": 3})
 
 
-def test_the_command_in_the_message_works(tmp_path):
+def test_the_key_in_the_message_works(tmp_path):
     file = write_lines(tmp_path / "d.jsonl", *({"a": f"q{i}", "b": i} for i in range(4)))
     message = invoke("data", str(file)).stderr
-    words = message.partition("they are: '")[2].partition("'")[0].removeprefix("data.")
+    words = message.partition("which column it is: data.")[2].partition("  (")[0]
+    words = words.replace("COLUMN", "a", 1).replace("COLUMN", "b")
     assert invoke("data", str(file), words).exit_code == 0
     assert refused(invoke("data", str(file), "columns={promt: a}"), "columns")
 
@@ -229,7 +241,7 @@ def test_a_supervised_row_ends_with_its_answer():
     assert found[:2] == ([USER], "x")
     with pytest.raises(ValueError, match="expected a message before the assistant's, got none"):
         parse({"messages": [reply("x")]})
-    with pytest.raises(ValueError, match="a non-empty text in field 'answer', got ''"):
+    with pytest.raises(ValueError, match="a non-empty text in the answer, got ''"):
         parse({"messages": [USER, reply("")]})
     row = {"messages": [USER, reply("x")]}
     # Parsing must not remove the answer from the list of messages in the row.
@@ -310,7 +322,7 @@ def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):
     i = lines.index("prompt 2:")
     assert lines[i + 1 : i + 4] == ["  | [system!] S", "  | [user!] q1", "  | [assistant]"]
     assert lines[i + 4] == "  gold answer: '2 eggs' (judged as texts)"
-    assert refused(invoke("data", str(tmp_path), "task=sort"), "task: expected one of gsm8k, jsonl")
+    assert refused(invoke("data", str(tmp_path), "task=sort"), "path: expected none for task sort")
     plain = invoke("data", str(tmp_path), "prompt_template=plain").stdout
     assert "prompt 1 (model=MODEL shows its tokens):\n  | Question: q0\n  | Answer:\n" in plain
     (tmp_path / "odd.jsonl").write_text('{"question": "\\u001b[31mred", "answer": "1"}\n')

@@ -27,10 +27,12 @@ class DataConfig(Section):
     """Generated prompts, a fixed list (open), GSM8K, or questions of a file."""
     path: UserPath | None = None
     """A file, a folder with training and test files, or a hub id such as openai/gsm8k."""
-    columns: dict[Literal["prompt", "answer", "solution"], str] = Field(default_factory=dict)
+    columns: dict[Literal["prompt", "answer", "solution", "tests"], str] = Field(
+        default_factory=dict
+    )
     """Names of the columns to read, for example {prompt: title, answer: reward_model.truth}."""
     prompt_template: str | None = None
-    """Text with {question}, or plain, hash or answer_tag; null sends the question alone."""
+    """Text with {question} and {COLUMN}, or plain, hash, answer_tag; null sends the question."""
     system_prompt: str | None = None
     """System message before every question; null sends none."""
     chat: bool | None = None
@@ -39,6 +41,12 @@ class DataConfig(Section):
     """Arguments of the chat template, for example {enable_thinking: false}."""
     shots_tokens: Positive | None = None
     """Number of tokens for worked examples, which are drawn anew for each question."""
+    drop_empty: bool = False
+    """Skip rows with an empty prompt or answer, and log their number; false refuses them."""
+    max_prompt_tokens: Positive | None = None
+    """Skip questions whose prompt has more tokens, and log their number; null keeps all."""
+    encoding: str | None = None
+    """Encoding of text files, for example cp1252; null reads UTF-8 and UTF-16."""
     n_test: Size | None = None
     """Number of test examples; null uses all, or a tenth of a file without a test split."""
     digits: int = Field(5, ge=1, le=4096)
@@ -52,9 +60,12 @@ class DataConfig(Section):
         if self.task not in FILES:
             # Only questions from a file have columns, templates and worked examples.
             for name in ("columns", "prompt_template", "system_prompt", "chat", "template_kwargs",
-                         "shots_tokens"):  # fmt: skip
+                         "shots_tokens", "max_prompt_tokens"):  # fmt: skip
                 value = getattr(self, name)
                 require(not value, name, f"none for task {self.task}", repr(value))
+        if self.shots_tokens and self.max_prompt_tokens:
+            why = "worked examples fill the prompts"
+            raise conflict("shots_tokens", "max_prompt_tokens", why)
         return self
 
 

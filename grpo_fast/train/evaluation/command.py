@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import Example, read_examples
+from grpo_fast.data import Example
 from grpo_fast.data.prompts import in_chat
-from grpo_fast.data.splits import Splits, asks_in_chat
+from grpo_fast.data.splits import Splits, asks_in_chat, read_examples
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.train.config import EvalConfig, ModelConfig, RunConfig, require
 from grpo_fast.train.evaluation.asking import asking_lines

@@ -6,12 +6,12 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from grpo_fast.data import FILES, Example
+from grpo_fast.data import Example
 from grpo_fast.data.answers import parse_number
-from grpo_fast.data.files import file_splits, survey
 from grpo_fast.data.prompts import Form
-from grpo_fast.data.splits import asks_in_chat
+from grpo_fast.data.splits import asks_in_chat, file_splits, survey
 from grpo_fast.rewards.scoring import is_expression
+from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath, require
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.asking import prompt_lines
@@ -42,7 +42,6 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     # 1. Separate the key `model` from the keys of the section `data`, and read the data set.
     own, rest = own_words(ViewSettings, words)
     data = read_words(DataConfig, rest, {"task": "jsonl", "path": source})
-    require(data.task in FILES, "task", f"one of {', '.join(FILES)}", data.task)
     found = survey(data)
     every = [*found.train, *found.test]
     # 2. Count the examples of each split and of each kind of answer.
@@ -59,6 +58,13 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     if own.model is not None:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
         data = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
+    if data.max_prompt_tokens is not None:
+        needs = "model=MODEL, whose tokenizer counts the tokens"
+        require(tokenizer, "max_prompt_tokens", needs, "none")
+        prompts = [Form.of(data).apply(example).prompt for example in every]
+        ids = encode_prompts(tokenizer, prompts, data.template_kwargs)
+        long = sum(len(each) > data.max_prompt_tokens for each in ids)
+        lines.append(f"{long} prompts of more than {data.max_prompt_tokens} tokens are skipped")
     hint = "" if tokenizer else " (model=MODEL shows its tokens)"
     if data.shots_tokens is None:
         shown = [Form.of(data).apply(example) for example in found.train[:SHOWN]]
@@ -80,8 +86,10 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
 
 def kind_of(example: Example) -> str:
     """Describe how a completion is compared with the gold answer of an example."""
+    if example.answer is None and example.label is not None:
+        return "as lists or mappings, for your own reward"
     if example.answer is None:
-        return "without an answer"
+        return "only with tests" if "tests" in example.fields else "without an answer"
     if parse_number(example.answer) is not None:
         return "judged as numbers"
     if is_expression(example.answer):

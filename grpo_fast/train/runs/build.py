@@ -68,7 +68,7 @@ def load(start: Start) -> Loaded:
     # 2. Load the models.
     policy, another = _load_models(config, questions)
     # 3. Format the questions for the model, for example with its chat template.
-    questions = questions.for_tokenizer(policy.tokenizer)
+    questions = questions.for_tokenizer(policy.tokenizer, encode_prompts)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
     _check_shots(policy, questions, splits.train, longest)

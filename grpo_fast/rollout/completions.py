@@ -213,9 +213,11 @@ def encode_prompts(
             if _is_encoded(prompt):
                 encoded = [*prompt]
             else:
-                # A chat template already writes special tokens such as BOS.
+                # A chat template already writes special tokens such as BOS. A text may begin with
+                # BOS, too.
                 text = _text_of(tokenizer, prompt, template_kwargs)
-                is_plain = isinstance(prompt, str)
+                bos = tokenizer.bos_token or text
+                is_plain = isinstance(prompt, str) and (bos == text or not text.startswith(bos))
                 encoded = tokenizer(text, add_special_tokens=is_plain)["input_ids"]
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
             expected = "expected a prompt that the tokenizer and its chat template accept"

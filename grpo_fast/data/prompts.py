@@ -86,7 +86,7 @@ class Form(NamedTuple):
         """Return the example with a prompt that is built from the template and the chat settings.
 
         If the prompt is already a list of chat messages, only a missing system message is added. A
-        prompt that a chat template has rendered is left as it is. A system message of the row
+        prompt that a chat template has rendered is left unchanged. A system message of the row
         replaces the system message of the settings.
 
         Args:

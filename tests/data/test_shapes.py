@@ -159,7 +159,7 @@ def test_what_a_row_is_trained_on(tmp_path, case):
     _, row, prompt, answer, *config = case
     example = read(tmp_path, row, *(config or [{}]))
     assert (example.prompt, example.answer) == (prompt, answer)
-    # A reward function receives every column as it is.
+    # A reward function receives every column unchanged.
     assert {**row, **example.fields} == {**example.fields, **row}
 
 

@@ -10,6 +10,8 @@ Each column has one entry per completion:
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +20,7 @@ from grpo_fast.data import Example, Prompt
 from grpo_fast.errors import argument_error
 from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, SAMPLED, TRL, VERL, VERLS
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
+from grpo_fast.rewards.workers import unit_tests
 
 # GOLD: the parameter that receives the gold answer, for each convention. GIVEN: the parameters that
 # this package fills, so that the data needs no column for them.
@@ -49,6 +52,8 @@ def score(
     columns: dict[str, Any] = {
         name: [example.fields.get(name) for example in examples] for name in names
     }
+    if "tests" not in names and any("tests" in reward.needs for reward in rewards.rewards):
+        columns["tests"] = [tests_of(example) for example in examples]
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
@@ -106,9 +111,77 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
                 first = str(missing[0].prompt)[:60]
                 argument = f"rewards: {reward.name} asks for {name}"
                 raise argument_error(argument, expected, f"{got}, first {first!r}")
+        if getattr(reward.function, "path", "").endswith("code_tests.py:code_tests"):
+            _check_tests(reward.name, examples, split)
+
+
+def _check_tests(name: str, examples: Sequence[Example], split: str) -> None:
+    refused = []
+    for example in examples:
+        try:
+            unit_tests.check(tests_of(example))
+        except ValueError as error:
+            refused.append(f"{str(example.prompt)[:60]!r}: {error}")
+    if refused:
+        expected = f"tests that the README of rewards lists in every {split} example"
+        got = f"{len(refused)} of {len(examples)} without, first {refused[0]}"
+        raise argument_error(f"rewards: {name} asks for tests", expected, got)
+
+
+def tests_of(example: Example) -> Any:
+    """Return the unit tests of an example in the form that `code_tests` accepts, or None.
+
+    The example has a field `tests`, or the fields of a published data set: `test_list` (MBPP),
+    `test` and `entry_point` (HumanEval, LeetCode), `test` (KodCode) or `input_output` (APPS, TACO).
+    """
+    given = {name: value for name, value in example.fields.items() if value is not None}
+    if "tests" in given:
+        return given["tests"]
+    if "test_list" in given:
+        setup = [given.get("test_setup_code", ""), *given.get("test_imports", [])]
+        return [*setup, *given["test_list"]]
+    if "test" in given:
+        return _with_entry_point(given["test"], given.get("entry_point", ""), example.prompt)
+    tests = given.get("input_output")
+    tests = json.loads(tests) if isinstance(tests, str) else tests
+    if not isinstance(tests, dict) or not tests.get("fn_name"):
+        return tests
+    call = tests["fn_name"]
+    if "class Solution" in given.get("starter_code", ""):
+        call = f"Solution().{call}"
+    lines = []
+    for values, output in zip(tests["inputs"], tests["outputs"], strict=True):
+        # APPS accepts an output that is a list of one item, and the item.
+        outputs = [output, *output] if isinstance(output, list) and len(output) == 1 else [output]
+        lines.append(f"assert {call}(*{values!r}) in {outputs!r}")
+    return lines
+
+
+def _with_entry_point(tests: str, entry_point: str, prompt: Prompt) -> str:
+    """Return tests that call `check(entry_point)`, with the helpers of a HumanEval prompt.
+
+    Without the prompt's helpers, an answer could define a helper that accepts every result.
+    """
+    parts = [tests]
+    try:
+        body = ast.parse(prompt if isinstance(prompt, str) else "").body
+    except (SyntaxError, ValueError):  # the prompt is not code
+        body = []
+    helpers = [node for node in body if isinstance(node, ast.FunctionDef)
+               and node.name != entry_point and f"{node.name}(" in tests]  # fmt: skip
+    if helpers:
+        imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        parts += map(ast.unparse, [*imports, *helpers])
+    if entry_point.isidentifier():
+        parts.append(f"from solution import {entry_point}")
+    if entry_point and "def check(" in tests and "\ncheck(" not in tests:
+        parts.append(f"check({entry_point})")
+    return "\n".join(parts)
 
 
 def _has(example: Example, name: str, is_gold: bool, convention: str) -> bool:
     if is_gold and convention == OURS:
         return example.answer is not None  # our functions get the parsed answer, not the row's
+    if name == "tests":
+        return tests_of(example) is not None
     return name in example.fields or (is_gold and label_of(example) is not None)

@@ -126,20 +126,40 @@ def test_many_answers_that_hang_have_their_own_time():
     assert not pattern.bounded, "its time limit is for the whole call"
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("x = 1", "x = 1"), ("```python\nx = 1\n```", "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
-        ("first\n```py\nx = 1\n```\nbetter:\n```Python\nx = 2\n```\nbye", "x = 2\n"),
-        ("```python\nx = 1", "x = 1"), ("```python\nx = 1\n```\nand\n```python\nx = 3", "x = 3"),
-        ("```", ""), ("", ""), ("```python3.11 title='a.py'\nx = 1\n```", "x = 1\n"),
-        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n"),
-        ("```c\nint x;\n```", "int x;\n"),
-        ("```python\nx = 1\n```\n```pycon\n>>> x\n1\n```", "x = 1\n"),
-    ],
-)  # fmt: skip
-def test_the_code_is_that_of_the_last_block(text, code):
-    assert worker.code_of(text) == code
+MIX = "```python\nimport math\n```\nthen\n```py\ndef f(): return 2\n```\nuse:\n```python\nf(1)\n```"
+FENCES = [
+    # (completion, blocks if the tests call f, last block of a program)
+    ("x = 1", ["x = 1"], "x = 1"),
+    ("", [""], ""),
+    ("```python\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
+    ("```\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
+    ("```python\nx = 1", ["x = 1"], "x = 1"),
+    ("~~~python\nx = 1\n~~~\nbye", ["x = 1\n"], "x = 1\n"),
+    ("````python\nx = '```'\n````", ["x = '```'\n"], "x = '```'\n"),
+    ("1. So:\n   ```python\n   f = 1\n     \n   ```\n2. Done", ["f = 1\n\n"], "f = 1\n\n"),
+    ("- ```python\n  f = 1\n  ```", ["f = 1\n"], "f = 1\n"),
+    ("a `b` c\n```{.python}\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
+    ("```python3.11 title='a.py'\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
+    ("```c\nint x;\n```", ["int x;\n"], "int x;\n"),
+    ("```python\nx = 1\n```\nOutput:\n```\n1\n```", ["x = 1\n"], "x = 1\n"),
+    ("```python\nx = 1\n```\n```pycon\n>>> x\n1\n```", ["x = 1\n"], "x = 1\n"),
+    ("```py\nf = 1\n```\nbetter:\n```Python\nf = 2\n```", ["f = 1\n", "f = 2\n"], "f = 2\n"),
+    ("```py\nf = 1\n```\nor ```py\nf = 3", ["f = 1\n", "f = 3"], "f = 3"),
+    (MIX, ["import math\n", "def f(): return 2\n"], "f(1)\n"),
+]
+
+
+@pytest.mark.parametrize(("text", "blocks", "program"), FENCES)
+def test_the_code_is_found_in_the_fenced_blocks(text, blocks, program):
+    assert worker.code_of(text, ["f"]) == blocks
+    assert worker.code_of(text)[-1] == program
+
+
+def test_a_program_has_the_imports_of_earlier_blocks_only():
+    text = "```python\nimport math\nprint(1)\n```\n```python\nprint(math.sqrt(4))\n```"
+    assert worker.code_of(text) == ["import math", "print(math.sqrt(4))\n"]
+    tests = [{"input": "", "output": "2.0"}]
+    assert worker.code_tests(completions=[text], tests=[tests], seconds=20.0) == [1.0]
 
 
 def test_faulty_data_is_named_and_costs_its_samples(rewards):
@@ -148,6 +168,9 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
     assert "at least one assert" in rewards.last_error["code_tests"]
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
         check_examples(rewards, [Example("p", "a", None)], "train")
+    rows = [Example("p", "a", None, {"tests": tests}) for tests in (TESTS, "assert f(1).x == 2")]
+    with pytest.raises(ValueError, match="got 1 of 2 without, first 'p': .*assert f.1..x == 2"):
+        check_examples(rewards, rows, "train")
 
 
 @pytest.mark.parametrize(
@@ -155,16 +178,18 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
     [
         ("assert (", "tests: expected Python, got 'assert"),
         ([["assert 1", 3]], "tests: expected Python source, .* got .'assert 1', 3. .list"),
-        (["assert 1", 3], "tests: expected Python source, .* got 3 .int"),
-        ([], "tests: expected at least one assert, .* got ''"),
+        (["assert 1", 3], "tests: expected Python source, .* got 'assert 1' .str"),
+        ([], "tests: expected Python source, .* got None"),
+        ("assert 1 == 1", "which uses 0 names of the answer"),
+        ("assert sqrt(4) == log(1)", "which uses 0 names of the answer"),
         ("f(1)", "tests: expected at least one assert, or call of a function that the tests"),
         (None, "tests: expected Python source, .* got None"),
         ([{"input": "1", "output": 2}], "tests: expected Python source, .* got {'input'"),
-        ([{"input": "1", "output": "2"}, "assert 1"], "tests: expected Python source, .* got {"),
+        ([{"input": "1", "output": "2"}, "assert 1"], "expected Python source, .* got 'assert 1'"),
         ({"inputs": ["1"], "outputs": []}, "tests: expected Python source, .* got {'inputs'"),
         ("assert 1" + " + (" * 9999, "tests: expected Python"),
-        ({"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}, "inputs of the function f; write"),
-        ([{"input": "1", "output": "2", "testtype": "functional"}], "program, .*testtype: func"),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, "expected Python source, .*fn_name"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "expected .*functional"),
     ],
 )  # fmt: skip
 def test_tests_of_another_form_get_a_sentence(tests, said):

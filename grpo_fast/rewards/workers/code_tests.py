@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,18 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # a reward's worker runs this file outside its package
 import sandbox  # noqa: E402
-import sources  # noqa: E402
+import unit_tests  # noqa: E402
 
 sys.path.pop(0)
 
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MIB = 1 << 20
-_OUTPUT = 1 << 16  # smallest output limit of a process in bytes
+MOST_OUTPUT = 16 << 20  # bytes. A limit that depended on the tests would tell about them.
+FENCED = re.compile(
+    r"^[^`~\n]*(`{3,}|~{3,})([^`\n]*)\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.M | re.S
+)
+PYTHON = re.compile(r"(python|py)[\d.]*(\W|$)")
+IMPORT = re.compile(r"^(?:import|from) .+$", re.M)
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
 # each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
 LAUNCH = """
@@ -47,129 +54,87 @@ def code_tests(
     """Return for each completion the fraction of its unit tests that its code passes.
 
     Args:
-        completions: N completions. The code of a completion is its last fenced block that is
-            marked as Python, or else its last fenced block.
+        completions: N completions. See `code_of` for the code of a completion.
         tests: the tests of each completion, as Python source or as inputs and outputs. Python
-            source (a string or a list of strings) has asserts, setup statements, and calls of
-            functions that the tests define, such as `check(f)`. Inputs and outputs are for a
-            program that reads stdin and writes stdout: a list of `{"input": …, "output": …}`, or
-            `{"inputs": […], "outputs": […]}`.
+            source (a string or a list of strings) has asserts, setup statements, test functions,
+            and calls of functions that the tests define, such as `check(f)`. Inputs and outputs are
+            for a program that reads stdin and writes stdout: a list of
+            `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}`.
         seconds: limit of processor time and of elapsed time, for each completion with its tests.
         memory: memory limit in MiB of each process, including the interpreter.
 
     Raises:
-        ValueError: a limit is out of range, or the tests have neither form.
+        ValueError: a limit is out of range, or tests are not supported.
     """
     if not (0 < seconds <= 3600 and 64 <= memory <= 1 << 20):
         expected = "0 < seconds <= 3600 and 64 <= memory (MiB) <= 1048576"
         raise ValueError(f"code_tests: expected {expected}, got {seconds}, {memory}")
-    read = [read_tests(entry) for entry in tests]
 
-    def one(text: str, entry: str | list[tuple[str, str]]) -> float:
-        code = code_of(text)
-        if isinstance(entry, str):
-            return share_of_tests(code, entry, seconds, memory)
-        return share_of_programs(code, entry, seconds, memory)
+    def one(text: str, entry: Any) -> float:
+        read = unit_tests.read_tests(entry)
+        share = share_of_tests if isinstance(read, str) else share_of_programs
+        return share(text, read, seconds, memory)
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(one, completions, read))
+        return list(pool.map(one, completions, tests))
 
 
 code_tests.per_sample = True  # type: ignore[attr-defined]
 
 
-def read_tests(entry: Any) -> str | list[tuple[str, str]]:
-    """Return the tests of a completion as Python source, or as pairs of input and output.
+def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
+    """Return the code in a completion as blocks. An error in a block before the last is ignored.
+
+    The last one is the last fenced block that defines one of the names, or else the last fenced
+    block. Only blocks that are marked as Python count, if there is one. A block that is not closed
+    ends at the end of the text. Without names, only the imports of earlier blocks are returned. A
+    text without a fence is code.
+
+    Args:
+        text: the completion.
+        names: names that the answer must define.
+    """
+    found = [(mark.strip("{. \t").lower(), textwrap.dedent(code))
+             for _, mark, code in FENCED.findall(text)]  # fmt: skip
+    blocks = [code for mark, code in found if PYTHON.match(mark)] or [code for _, code in found]
+    blocks = blocks or [text]
+    if not names:
+        return ["\n".join(IMPORT.findall("\n".join(blocks[:-1]))), blocks[-1]]
+    own = "|".join(names)
+    defined = re.compile(rf"^(?:def|async def|class) +(?:{own})\b|^(?:{own}) *[:=]", re.M)
+    last = [i for i, code in enumerate(blocks, 1) if defined.search(code)] or [len(blocks)]
+    return blocks[: last[-1]]
+
+
+def share_of_tests(text: str, tests: str, seconds: float, memory: int) -> float:
+    """Run the code of a completion and its tests in two sandboxes. Return the fraction that passes.
 
     Raises:
-        ValueError: there is no test, or the tests have an unknown form.
+        ValueError: the tests use an object of the answer in a way that is not supported.
     """
-    # 1. Try to read the inputs and outputs of a program, which data sets may store as JSON text.
-    with contextlib.suppress(TypeError, ValueError):
-        entry = json.loads(entry)
-    listed = list(entry) if isinstance(entry, (list, tuple)) else [entry]
-    programs = [pair for part in listed for pair in _pairs(part)]
-    if programs and all(isinstance(part, dict) for part in listed):
-        return programs
-    # 2. Otherwise, the tests must be Python source that contains a test.
-    for part in listed:
-        if not isinstance(part, str):
-            expected = 'Python source, a list of sources, or {"input": text, "output": text}'
-            got = f"{part!r:.60} ({type(part).__name__})"
-            raise ValueError(f"tests: expected {expected}, got {got}")
-    source = "\n".join(listed)
-    try:
-        count = sources.count_tests(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"tests: expected Python, got {source[:60]!r}: {error}") from None
-    if not count:
-        expected = "at least one assert, or call of a function that the tests define"
-        raise ValueError(f"tests: expected {expected}, got {source[:60]!r}")
-    return source
-
-
-def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs of a program's test, or [] for any other value.
-
-    Raises:
-        ValueError: the inputs are arguments of a function, as in LiveCodeBench and APPS.
-    """
-    if not isinstance(part, dict):
-        return []
-    if part.get("fn_name") or part.get("testtype") == "functional":
-        got = f"inputs of the function {part.get('fn_name') or '(testtype: functional)'}"
-        raise ValueError(f"tests: expected inputs of a program, got {got}; write asserts instead")
-    inputs = part.get("inputs", [part.get("input")])
-    outputs = part.get("outputs", [part.get("output")])
-    is_listed = isinstance(inputs, list) and isinstance(outputs, list)
-    if not is_listed or len(inputs) != len(outputs):
-        return []
-    if not all(isinstance(text, str) for text in inputs + outputs):
-        return []
-    return list(zip(inputs, outputs, strict=True))
-
-
-def code_of(text: str) -> str:
-    """Return the code in a completion, or the full text if it has no fence.
-
-    The code is the last fenced block that is marked as Python, because a block with an example of
-    the output may follow. Without such a block, it is the last block. A block that is not closed
-    ends at the end of the text.
-    """
-    blocks = [block.partition("\n") for block in text.split("```")[1::2]]
-    if not blocks:
-        return text
-    marked = [block for block in blocks if _is_python(block[0])]
-    first, line_end, rest = (marked or blocks)[-1]
-    return rest if line_end else first
-
-
-def _is_python(mark: str) -> bool:
-    """Return whether the text after the opening fence names Python, but not pycon or pytb."""
-    words = mark.lower().split(maxsplit=1)
-    return bool(words) and words[0].rstrip("0123456789.") in ("py", "python")
-
-
-def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
-    """Run the code and its tests in two sandboxes. Return the fraction of passed tests."""
-    count = sources.count_tests(tests)
-    limits = {"memory": memory * MIB, "seconds": seconds, "output": _OUTPUT * count}
+    prepared = unit_tests.prepared(tests)
+    limits = {"memory": memory * MIB, "seconds": seconds, "output": MOST_OUTPUT}
     left, right = socket.socketpair()
     with left, right, _file() as results:
-        request = {"code": code, "program": False, **limits}
+        blocks = code_of(text, prepared["names"].values())
+        request = {"blocks": blocks, "program": False, "paths": [], **limits}
         with _process("answer", request, left, subprocess.DEVNULL):
-            with _process("judge", {"tests": tests, **limits}, right, results) as judge:
+            with _process("judge", prepared | limits, right, results) as judge:
                 # Close our copies of the sockets. While they are open, neither process notices the
                 # end of the other.
                 left.close()
                 right.close()
                 _wait(judge, seconds)
         results.seek(0)
-        return results.read().count(sandbox.HELD) / count
+        said = results.read().decode().splitlines()
+    wrong = [line for line in said if line != sandbox.HELD]
+    if wrong:
+        raise ValueError(f"tests: expected plain data in calls of the answer, got {wrong[0]}")
+    return len(said) / prepared["count"]
 
 
 def share_of_programs(
-    code: str, pairs: list[tuple[str, str]], seconds: float, memory: int
+    text: str, pairs: list[tuple[str, str]], seconds: float, memory: int
 ) -> float:
     """Run the code as a program on each input. Return the fraction of correct outputs."""
     right = 0
@@ -178,8 +143,8 @@ def share_of_programs(
         left = end - time.monotonic()
         if left <= 0:
             break
-        request = {"code": code, "program": True, "memory": memory * MIB, "seconds": left,
-                   "output": 4 * len(expected) + _OUTPUT}  # fmt: skip
+        request = {"blocks": code_of(text), "program": True, "paths": [], "seconds": left,
+                   "memory": memory * MIB, "output": MOST_OUTPUT}  # fmt: skip
         with _file(given.encode()) as stdin, _file() as stdout:
             with _process("answer", request, stdin, stdout) as child:
                 _wait(child, left)

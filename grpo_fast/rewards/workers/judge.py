@@ -1,198 +1,188 @@
 """Process that runs the tests of an answer. The code of the answer runs in a different process.
 
-Calls of the answer's functions exchange plain data, which this process decodes. An object of the
-answer stays in the other process, and is represented by a handle here. The handle never lets the
-object decide how it compares with a value of the tests.
+The tests call functions of the answer, and methods of the objects that these return, by name. Only
+plain data crosses between the processes. This process decodes a result once, into values of its
+own. An object of the answer never decides how it compares with a value of the tests.
 """
 
 import builtins
-import contextlib
-import operator
+import functools
+import importlib
 import os
+import sys
 
 import sandbox
-import sources
-import wire
-from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
+from answer import Channel, decode, encode
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-# Builtin classes that the answer's process may name in a message. Builtin functions such as `eval`
-# are excluded.
-TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
-         and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
+ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
+          and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
+# Methods whose argument may be the expected value of a test. Only an object that was created
+# without arguments has them: in place of a list, `Extract([1, 2])` may return an object.
+JUDGING = {*dir(str), *dir(frozenset)}
 
 
-class Judge(wire.Peer):
-    """Connection to the process of the code under test, through which the tests call that code."""
-
-    operations = {"call": operator.call}
-
-    def __init__(self, descriptor):
-        super().__init__(descriptor)
-        self.handles = {}  # (number, role) → Handle, reused so that `is` works
-        self.errors = {}  # number → class that represents an exception class of the answer
-        self.changes = []  # (arguments before a call, arguments after the call)
-        self.uses_objects = False  # True if the tests use objects that are not plain data
-
-    def ask(self, operation, args, kwargs=None, role=VALUE):
-        """Execute an operation in the process of the code under test, and return its result.
-
-        Args:
-            operation: "call", "lookup", "plain", or a function of `builtins` or `operator`.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            role: role of the handle if the result is an object; see `Handle`.
-        """
-        given = [args, kwargs or {}]
-        # Encode outside of the try block. An argument that cannot be sent is an error of the tests.
-        tree = self.encode(given)
-        try:
-            kind, parts = self.request(operation, tree)
-            if kind == "value":
-                result, after = map(self.decode, parts)
-            else:
-                error = self.error_of(*map(self.decode, parts), is_next=operation == "next")
-        except Exception:  # the answer's process has ended or does not follow the protocol
-            os._exit(0)
-        if kind != "value":
-            raise error
-        if after is not None:
-            self.changes.append((given, after))
-        if type(result) is Handle:
-            return self.handle(state_of(result)[1], role)
-        return result
-
-    def error_of(self, kind, args, attributes, is_next):
-        """Rebuild an exception that the code under test has raised, from its decoded parts."""
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        # Only next() may raise StopIteration. If a call in a `map` over test cases raised it, the
-        # remaining cases would be skipped.
-        if not is_error or (issubclass(kind, ENDS) and not is_next):
-            return RuntimeError(f"the answer raised {kind}")
-        try:
-            error = kind(*args)
-        except Exception:  # for example a UnicodeDecodeError without arguments
-            return RuntimeError(f"the answer raised {kind}")
-        error.__dict__.update(attributes)
-        return error
-
-    def apply_changes(self):
-        """Apply the changes that the answer's code made to its arguments.
-
-        The answer's code receives copies of its arguments. Changes of the copies are applied to the
-        variables of the tests.
-        """
-        changes = self.changes
-        self.changes = []
-        for before, after in changes:
-            refresh(before, after)
-
-    def handle(self, number, role):
-        return self.handles.setdefault((number, role), Handle(self, number, role))
-
-    def refer(self, value):
-        if type(value) is Handle:
-            return ["own", state_of(value)[1]]
-        for number, kind in self.errors.items():
-            if value is kind:
-                return ["exception", number]
-        name = getattr(value, "__name__", None)
-        if isinstance(name, str) and getattr(builtins, name, MISSING) is value:
-            return ["name", name]
-        if callable(value):
-            return ["function", self.number(value)]
-        kind = type(value).__name__
-        raise TypeError(f"code_tests: expected plain data or a function as argument, got a {kind}")
-
-    def resolve(self, tag, key, *parts):
-        if tag == "object":
-            return self.handle(int(key), VALUE)
-        if tag == "own":
-            return self.objects[key]
-        if tag == "name":
-            return TYPES[key]
-        if tag == "exception" and key not in self.errors:
-            name, bases = parts
-            kinds = tuple(self.resolve(*base) for base in bases)
-            if not all(issubclass(kind, Exception) for kind in kinds):
-                raise TypeError("expected bases that are exceptions")
-            self.errors[key] = type(name, kinds, {})
-        return self.errors[key]
+class Unsupported(BaseException):
+    """Exception for an argument that is not plain data. It is an error of the tests."""
 
 
-class Test:
-    """Context of each test in a statement. It records whether a test was reached and held."""
+class Object:
+    """Object of the answer, of which tests can only call methods.
 
-    def __init__(self):
-        self.is_reached = False
-        self.has_failed = False
+    Args:
+        call: function that calls a method, given its name and arguments, or None.
+        is_new: True if the object was created without arguments.
+    """
+
+    def __init__(self, call, is_new):
+        self.__state = (call, is_new)
+
+    def __getattr__(self, name):
+        call, is_new = self.__state
+        if call is None or name.startswith("__") or (name in JUDGING and not is_new):
+            raise AttributeError(f"code_tests: an object of the answer has no .{name}")
+        return functools.partial(call, name)
+
+    def __eq__(self, *_):
+        raise TypeError("code_tests: an object of the answer has no value")
+
+    __ne__ = __bool__ = __eq__
+
+
+class Mark:
+    """Context of each statement. It records whether a test was reached, and whether one failed."""
+
+    def __init__(self, judge):
+        self.judge = judge
+        self.is_reached = self.has_failed = False
 
     def __enter__(self):
         self.is_reached = True
 
     def __exit__(self, kind, *_):
-        self.has_failed |= kind is not None and issubclass(kind, AssertionError)
+        self.has_failed |= kind is not None
+        self.judge.apply_changes()
 
 
-def refresh(old, new):
-    """Copy the contents of `new` into the lists, dicts and sets in `old`, and return the result.
+class Judge:
+    """Connection to the answer's process, through which the tests call the answer's code."""
 
-    The containers remain the same objects, so that all variables of the tests see the change.
-    """
-    if type(old) is not type(new):
-        return new
-    if isinstance(old, (list, tuple)):
-        items = [refresh(a, b) for a, b in zip(old, new, strict=False)] + [*new[len(old) :]]
-        if isinstance(old, tuple):
-            return old
-        old[:] = items
-    elif isinstance(old, dict):
-        items = {key: refresh(old.get(key), new[key]) for key in new}
-        old.clear()
-        old.update(items)
-    elif isinstance(old, set):
-        old.intersection_update(new)
-        old.update(new)
-    elif isinstance(old, bytearray):
-        old[:] = new
-    else:
-        return new
-    return old
+    def __init__(self, channel):
+        self.channel = channel
+        self.changes = []  # (arguments before a call, arguments after the call)
+        self.errors = {}  # exception classes that the answer defines, keyed by name
 
+    def call(self, target, method, /, *args, **kwargs):
+        """Call a function of the answer, or a method of an object, and return its result.
 
-def run(source, judge, out):
-    """Run the tests one by one. Write a line to `out` for each test that passes."""
-    # Tests may stand below `if __name__ == "__main__"`.
-    namespace = {"__name__": "__main__", sources.APPLY_CHANGES: judge.apply_changes}
-    namespace |= sources.borrowed(source)
-    judge.uses_objects = sources.uses_objects(source)
-    # 1. Look up the names that the answer must define.
-    for name in sources.names_of_answer(source):
-        # A name in CapWords is a class, whose instances are objects that the tests expect.
-        is_class = name[0].isupper() and "_" not in name
-        with contextlib.suppress(KeyError):  # the answer does not define the name
-            namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
-    # 2. Run the statements.
-    for statement in sources.statements_of(source):
-        namespace[sources.TEST] = test = Test()
+        Args:
+            target: name of a function, or number of an object.
+            method: name of a method, or "".
+            args: positional arguments.
+            kwargs: keyword arguments.
+        """
         try:
-            exec(sources.compiled(statement), namespace)
+            tree = encode([[*args], kwargs])
+        except TypeError as error:
+            raise Unsupported(f"{error}, in a call of {method or target}") from None
+        try:
+            self.channel.send([target, method, tree])
+            kind, result, after = self.channel.receive()
+            if kind == "error":
+                result = self.error_of(result, *decode(after))
+            elif kind == "value":
+                result = decode(result)
+            after = decode(after)
+        except Exception:  # the answer's process has ended or does not follow the protocol
+            os._exit(0)
+        if kind == "error":
+            raise result
+        if after is not None:
+            self.changes.append(((args, kwargs), after))
+        if kind == "value":
+            return result
+        # A method returns plain data. Of an object that it returns, no method can be called.
+        methods = None if method else functools.partial(self.call, result)
+        return Object(methods, is_new=not (args or kwargs))
+
+    def error_of(self, kinds, args, attributes):
+        """Rebuild an exception that the answer has raised: its type, arguments and attributes.
+
+        StopIteration becomes a RuntimeError. If a call in a `map` over test cases raised it, the
+        remaining cases would be skipped.
+        """
+        bases = [self.errors[name] for name in kinds if name in self.errors]
+        bases += [ERRORS[name] for name in kinds if name in ERRORS][:1]
+        try:
+            kind = bases[0] if len(bases) == 1 else type(kinds[0], tuple(bases), {})
+            error = kind(*args)
+            error.__dict__.update(attributes)
+            return error
+        except Exception:  # for example a UnicodeDecodeError without arguments
+            return RuntimeError(f"the answer raised {kinds}")
+
+    def apply_changes(self):
+        """Apply the changes that the answer made to its arguments, which were copies."""
+        changes = self.changes
+        self.changes = []
+        for (args, kwargs), (new_args, new_kwargs) in changes:
+            old = [*args, *kwargs.values()]
+            for x, y in zip(old, [*new_args, *new_kwargs.values()], strict=False):
+                if type(x) is type(y) and hasattr(x, "clear"):
+                    x.clear()
+                    getattr(x, "extend", getattr(x, "update", None))(y)
+
+
+def run_test(function, method=None):
+    """Run a test function of the tests, or a method of a test class."""
+    if method is None:
+        function()
+    elif hasattr(function, "debug"):  # a unittest.TestCase
+        function.setUpClass()
+        function(method).debug()
+    else:
+        case = function()
+        getattr(case, "setup_method", lambda: None)()
+        getattr(case, method)()
+
+
+def run(request, judge, out):
+    """Run the tests one by one. Write a line to `out` for each test that passes."""
+    # 1. Create the global names. Tests may stand below `if __name__ == "__main__"`.
+    names = {"__name__": "__main__", "_step_": Mark(judge), "_run_": run_test}
+    for name, (module, attribute) in request["borrowed"].items():
+        found = importlib.import_module(module)
+        names[name] = getattr(found, attribute) if attribute else found
+    for name, own in request["names"].items():
+        names[name] = judge.errors.get(own, functools.partial(judge.call, own, ""))
+    if request["seeds"]:  # seed the answer's generator of random numbers, too
+        random = importlib.import_module("random")
+        seed = random.seed
+        random.seed = lambda value=None: (seed(value), judge.call("random.seed", "", value))[0]
+    # 2. Run the statements.
+    for is_test, code, stored in request["units"]:
+        names["_test_"] = test = Mark(judge)
+        try:
+            exec(compile(code, "<tests>", "exec"), names)
+            if is_test and test.is_reached and not test.has_failed:
+                os.write(out, f"{sandbox.HELD}\n".encode())
+        except Unsupported as error:
+            os.write(out, f"{error}\n".encode())
         except BaseException:  # a test that calls sys.exit() counts as failed
-            with contextlib.suppress(BaseException):
-                judge.apply_changes()
-            continue
-        if test.is_reached and not test.has_failed:
-            os.write(out, sandbox.HELD)
+            for name in stored:  # an older value must not be taken for the result of this statement
+                names.pop(name, None)
 
 
 def main(descriptor):
     request = sandbox.request(descriptor)
-    judge = Judge(sandbox.take(0))
+    judge = Judge(Channel(sandbox.take(0)))
     out = sandbox.take(1)
+    sys.path += request["paths"]
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # the sandbox forbids threads
     try:
         sandbox.confine(request)
-        judge.send(wire.pack("go"))
-        if judge.receive() == "defined":  # the answer's code has run without an error
-            run(request["tests"], judge, out)
+        judge.channel.send("go")
+        judge.errors = {name: type(name, (Exception,), {}) for name in judge.channel.receive()}
+        run(request, judge, out)
     finally:
         os._exit(0)

@@ -47,7 +47,7 @@ LIBRARIES = (
     "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo",
     "/dev/null", "/dev/urandom", os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib"),
 )  # fmt: skip
-HELD = b"held\n"  # a judge writes this line for each passed test
+HELD = "held"  # a judge writes this line for each passed test
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,7 +59,8 @@ def confine(request):
 
     Args:
         request: a dict with "memory" (in bytes), "seconds" (limit of processor time and of elapsed
-            time) and "output" (number of bytes that the process may write to a file).
+            time), "output" (number of bytes that the process may write to a file) and "paths" (of
+            folders that the process may read).
     """
     errors = take(2)
     try:
@@ -68,7 +69,7 @@ def confine(request):
         hide_memory()
         _prctl(NO_NEW_PRIVS, 1)
         if landlock_version():
-            restrict_files()
+            restrict_files(request["paths"])
         filter_calls()
     except OSError as error:
         os.write(errors, str(error).encode())
@@ -101,12 +102,14 @@ def landlock_version():
     return max(0, LIBC.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
-def restrict_files():
-    """Allow this process to open only the libraries of the interpreter and of the system."""
+def restrict_files(paths):
+    """Allow this process to open only the given folders, and the libraries of the interpreter."""
     rights = RIGHTS[min(landlock_version(), len(RIGHTS)) - 1]
     handled = struct.pack("Q", (1 << rights) - 1)
     ruleset = _checked(LIBC.syscall(CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0))
-    for path in filter(os.path.exists, LIBRARIES):  # a distribution has only some of these folders
+    for path in filter(
+        os.path.exists, (*LIBRARIES, *paths)
+    ):  # a distribution has only some of these folders
         folder = os.open(path, os.O_PATH)
         access = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE
         _checked(LIBC.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", access, folder), 0))

@@ -4,7 +4,7 @@
 import pytest
 
 from grpo_fast.data import Example
-from grpo_fast.rewards.columns import tests_of
+from grpo_fast.rewards import columns
 from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.rewards.workers import unit_tests
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
@@ -284,7 +284,7 @@ PUBLISHED = {
 def test_rows_of_published_data_sets_are_read(name):
     fields, right, wrong = PUBLISHED[name]
     others = {key: value for key, value in fields.items() if key != "prompt"}
-    tests = tests_of(Example(fields.get("prompt", "Write it."), None, None, others))
+    tests = columns.tests_of(Example(fields.get("prompt", "Write it."), None, None, others))
     unit_tests.check(tests)
     scores = worker.code_tests(completions=[right, wrong], tests=[tests] * 2, seconds=20.0)
     assert scores == [1.0, 0.0]

@@ -134,76 +134,85 @@ def names_of(tree: ast.AST) -> tuple[dict[str, str], dict[str, tuple[str, str]]]
     return names | {x: x for x in own}, borrowed | {x: (LIBRARY[x], x) for x in known - own}
 
 
-def unsupported(tree: ast.AST, names: Any) -> str | None:
-    """Return the first statement of the tests that is not supported, or None.
+class Syntax:
+    """Syntax tree of tests, without imports of the answer, and what it uses of the answer.
 
     Args:
-        tree: the syntax tree of the tests, without imports of the answer.
+        tree: the syntax tree.
         names: the names that the answer defines.
     """
-    nodes = list(ast.walk(tree))
-    up = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
-    functions = {node.name for node in nodes if isinstance(node, DEFINITIONS)}
-    functions |= {name for name, x in vars(builtins).items() if not isinstance(x, type)}
-    # Variables with a result of the answer. The result is an object if the tests call a method on
-    # it that no plain data has.
-    results = {ast.unparse(target) for node in nodes if isinstance(node, ast.Assign)
-               and called(node.value) in names for target in node.targets}  # fmt: skip
-    objects = {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute)
-               and node.attr not in ATTRIBUTES} & results  # fmt: skip
 
-    def calls_answer(node: ast.Call) -> bool:
-        return root(node) in names or ast.unparse(getattr(node.func, "value", node)) in objects
+    def __init__(self, tree: ast.AST, names: Any) -> None:
+        self.names = names
+        self.nodes = list(ast.walk(tree))
+        self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self.functions = {node.name for node in self.nodes if isinstance(node, DEFINITIONS)}
+        self.functions |= {name for name, x in vars(builtins).items() if not isinstance(x, type)}
+        # Variables with a result of the answer. The result is an object if the tests call a method
+        # on it that no plain data has.
+        self.results = {ast.unparse(target) for node in self.nodes if isinstance(node, ast.Assign)
+                        and called(node.value) in names for target in node.targets}  # fmt: skip
+        attributes = [node for node in self.nodes if isinstance(node, ast.Attribute)]
+        used = {ast.unparse(node.value) for node in attributes if node.attr not in ATTRIBUTES}
+        self.objects = used & self.results
 
-    def passes(node: ast.AST) -> bool:
-        """Return True if a value is called, or passed on without looking into it."""
-        outer = up[node]
-        if isinstance(outer, ast.Call) and outer.func is not node:
-            return not calls_answer(outer) and ast.unparse(outer.func) not in LOOKS
-        return isinstance(outer, (ast.Call, *PASSES))
+    def unsupported(self) -> str | None:
+        """Return the first statement that is not supported, or None."""
+        wrong: Any = next(filter(self.is_wrong, self.nodes), None)
+        while isinstance(wrong, ast.expr) and wrong in self.up:
+            wrong = self.up[wrong]
+        return wrong and ast.unparse(wrong)
 
-    def is_wrong(node: ast.AST) -> bool:
+    def is_wrong(self, node: ast.AST) -> bool:
         match node:
             case ast.AsyncFunctionDef() | ast.Await() | ast.Name("redirect_stdout" | "patch"):
                 return True
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 modules = [getattr(node, "module", x.name) or "." for x in listed]
-                return not all(map(can_import, modules)) or any(
-                    x.name == "mock" or (x.name == "*" and modules[0] not in LIBRARY.values())
-                    for x in listed
-                )
+                names = {x.name for x in listed}
+                is_star = "*" in names and modules[0] not in LIBRARY.values()
+                return is_star or "mock" in names or not all(map(can_import, modules))
             case ast.ClassDef(name, bases):
                 return name[:4] != "Test" and not any(ast.unparse(x).endswith(BASES) for x in bases)
             case ast.FunctionDef(name, ast.arguments(args=[*_, ast.arg(last)])):
                 return name[:4] == "test" and last != "self"  # a fixture
-            case ast.Name(name) if name in names:
-                return not passes(node)
-            case ast.Name(ctx=ast.Load()) | ast.Attribute(ctx=ast.Load()) if (
-                ast.unparse(node) in objects
-            ):
-                return not (isinstance(up[node], ast.Attribute) or passes(node))
+            case ast.Name(name) if name in self.names:
+                return not self.passes(node)
+            case ast.Name(ctx=ast.Load()) if ast.unparse(node) in self.objects:
+                return not (isinstance(self.up[node], ast.Attribute) or self.passes(node))
             case ast.Attribute(value, name, context):
-                is_chain = isinstance(value, ast.Call) and root(value) in objects
-                if ast.unparse(value) in objects:
-                    return isinstance(context, ast.Store) or not passes(node)
-                is_result = ast.unparse(value) in results or root(value) in names
-                return name not in ATTRIBUTES and (is_chain or (is_result and not passes(node)))
+                is_receiver = isinstance(self.up[node], ast.Attribute)
+                if ast.unparse(node) in self.objects and isinstance(context, ast.Load):
+                    return not (is_receiver or self.passes(node))
+                if ast.unparse(value) in self.objects:
+                    return isinstance(context, ast.Store) or not self.passes(node)
+                is_chain = isinstance(value, ast.Call) and root(value) in self.objects
+                is_result = ast.unparse(value) in self.results or root(value) in self.names
+                is_read = is_result and not self.passes(node)
+                return name not in ATTRIBUTES and (is_chain or is_read)
             case ast.BinOp(left, right=right) | ast.Compare(left, comparators=[right]):
-                return all(x in names and x[0].isupper() for x in (called(left), called(right)))
-            case ast.Call(function, values, keywords) if calls_answer(node):
+                both = (called(left), called(right))
+                return all(x in self.names and x[0].isupper() for x in both)
+            case ast.Call(function, values, keywords) if self.calls_answer(node):
                 given = [*values, *(x.value for x in keywords)]
-                return isinstance(function, ast.Call) or any(
-                    isinstance(x, ast.Lambda)
-                    or root(x) in ("np", "numpy")
-                    or (isinstance(x, ast.Name) and x.id in functions)
-                    for x in given
-                )
+                return isinstance(function, ast.Call) or any(map(self.is_function, given))
         return False
 
-    wrong: Any = next(filter(is_wrong, nodes), None)
-    while isinstance(wrong, ast.expr) and wrong in up:
-        wrong = up[wrong]
-    return wrong and ast.unparse(wrong)
+    def passes(self, node: ast.AST) -> bool:
+        """Return True if a value is called, or passed on without looking into it."""
+        outer = self.up[node]
+        if isinstance(outer, ast.Call) and outer.func is not node:
+            return not self.calls_answer(outer) and ast.unparse(outer.func) not in LOOKS
+        return isinstance(outer, (ast.Call, *PASSES))
+
+    def calls_answer(self, node: ast.Call) -> bool:
+        receiver = ast.unparse(getattr(node.func, "value", node))
+        return root(node) in self.names or receiver in self.objects
+
+    def is_function(self, value: ast.AST) -> bool:
+        """Return True for an argument that is a function, or an array of numpy."""
+        is_name = isinstance(value, ast.Name) and value.id in self.functions
+        return is_name or isinstance(value, ast.Lambda) or root(value) in ("np", "numpy")
 
 
 def can_import(module: str) -> bool:
@@ -277,7 +286,7 @@ def prepared(text: str) -> dict[str, Any]:
     try:
         tree = ast.parse(text)
         names, borrowed = names_of(tree)
-        wrong = unsupported(tree, names)
+        wrong = Syntax(tree, names).unsupported()
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"tests: expected Python, got {text[:60]!r}: {error}") from None
     if wrong is not None:

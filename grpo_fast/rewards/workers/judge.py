@@ -1,8 +1,8 @@
 """Process that runs the tests of an answer. The code of the answer runs in a different process.
 
 The tests call functions of the answer, and methods of the objects that these return, by name. Only
-plain data crosses between the processes. This process decodes a result once, into values of its
-own. An object of the answer never decides how it compares with a value of the tests.
+plain data crosses between the processes. This process decodes a result once, and compares only
+the decoded values. An object of the answer never decides how it compares with a value of the tests.
 """
 
 import builtins

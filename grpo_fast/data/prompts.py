@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpo_fast.data.example import Example, LazySequence, Prompt, text_of
-from grpo_fast.data.records import ANSWERS, SOLUTIONS, choice_lines, column_of, lettered
+from grpo_fast.data.records import ANSWERS, CHOICES, SOLUTIONS, choice_lines, column_of, lettered
 from grpo_fast.errors import require
 
 PROMPT_TEMPLATES = {
@@ -26,7 +26,7 @@ _SLOT = re.compile(r"(\\[A-Za-z]+\{\w*\})|\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*
 # Tokens that begin a turn in the chat templates of common models.
 _TURN = re.compile(
     r"<\|(?:im_start|start_header_id|begin_of_text|start_of_role|user)\|>|<start_of_turn>"
-    r"|<｜(?:User|begin▁of▁sentence)｜>|\[INST\]"
+    r"|<｜(?:User|begin▁of▁sentence)｜>|\[INST\]|\n\nAssistant:\s*\Z"
 )
 
 
@@ -70,7 +70,7 @@ class Form(NamedTuple):
             value = example.prompt if name == "question" else column_of(example.fields, [name])
             expected = f"a column {name!r} in each row; write {{{{{name}}}}} for the text in braces"
             require(value is not None, "prompt_template", expected, ", ".join(example.fields))
-            choices = lettered(value)
+            choices = lettered(value) if name.lower() in CHOICES else None
             return choice_lines(choices) if choices else _as_text(value)
 
         return _SLOT.sub(insert, self.template)
@@ -99,7 +99,8 @@ class Form(NamedTuple):
         """
         prompt = example.prompt
         own = column_of(example.fields, SYSTEM)
-        system = own if isinstance(own, str) and own.strip() else self.system
+        require(own is None or isinstance(own, str), "data: column 'system'", "a text", repr(own))
+        system = own if own and own.strip() else self.system
         rendered = isinstance(prompt, str) and is_rendered(prompt)
         if rendered or not isinstance(prompt, str):
             came = "a rendered prompt" if rendered else "rows of messages"

@@ -99,7 +99,9 @@ def read_file(path: Path, encoding: str | None = None) -> Rows:
     Raises:
         ValueError: the file is damaged or empty.
     """
-    ending = Path(path.name.removesuffix(".gz")).suffix
+    ending = Path(path.name.removesuffix(".gz")).suffix.lower()
+    expected = f"a file with one of the endings {', '.join(FORMATS)}, or one of them and .gz"
+    require(ending in ("", *FORMATS), "data.path", expected, path)
     if ending in ARROW:
         loaded = _datasets(str(path), "load_dataset", ARROW[ending], data_files=str(path))
         return loaded["train"]()
@@ -129,7 +131,7 @@ def _lines(path: Path, encoding: str | None) -> Iterator[str]:
             bad = re.search("[\udc80-\udcff]", line)  # surrogateescape writes bad bytes like this
             if bad is not None:
                 came = f"byte 0x{ord(bad[0]) - 0xDC00:02x}"
-                remedy = "a file of Excel may need data.encoding=cp1252"
+                remedy = "data.encoding=cp1252 reads old files of Excel"
                 raise ValueError(f"{path}:{number}: not UTF-8 text ({came}); {remedy}")
             yield line
 
@@ -148,9 +150,11 @@ def _read_json(path: Path, lines: list[str]) -> Rows:
     else:
         return []
     if isinstance(content, dict):
-        # Messages are a list, too, but they are a column of a single row.
-        lists = [x for x in content.values() if isinstance(x, list) and x and "role" not in x[0]]
-        content = lists[0] if len(lists) == 1 else [content]
+        # Messages and choices are lists, too, but they are columns of a single row.
+        lists = [x for x in content.values() if isinstance(x, list) and x]
+        are_rows = len(lists) == 1 and isinstance(lists[0][0], dict)
+        is_row = not are_rows or {"role", "from", "label"} & {*lists[0][0]}
+        content = [content] if is_row else lists[0]
     listed = content if isinstance(content, list) else [content]
     return [(f"{path}[{number}]", fields) for number, fields in enumerate(listed, start=1)]
 
@@ -182,7 +186,7 @@ def _read_table(path: Path, lines: list[str], usual: str) -> Rows:
     rows: Rows = []
     last = 0  # last line of the previous row
     try:
-        names = next(reader, [])
+        names = [name.strip() for name in next(reader, [])]
         last = reader.line_num
         require(len({*names}) == len(names), f"{path}:1", "different names of columns", names)
         for cells in reader:

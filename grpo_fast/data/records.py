@@ -21,9 +21,10 @@ from grpo_fast.data.answers import (
 from grpo_fast.data.example import Example, Fields, Prompt, text_of
 from grpo_fast.errors import require
 
-# Usual names of columns. The first name that has a value in a row counts, in upper or lower case.
+# Usual names of columns. The first name that has a value in a row counts, in upper or lower case,
+# with spaces or underscores.
 DIALOGUES = ("messages", "conversations", "conversation")
-PROMPTS = ("prompt", "question", "problem", "query", "instruction", *DIALOGUES)
+PROMPTS = ("prompt", "question", "problem", "query", "question_stem", "instruction", *DIALOGUES)
 VERLS_ANSWER = "reward_model.ground_truth"
 ANSWERS = (
     "answer", "ground_truth", VERLS_ANSWER, "final_answer", "expected_answer", "correct_answer",
@@ -32,7 +33,12 @@ ANSWERS = (
 SOLUTIONS = ("solution", "output", "response")  # the gold answer may be marked inside them
 TESTS = ("tests", "test_list", "test", "input_output")
 CHOICES = ("choices", "options")
-CONTEXTS = ("context", "passage", "article")
+OPTION = re.compile(r"(?:op|option_?|choice_?)([a-j])|(?-i:([A-J]))", re.I)  # a column per choice
+LABELS = ("label", "correct", "correct_option", "cop", "answer_index", "answer_idx")
+CONTEXTS = (
+    "context", "passage", "article", "paragraph", "document", "story", "premise", "body", "table",
+    "hint",
+)  # fmt: skip
 UNUSABLE = ("tools", "image", "images")  # a prompt cannot contain them
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
@@ -80,7 +86,8 @@ def parse_record(
     solution = column_of(fields, [given["solution"]] if "solution" in given else SOLUTIONS)
     if type(solution) in (int, float):
         solution = str(solution)
-    if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
+    is_marked = isinstance(solution, str) and marked_content(solution) is not None
+    if answer in (None, "") and is_marked:
         answer = solution
     # 2. Rows for supervised training end with a message of the assistant. Use this message as the
     # answer. The column `prompt` is an exception: its final assistant message may be the beginning
@@ -92,8 +99,12 @@ def parse_record(
             answer = reply if answer is None else answer
             solution = solution or reply
     # 3. Add the columns that belong to the question, and convert the answer to text.
+    choices = _choices(fields)
+    answer = column_of(fields, LABELS) if choices and answer is None else answer
     label = answer
-    prompt, answer = _with_choices(prompt, answer, fields, where, template)
+    if choices:
+        prompt = _with_choices(prompt, choices, fields, where, template)
+        answer = answer if answer is None else _letter(answer, choices, where)
     prompt = _with_context(prompt, name, fields, where, template)
     answer = _answer_text(answer, where, gsm8k)
     fits = solution is None or isinstance(solution, str)
@@ -116,9 +127,9 @@ def parse_record(
 
 def find(fields: Fields, names: Iterable[str]) -> str | None:
     """Return the first of the given names that has a value in the row, as the row writes it."""
-    written = {key.lower(): key for key in fields}
+    written = {key.lower().replace(" ", "_"): key for key in fields}
     for name in names:
-        for key in (name, written.get(name.lower(), name)):
+        for key in (name, written.get(name.lower().replace(" ", "_"), name)):
             if _value(fields, key) is not None:
                 return key
     return None
@@ -133,15 +144,19 @@ def column_of(fields: Fields, names: Iterable[str]) -> Any:
 def lettered(choices: Any) -> dict[str, str] | None:
     """Return the choices of a question by their letters, or None if the value is not choices.
 
-    The value is a list of texts, a mapping from letters to texts, or a mapping of the two lists
-    `label` and `text`.
+    The value is a list of texts, a mapping from letters to texts, a mapping of two lists `label`
+    and `text`, or a list of mappings with `label` and `text`.
     """
+    if isinstance(choices, list) and all(isinstance(x, Mapping) for x in choices):
+        choices = {key: [x.get(key) for x in choices] for key in ("label", "text")}
     if isinstance(choices, Mapping) and isinstance(choices.get("text"), list):
         choices = dict(zip(choices.get("label") or "", choices["text"], strict=False))
     if isinstance(choices, list) and len(choices) <= 26:
         choices = {chr(ord("A") + number): text for number, text in enumerate(choices)}
-    fits = isinstance(choices, Mapping) and all(isinstance(x, str) for x in choices.values())
-    return {str(letter): text for letter, text in choices.items()} if fits and choices else None
+    if not isinstance(choices, Mapping) or len(choices) < 2:
+        return None
+    fits = all(isinstance(text, (str, int, float)) for text in choices.values())
+    return {str(letter): str(text) for letter, text in choices.items()} if fits else None
 
 
 def choice_lines(choices: Mapping[str, str]) -> str:
@@ -259,32 +274,43 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return {**present, "role": ROLES.get(role, role), "content": content}
 
 
-def _with_choices(
-    prompt: Prompt, answer: Any, fields: Fields, where: str, template: str | None
-) -> tuple[Prompt, Any]:
-    """Add the choices of a multiple-choice question to its prompt, and return the gold letter."""
+def _choices(fields: Fields) -> dict[str, str] | None:
+    """Return the choices of a row, from one column or from one column for each choice, or None."""
     name = find(fields, CHOICES)
-    choices = None if name is None else lettered(fields[name])
-    if name is None or choices is None:
-        return prompt, answer
-    # 1. Add the choices, unless the question or the template contains them.
-    has_choices = all(text in text_of(prompt) for text in choices.values())
-    if not has_choices and f"{{{name}}}" not in (template or ""):
-        expected = "a text prompt, to which the choices can be added"
-        require(isinstance(prompt, str), f"{where}: field {name!r}", expected, "messages")
-        prompt = f"{prompt}\n{choice_lines(choices)}"
-    # 2. The answer is a letter, the text of a choice, or the index of a choice.
+    if name is not None:
+        return lettered(fields[name])
+    columns = [(OPTION.fullmatch(key), text) for key, text in fields.items() if text is not None]
+    return lettered({(key[1] or key[2]).upper(): text for key, text in columns if key})
+
+
+def _with_choices(
+    prompt: Prompt, choices: Mapping[str, str], fields: Fields, where: str, template: str | None
+) -> Prompt:
+    """Add lettered choices to a question, unless the question or the template contains them."""
+    slots = [f"{{{key}}}" for key in fields if key.lower() in CHOICES or OPTION.fullmatch(key)]
+    # A question may mention the texts of choices without their letters, as in "is 1 or 2 larger?".
+    shown = [rf"\b{re.escape(a)}\W{{1,4}}{re.escape(text)}" for a, text in choices.items()]
+    is_shown = all(re.search(pattern, text_of(prompt)) for pattern in shown)
+    if is_shown or any(slot in (template or "") for slot in slots):
+        return prompt
+    expected = "a text prompt, to which the choices can be added"
+    require(isinstance(prompt, str), f"{where}: choices", expected, "messages")
+    return f"{prompt}\n{choice_lines(choices)}"
+
+
+def _letter(answer: Any, choices: Mapping[str, str], where: str) -> str:
+    """Return the letter of the gold answer: a letter, the text of a choice, or its index from 0."""
     letters = [*choices]
-    if answer is None or str(answer) in letters:
-        return prompt, answer if answer is None else str(answer)
-    if answer in choices.values():
-        return prompt, letters[[*choices.values()].index(answer)]
+    if str(answer) in letters:
+        return str(answer)
+    if str(answer) in choices.values():
+        return letters[[*choices.values()].index(str(answer))]
     is_index = str(answer).isdecimal() and int(answer) < len(letters)
     expected = (
         f"one of the letters {', '.join(letters)}, a choice, or an index below {len(letters)}"
     )
     require(is_index, f"{where}: the answer", expected, reprlib.repr(answer))
-    return prompt, letters[int(answer)]
+    return letters[int(answer)]
 
 
 def _with_context(
@@ -294,12 +320,15 @@ def _with_context(
     if name.lower() == "instruction":
         given = column_of(fields, ["input"])
         prompt = f"{prompt}\n\n{given}" if given and isinstance(prompt, str) else prompt
-    key = find(fields, CONTEXTS)
-    if key is not None and "{" not in (template or ""):
-        value = fields[key]
-        remedy = f"prompt_template='{{{key}}}\\n\\n{{question}}', or '{{question}}' to leave it out"
-        fits = not value or str(value) in text_of(prompt)
-        require(fits, f"{where}: field {key!r}", f"this text in the prompt: {remedy}", "no")
+    if "{" in (template or ""):
+        return prompt
+    for key, value in fields.items():
+        if value and key != name and key.lower() in (*CONTEXTS, *CHOICES):
+            parts = ("{question}", f"{{{key}}}")
+            text = "\\n\\n".join(parts if key.lower() in CHOICES else parts[::-1])
+            remedy = f'add \'data.prompt_template="{text}"\', or leave it out: "{{question}}"'
+            fits = str(value) in text_of(prompt) or (key.lower() in CHOICES and lettered(value))
+            require(fits, f"{where}: field {key!r}", f"this text in the prompt ({remedy})", "no")
     return prompt
 
 

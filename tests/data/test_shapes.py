@@ -66,9 +66,28 @@ READ = [
                "answer_idx": "C"}, "q" + ABCD, "C"),
     ("AQuA", {"question": "q", "options": ["A)21", "B)22"], "rationale": "r", "correct": "B"},
      "q\nA)21\nB)22", "B", {"columns": {"answer": "correct"}}),
-    ("choices in the question", {**MCQ, "question": "q w x y z", "answer": 0}, "q w x y z", "A"),
+    ("choices in the question", {**MCQ, "question": "q (A) w (B) x (C) y (D) z", "answer": 0},
+     "q (A) w (B) x (C) y (D) z", "A"),
+    ("texts of choices in the question", {"question": "1 or 2?", "options": [1, 2], "answer": "A"},
+     "1 or 2?\nA. 1\nB. 2", "A"),
     ("choices in the template", {**MCQ, "answer": "x"}, f"q ({ABCD[1:]})", "B",
      {"prompt_template": "{question} ({choices})"}),
+    ("MedMCQA", {"id": "1", "question": "q", "opa": "w", "opb": "x", "opc": "y", "opd": "z",
+                 "cop": 1, "exp": "e"}, "q" + ABCD, "B"),
+    ("C-Eval", {"id": 0, "question": "q", "A": "w", "B": "x", "C": "y", "D": 3, "answer": "D"},
+     "q\nA. w\nB. x\nC. y\nD. 3", "D"),
+    ("AGIEval", {"passage": None, "question": "q", "options": ["(A)w", "(B)x"], "label": "B",
+                 "answer": None}, "q\n(A)w\n(B)x", "B"),
+    ("LogiQA", {"context": "c", "query": "q", "options": LETTERS, "correct_option": 1},
+     "c: q" + ABCD, "B", {"prompt_template": "{context}: {question}"}),
+    ("OpenBookQA", {"id": "7", "question_stem": "q", "answerKey": "x",
+                    "choices": [{"label": "a", "text": "w"}, {"label": "b", "text": "x"}]},
+     "q\na. w\nb. x", "b"),
+    ("GPQA", {"Record ID": "r", "Question": "q", "Correct Answer": "a", "Incorrect Answer 1": "b"},
+     "q", "a"),
+    ("a marked solution", {"problem": "q", "answer": "", "solution": r"\boxed{2}"}, "q", "2"),
+    ("a dialogue as text", {"prompt": "\n\nHuman: q\n\nAssistant: "},
+     "\n\nHuman: q\n\nAssistant: ", None, {"chat": True}),
     ("SciQ", {"question": "q", "correct_answer": "a", "distractor1": "b", "support": ""},
      "q", "a"),
     ("ShareGPT", {"id": "x", "conversations": says("q", "a")}, [user("q")], "a"),
@@ -126,13 +145,19 @@ READ = [
 
 REFUSED = [
     ("SQuAD's context", {"context": "c", "question": "q", "answers": {"text": ["a"]}},
-     "field 'context': expected this text in the prompt: prompt_template='{context}"),
+     "field 'context': expected this text in the prompt (add 'data.prompt_template="),
+    ("SVAMP's body", {"Body": "b", "Question": "q", "Answer": 3.0}, "field 'Body': expected this"),
+    ("COPA", {"premise": "p", "choice1": "w", "choice2": "x", "question": "effect", "label": 0},
+     "field 'premise': expected this text in the prompt"),
+    ("MathQA's options", {"Problem": "q", "options": "a ) 38 , b ) 27", "correct": "a"},
+     'data.prompt_template="{question}\\n\\n{options}"'),
+    ("a system message as a mapping", {"question": "q", "system": {"a": 1}}, "column 'system'"),
     ("xlam", {"query": "q", "tools": "[{}]", "answers": "[]"}, "field 'tools': expected none"),
     ("images", {"question": "q", "images": ["x.png"], "answer": "1"}, "field 'images'"),
     ("HH-RLHF", {"chosen": "Human: q", "rejected": "Human: q"}, "data.columns={prompt: COLUMN"),
     ("MMLU's wrong index", {**MCQ, "answer": 4}, "or an index below 4, got 4"),
     ("messages with choices", {"messages": [user("q")], "choices": LETTERS, "answer": "A"},
-     "expected a text prompt, to which the choices can be added"),
+     "choices: expected a text prompt, to which the choices can"),
     ("a cell of numpy", {"prompt": "[{'role': 'user', 'content': 'q'}\n {'role': 'user'}]"},
      "expected messages as JSON text"),
     ("an unknown column", {"question": "q", "answer": "1"}, "expected a column 'context'",
@@ -171,6 +196,17 @@ def test_why_a_row_is_refused(tmp_path, case):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("row", ["SQuAD's context", "SVAMP's body", "COPA", "MathQA's options"])
+def test_the_proposed_template_can_be_copied(tmp_path, row):
+    path = tmp_path / "d.jsonl"
+    (fields,) = (case[1] for case in REFUSED if case[0] == row)
+    path.write_text(f"{json.dumps(fields)}\n" * 2)
+    message = invoke("data", str(path)).stderr
+    word = message.partition("(add '")[2].partition("'")[0]
+    shown = invoke("data", str(path), word)
+    assert shown.exit_code == 0 and "\n  | \n  | " in shown.stdout, shown.output
+
+
 def test_the_tests_of_code_rows(tmp_path):
     rows = {name: row for name, row, *_ in READ}
     tests = {n: read(tmp_path, rows[n], {}).fields["tests"] for n in rows if "test" in str(rows[n])}
@@ -191,13 +227,14 @@ TABLES = [
     ("UTF-16 of Excel", "d.csv", "question\tanswer\r\nq\t18\r\n".encode("utf-16")),
     ("cp1252 of Excel", "d.csv", "question;answer;n\r\nq;18;ä\r\n".encode("cp1252"),
      {"encoding": "cp1252"}),
-    ("bars", "d.csv", "question|answer\nq|18\n"),
+    ("bars and spaces", "d.CSV", " question | answer\nq|18\n"),
     ("a BOM and zipped", "d.csv.gz", gzip.compress(b"\xef\xbb\xbfquestion,answer\nq,18\n")),
     ("tabs", "d.tsv", "question\tanswer\nq\t18\n"),
     ("an array in a .jsonl file", "d.jsonl", '[{"question": "q",\n "answer": 18}]'),
     ("an array in one line", "d.json", '[{"question": "q", "answer": 18}]'),
     ("an object around the rows", "d.json", '{"v": 1, "data": [{"question": "q", "answer": 18}]}'),
     ("one indented row", "d.json", '{\n "question": "q",\n "answer": 18\n}\n'),
+    ("one row of choices", "d.json", '{"question": "q", "answer": 18, "x": ["w", "x"]}'),
     ("UTF-16 lines", "d.jsonl", '{"question": "q", "answer": 18}\n'.encode("utf-16")),
     ("columns without a value", "d.jsonl",
      '{"question": "q", "answer": 18, "tools": null, "context": ""}'),

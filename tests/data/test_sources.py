@@ -127,7 +127,7 @@ def test_json_in_its_usual_forms(tmp_path):
         (
             "d.csv",
             b"question,answer\n\xff,1\n",
-            "d.csv:2: not UTF-8 text .byte 0xff.; .* data.encoding=cp1252",
+            "d.csv:2: not UTF-8 text .byte 0xff.; data.encoding=cp1252 reads",
         ),
         ("d.csv", b"question,answer\n", "the file is empty"),
         ("d.csv", b"", "the file is empty"),
@@ -140,6 +140,7 @@ def test_json_in_its_usual_forms(tmp_path):
         ("d.csv", b'question,answer\n"a,2\nb,3\n', "d.csv:2: not a row .*unexpected end"),
         ("d.csv", b"question,answer\nq\n", "d.csv:2: expected 2 fields, .* got 1; put"),
         ("d.csv", b"a,a\nq,1\n", "d.csv:1: expected different names of columns"),
+        ("d.xlsx", b"PK", "data.path: expected a file with one of the endings .jsonl, "),
         ("d.json", b"[]", "the file is empty"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
         ("d.json", b'[{"prompt": "x", "prompt": "y"}]', "the key 'prompt' occurs twice"),

@@ -34,13 +34,14 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
 
     Args:
         source: a file, a folder, or a hub id.
-        words: key=value arguments: the key `model`, and keys of the section `data`.
+        words: key=value arguments: the key `model`, and keys of the section `data`, with or without
+            the prefix `data.`.
 
     Raises:
         ValueError: a setting, the source or a row of the data is invalid.
     """
     # 1. Separate the key `model` from the keys of the section `data`, and read the data set.
-    own, rest = own_words(ViewSettings, words)
+    own, rest = own_words(ViewSettings, [word.removeprefix("data.") for word in words])
     data = read_words(DataConfig, rest, {"task": "jsonl", "path": source})
     found = survey(data)
     every = [*found.train, *found.test]

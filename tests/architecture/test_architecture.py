@@ -42,7 +42,7 @@ TRAIN_FLOORS = (
     ("update", "report"), ("runs",), ("loop",),
 )  # fmt: skip
 MOST_IMPORTS = 55  # maximum number of pairs (part, imported part) in train/
-MAX_LINES = 300
+MAX_LINES = 500
 
 
 def floor_of(module: str) -> int | None:

@@ -17,7 +17,7 @@ from grpo_fast.rollout.vllm.answers import StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import repack_heads
-from grpo_fast.train.config.data import EvalConfig
+from grpo_fast.train.config import EvalConfig
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_policy
 

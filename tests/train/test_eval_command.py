@@ -96,7 +96,7 @@ def test_chat_is_switched_off_by_a_setting():
     assert settings_of("eval.samples=2", recipe="gsm8k-smollm2-1.7b").eval.k == []
     with pytest.raises(ValueError, match="data: expected a file, a folder, a hub id or a section"):
         settings_of("data=5")
-    with pytest.raises(ValueError, match="eval.k: expected values up to eval.samples = 8, got"):
+    with pytest.raises(ValueError, match="eval.k: expected values up to samples = 8, got"):
         settings_of("k=9", recipe="gsm8k-smollm2-1.7b")
 
 

@@ -195,7 +195,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     workspace = int(141e9) // 32 >> 20 << 20
     assert memory["as configured"].head == workspace + head_gradient
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
-    assert (recipe.prompt, recipe.completion, recipe.size) == (8192, 128, 4)
+    assert (recipe.prompt, recipe.completion, recipe.size) == (897, 128, 4)
     config = load_recipe("gsm8k-tiny", ["model.lora.r=8"])
     assert recipe.memory["as configured"] == predict(recipe.shape, config, "cuda", 0)
     path = tmp_path / "config.json"
@@ -213,6 +213,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
         ("sort", ["gpu=8", "model.config.model_type=lama"], "lama"),
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
+        ("sort", ["gpu=8", "prompt=62"], "prompt: expected at most 61 with completions of 4 (64"),
         ("sort", ["gpu=Q100"], "gpu: expected the GB of a GPU's memory (gpu=80), or one of A10,"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.train.collect import collector, groups
-from grpo_fast.train.config.model import OptimConfig
+from grpo_fast.train.config import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.metrics.samples import reward_metrics

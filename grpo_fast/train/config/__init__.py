@@ -4,23 +4,29 @@ A recipe provides values, and command-line arguments such as `optim.lr=1e-4` ove
 defaults of the section `loss` come from `LossConfig`.
 """
 
-from grpo_fast.train.config.base import Positive, Section, UserPath, require
-from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from grpo_fast.train.config.loss import LossSettings
-from grpo_fast.train.config.model import (
+from grpo_fast.errors import require
+from grpo_fast.train.config.run import GAE, LogConfig, RunConfig
+from grpo_fast.train.config.sections import (
     CriticConfig,
+    DataConfig,
+    EvalConfig,
     KLConfig,
     LoraConfig,
+    LossSettings,
     ModelConfig,
     OptimConfig,
+    Positive,
     ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+    UserPath,
     WarmStartConfig,
+    named_in,
 )
-from grpo_fast.train.config.run import RunConfig
 
 __all__ = [
-    "CriticConfig", "DataConfig", "EvalConfig", "KLConfig",
-    "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig",
-    "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath", "WarmStartConfig",
-    "require",
+    "GAE", "CriticConfig", "DataConfig", "EvalConfig", "KLConfig", "LogConfig", "LoraConfig",
+    "LossSettings", "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig", "RewardConfig",
+    "RolloutConfig", "RunConfig", "Section", "UserPath", "WarmStartConfig", "named_in", "require",
 ]  # fmt: skip

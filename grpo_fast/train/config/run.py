@@ -7,134 +7,231 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from grpo_fast.objective.advantages import MODES
+from grpo_fast.errors import conflict, require
+from grpo_fast.objective.advantages import MODES, check_group_size, check_options
+from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.train.config.base import Count, Positive, Section, UserPath, named_in
-from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from grpo_fast.train.config.loss import LossSettings
-from grpo_fast.train.config.model import (
+from grpo_fast.objective.kl import EXACT
+from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.train.config.sections import (
+    Count,
     CriticConfig,
+    DataConfig,
+    EvalConfig,
     KLConfig,
+    LossSettings,
     ModelConfig,
     OptimConfig,
+    Positive,
     ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+    UserPath,
     WarmStartConfig,
+    named_in,
 )
-from grpo_fast.train.config.rules import GAE, check_conflicts, check_numbers
+from grpo_fast.train.config.words import reward_sections
 
-
-def reward_sections(rewards: Any) -> Any:
-    """Convert the setting `rewards` to a list of reward sections.
-
-    A single reward becomes a list with one element. A string such as myreward.py:reward becomes a
-    section with this name.
-    """
-    listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
-    if not isinstance(listed, list):
-        return listed
-    return [{"name": reward} if isinstance(reward, str) else reward for reward in listed]
+GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
+MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 
 
 class LogConfig(Section):
+    """What a run logs and writes.
+
+    Attributes:
+        completions_every: Steps between saved tables of completions; 0 saves none.
+        trackers: Trackers of accelerate that receive the metrics, for example tensorboard, wandb or
+            mlflow.
+        progress: Print progress lines and the results of evaluations.
+        save_model: Write the trained model to output_dir/model.
+        grad_variance: Log the variance of the gradient between groups. This takes as long as an
+            update.
+    """
+
     completions_every: Count = 10
-    """Steps between saved tables of completions; 0 saves none."""
     trackers: list[str] = Field(default_factory=list)
-    """Trackers of accelerate that receive the metrics, for example tensorboard, wandb or mlflow."""
     progress: bool = True
-    """Print progress lines and the results of evaluations."""
     save_model: bool = True
-    """Write the trained model to output_dir/model."""
     grad_variance: bool = False
-    """Log the variance of the gradient between groups. This takes as long as an update."""
 
 
 class CheckpointConfig(Section):
-    """Checkpoint schedule. A run that ends early also writes a checkpoint."""
+    """Checkpoint schedule. A run that ends early also writes a checkpoint.
+
+    Attributes:
+        every: Steps between checkpoints; 0 writes them by time only.
+        every_minutes: Minutes between checkpoints; 0 writes them by steps only.
+        keep: Number of checkpoints to keep; older ones are deleted.
+    """
 
     every: Count = 0
-    """Steps between checkpoints; 0 writes them by time only."""
     every_minutes: float = Field(15, ge=0, le=1e6)
-    """Minutes between checkpoints; 0 writes them by steps only."""
     keep: Positive = 2
-    """Number of checkpoints to keep; older ones are deleted."""
 
 
 class RunConfig(Section):
-    """All settings of a run. A run saves them in the file config.yaml of its output_dir."""
+    """All settings of a run. A run saves them in the file config.yaml of its output_dir.
+
+    Attributes:
+        seed: Seed of all random numbers.
+        output_dir: Folder for metrics, checkpoints and the trained model.
+        model: The policy.
+        data: Prompts and answers.
+        loss: The objective. All arguments of LossConfig are keys, for example loss.delta.
+        advantages: How advantages are computed from rewards.
+        advantage_options: Options of `advantages`, for example {eps: 1e-4}.
+        rewards: Reward functions, each given as a name, as file.py:function or as a section.
+        max_reward_failures: Largest share of samples without a reward; above this share the run
+            ends with an error.
+        rollout: How completions are sampled.
+        optim: The optimizer, AdamW.
+        steps: Number of steps. Each step samples completions and trains on them.
+        inner_iterations: Number of training passes over the completions of a step (mu).
+        minibatches: Number of optimizer steps in one pass over the completions.
+        tokens_per_microbatch: Tokens of one forward and backward pass; null uses as many as fit
+            into memory.
+        shuffle: Which items to shuffle before each pass is split into minibatches.
+        max_approx_kl: Mean KL to the sampling policy above which later passes are skipped; null
+            sets no limit.
+        reference: The reference model of the KL divergence.
+        kl: Where the KL divergence to the reference is applied, and how its weight adapts.
+        critic: The value function of PPO, for advantages: gae; null means no critic.
+        warm_start: Supervised training on solutions before the first rollout; null skips it.
+        eval: Evaluation on held-out questions.
+        log: What the run logs and writes.
+        checkpoint: When checkpoints are written, and how many are kept.
+        distributed: Give each process the full model (ddp), a shard (fsdp2), or a shard of a copy
+            (hsdp).
+        distributed_replicas: Number of sharded copies of the model, for distributed: hsdp.
+        distributed_timeout: Seconds that a process waits for the other processes before it fails.
+        resume: auto resumes from the newest checkpoint in output_dir; without one, it starts a new
+            run.
+        resume_allow: Kinds of files that may have changed since the resumed run began.
+    """
 
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
-    """Seed of all random numbers."""
     output_dir: UserPath = "runs/default"
-    """Folder for metrics, checkpoints and the trained model."""
     model: ModelConfig
-    """The policy."""
     data: DataConfig
-    """Prompts and answers."""
     loss: LossSettings = Field(default_factory=LossSettings)
-    """The objective. All arguments of LossConfig are keys, for example loss.delta."""
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
-    """How advantages are computed from rewards."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of `advantages`, for example {eps: 1e-4}."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = Field(
         default_factory=list
     )
-    """Reward functions, each given as a name, as file.py:function or as a section."""
     max_reward_failures: float = Field(0.5, ge=0, le=1)
-    """Largest share of samples without a reward; above this share the run ends with an error."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    """How completions are sampled."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
-    """The optimizer, AdamW."""
     steps: Count = 100
-    """Number of steps. Each step samples completions and trains on them."""
     inner_iterations: Positive = 1
-    """Number of training passes over the completions of a step (mu)."""
     minibatches: Positive = 1
-    """Number of optimizer steps in one pass over the completions."""
     tokens_per_microbatch: Positive | None = None
-    """Tokens of one forward and backward pass; null uses as many as fit into memory."""
     shuffle: Literal["off", "groups", "completions"] = "off"
-    """Which items to shuffle before each pass is split into minibatches."""
     max_approx_kl: float | None = Field(None, gt=0)
-    """Mean KL to the sampling policy above which later passes are skipped; null sets no limit."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    """The reference model of the KL divergence."""
     kl: KLConfig = Field(default_factory=KLConfig)
-    """Where the KL divergence to the reference is applied, and how its weight adapts."""
     critic: CriticConfig | None = None
-    """The value function of PPO, for advantages: gae; null means no critic."""
     warm_start: WarmStartConfig | None = None
-    """Supervised training on solutions before the first rollout; null skips it."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
-    """Evaluation on held-out questions."""
     log: LogConfig = Field(default_factory=LogConfig)
-    """What the run logs and writes."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """When checkpoints are written, and how many are kept."""
     distributed: Literal["ddp", "fsdp2", "hsdp"] | None = None
-    """Give each process the full model (ddp), a shard (fsdp2), or a shard of a copy (hsdp)."""
     distributed_replicas: Positive | None = None
-    """Number of sharded copies of the model, for distributed: hsdp."""
     distributed_timeout: float = Field(1800, gt=0, le=1e6)
-    """Seconds that a process waits for the other processes before it fails."""
     resume: Literal["auto"] | None = None
-    """auto resumes from the newest checkpoint in output_dir; without one, it starts a new run."""
     resume_allow: list[Literal["data", "rewards", "reference", "model"]] = Field(
         default_factory=list
     )
-    """Kinds of files that may have changed since the resumed run began."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        # 1. Set rollout.max_new_tokens to the length of the answers of the sorting task.
+        # Set rollout.max_new_tokens to the length of the answers of the sorting task.
         by_symbol = self.model.tokenizer == "symbols" and self.data.task == "sort"
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
             self.rollout.max_new_tokens = self.data.digits
-        # 2. Reject settings that cannot be combined.
-        check_conflicts(self)
-        check_numbers(self)
+        self._check_advantages()
+        self._check_kl()
+        self._check_step()
         return self
+
+    def _check_advantages(self) -> None:
+        """Raise a ValueError if advantages, critic and rewards do not fit together."""
+        mode = self.advantages
+        has_critic = self.critic is not None
+        if has_critic != (mode == GAE):
+            why = "gae needs the section critic={}, which no other mode reads"
+            raise conflict(f"advantages={mode}", "critic" if has_critic else "critic=null", why)
+        if mode == GAE:
+            if self.advantage_options:
+                why = "the options of gae are in the section critic"
+                raise conflict("advantages=gae", "advantage_options", why)
+        else:
+            with named_in("advantage_options"):
+                check_options(mode, split_options(mode, self.advantage_options)[0])
+            check_group_size(mode, self.rollout.group_size)
+        if self.log.grad_variance and (has_critic or self.is_sharded):
+            setting = "critic" if has_critic else f"distributed={self.distributed}"
+            why = "it needs the gradient of each group on one rank"
+            raise conflict("log.grad_variance=true", setting, why)
+        came = "0 for all" if self.rewards else "no reward"
+        fits = any(reward.weight for reward in self.rewards)
+        require(fits, "rewards", "a weight that is not 0", came)
+        if self.rollout.dynamic is not None:
+            labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
+            judge = self.rollout.dynamic.judged_by
+            expected = f"one of the rewards {', '.join(labels)}"
+            require(judge in (None, *labels), "rollout.dynamic.judged_by", expected, repr(judge))
+
+    def _check_kl(self) -> None:
+        """Raise a ValueError if the KL divergence, its weight and the reference do not fit."""
+        loss = self.loss
+        into = f"kl.into={self.kl.into}"
+        if self.kl.into == "reward" and self.advantages != GAE:
+            why = "only gae spreads a token's reward; use kl.into=loss"
+            raise conflict(into, f"advantages={self.advantages}", why)
+        if self.kl.into == "reward" or self.kl.target is not None:
+            setting = into if self.kl.into == "reward" else f"kl.target={self.kl.target:g}"
+            if not OBJECTIVES[loss.loss_type].reference:
+                why = "beta is no weight of this KL in this loss"
+                raise conflict(setting, f"loss.loss_type={loss.loss_type}", why)
+            if loss.beta == 0:
+                raise conflict(setting, "loss.beta=0", "the KL needs a weight above 0")
+        if self.kl.into == "reward":
+            why = "the reward is of the sampled token and has no ratio; use kl.into=loss"
+            if loss.kl_estimator in EXACT:
+                raise conflict(into, f"loss.kl_estimator={loss.kl_estimator}", why)
+            if loss.kl_times_ratio:
+                raise conflict(into, "loss.kl_times_ratio=true", why)
+        kind = self.reference.kind
+        needed = self.loss_config().uses_reference or self.kl.into == "reward"
+        if kind == "none" and needed:
+            why = "set reference.kind to frozen or synced"
+            raise conflict("reference.kind=none", f"loss.beta={loss.beta:g}", why)
+        if kind == "synced" and self.model.lora is not None:
+            why = "the reference is the model without its adapter"
+            raise conflict("reference.kind=synced", "model.lora", why)
+
+    def _check_step(self) -> None:
+        """Raise a ValueError if corrections, minibatches or ranks do not fit a step."""
+        corrections = self.loss_config().corrections
+        corrects = self.rollout.correct_sampling
+        if corrects and not corrections:
+            why = "without corrections it has no use"
+            raise conflict("rollout.correct_sampling=true", "loss.corrections", why)
+        of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
+        if of_sampler and corrections != LossConfig.corrections and not corrects:
+            why = "they read the sampler's log-probabilities; set rollout.correct_sampling=true"
+            raise conflict("loss.corrections", "rollout.correct_sampling=false", why)
+        count = self.rollout.prompts_per_step * self.rollout.group_size
+        expected = f"a number that divides the {count} completions of a step"
+        require(count % self.minibatches == 0, "minibatches", expected, self.minibatches)
+        expected = f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size"
+        require(count <= MOST_COMPLETIONS, "rollout.group_size", expected, count)
+        fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
+        expected = "a number with distributed=hsdp, and null without"
+        require(fits, "distributed_replicas", expected, self.distributed_replicas)
 
     @property
     def is_sharded(self) -> bool:

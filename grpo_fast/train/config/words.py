@@ -1,26 +1,112 @@
-"""Parser of `key=value` settings, with error messages that suggest the nearest key or value."""
+"""Settings as text: strict YAML, `key=value` words, and messages that name the nearest key."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from grpo_fast.errors import nearest_hint, nearest_name
-from grpo_fast.train.config.base import members, require
-from grpo_fast.train.config.plain import read_yaml, read_yaml_file
-from grpo_fast.train.config.run import reward_sections
+from grpo_fast.data import reason
+from grpo_fast.errors import nearest_hint, nearest_name, require
 
 QUOTED = 200  # maximum number of characters of a value in an error message
 DEEPEST_KEY = 16  # maximum number of parts in a dotted key
-
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
+TYPES = {str: "text", int: "integer", float: "number", bool: "true | false", NoneType: "null",
+         dict: "mapping"}  # fmt: skip
 
 Config = TypeVar("Config", bound=BaseModel)
+
+
+# -------------------------------------------------------------------------------------------- YAML
+# PyYAML follows YAML 1.1, which reads 1e-6 as text, 010 as 8, 1:30 as 90 and off as false. These
+# patterns replace PyYAML's numbers and truth values with those of YAML 1.2.
+PLAIN = {
+    "tag:yaml.org,2002:int": re.compile(r"\A[-+]?[0-9]+$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"\A(?:[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+    "tag:yaml.org,2002:bool": re.compile(r"\A(true|True|TRUE|false|False|FALSE)$"),
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML loader that raises a ValueError for aliases and for repeated keys."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in pairs if tag not in PLAIN]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        # Reject aliases. With nested aliases, 400 bytes of YAML can expand to a billion values.
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*name) are not supported: repeat the value")
+        node: Any = super().compose_node(parent, index)
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if (key.tag, str(key.value)) in seen:
+                    raise ValueError(f"the key {key.value!r} appears twice{key.start_mark}")
+                seen.add((key.tag, str(key.value)))
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML dumper that quotes a string if the loader would otherwise read it as a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # write repeated values in full, because the loader rejects aliases
+
+
+for _tag, _pattern in PLAIN.items():
+    for _class in (_StrictLoader, _Dumper):
+        _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789tTfF"))
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
+
+def read_yaml(text: str, name: str) -> Any:
+    """Parse a YAML text.
+
+    Args:
+        text: the YAML text.
+        name: name of the text, for example its path. Error messages begin with this name.
+
+    Raises:
+        ValueError: the text is not strict YAML.
+    """
+    try:
+        return _StrictLoader(text).get_single_data()
+    # PyYAML's constructors raise many exception classes. For example, a malformed date raises a
+    # ValueError from datetime.
+    except Exception as error:
+        start = repr(text[:60])
+        raise ValueError(f"{name}: expected plain YAML, got {start}: {reason(error)}") from None
+
+
+def read_yaml_file(path: str | Path, name: str) -> Any:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: expected a readable text file in UTF-8, got {error}") from None
+    return read_yaml(text, name)
+
+
+def write_yaml(data: Any, path: str | Path) -> None:
+    """Write data as YAML. Replace the file atomically, so that no reader sees a partial file."""
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    part = Path(f"{path}.tmp")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 # --------------------------------------------------------------------- Parsing of key=value words
@@ -63,6 +149,18 @@ def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[st
     # command itself.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
+
+
+def reward_sections(rewards: Any) -> Any:
+    """Convert the setting `rewards` to a list of reward sections.
+
+    A single reward becomes a list with one element. A string such as myreward.py:reward becomes a
+    section with this name.
+    """
+    listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
+    if not isinstance(listed, list):
+        return listed
+    return [{"name": reward} if isinstance(reward, str) else reward for reward in listed]
 
 
 def split_word(word: str) -> tuple[str, str]:
@@ -213,7 +311,10 @@ def section_of(annotation: Any) -> Any:
 
 
 def other_names() -> dict[str, str]:
-    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package."""
+    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package.
+
+    A key that ends with a question mark counts something else than the other library's setting.
+    """
     table = read_yaml_file(OTHER_NAMES, "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
@@ -229,7 +330,7 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
         known: all keys of the section.
         dotted: all dotted keys of the configuration.
     """
-    ours = other_names().get(key.casefold(), "")
+    ours = other_names().get(key.casefold(), "").rstrip("?")
     if ours.partition("=")[0] in dotted:
         return f"; here it is {ours}"
     same = [name for name in dotted if name.rpartition(".")[2] == key]
@@ -242,3 +343,57 @@ def quoted(value: Any, show: Any = repr) -> str:
     """Format a value for an error message. Text longer than QUOTED characters is truncated."""
     text = show(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """Yield a type and, recursively, all types that it contains as arguments.
+
+    For example, `list[int] | None` yields the union itself, `list[int]`, `int` and `NoneType`.
+    """
+    yield annotation
+    for part in get_args(annotation):
+        yield from members(part)
+
+
+# ------------------------------------------------------------------------------ Listing of all keys
+def listed_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return two lines per configuration key: `key: type = default`, and the description.
+
+    Args:
+        kind: class of the configuration.
+        prefix: a section such as `optim`, or a single key. The empty string selects all keys.
+
+    Raises:
+        ValueError: no key or section has the name `prefix`.
+    """
+    fields = dict(fields_of(kind))
+    lines = []
+    for key, field in fields.items():
+        if not prefix or key == prefix or key.startswith(f"{prefix}."):
+            lines.append(f"{key}: {_type_words(field.annotation)}{_default(field)}")
+            lines.append(f"    {field.description}")
+    if not lines:
+        hint = nearest(prefix, list(kind.model_fields), list(fields))
+        raise ValueError(f"config: no key or section {prefix!r}{hint}")
+    return lines
+
+
+def _type_words(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join("null" if x is None else str(x).lower() for x in inner)
+    if origin is list:
+        return f"list of {_type_words(inner[0])}"
+    if section_of(annotation) is not None:
+        return "section | null" if NoneType in members(annotation) else "section"
+    if inner and origin is not dict:  # a union, or Annotated
+        parts = [part for part in inner if isinstance(part, type) or get_origin(part)]
+        return " | ".join(dict.fromkeys(map(_type_words, parts)))
+    return TYPES.get(origin or annotation, "value")
+
+
+def _default(field: FieldInfo) -> str:
+    if section_of(field.annotation) is not None and field.default is not None:
+        return ""
+    default = field.get_default(call_default_factory=True)
+    return " (required)" if default is PydanticUndefined else f" = {json.dumps(default)}"

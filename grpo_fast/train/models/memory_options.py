@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grpo_fast.attention import offload_checkpoints, tile_mlps
-from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.config.base import named_in
+from grpo_fast.train.config import ModelConfig, named_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

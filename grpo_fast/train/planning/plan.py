@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, Field
 from grpo_fast.data import reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
+from grpo_fast.errors import require
+from grpo_fast.rollout.own.model import positions
 from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
@@ -63,8 +65,8 @@ class PlanSettings(Section):
 
     gpu: Annotated[float | None, BeforeValidator(_by_name)] = Field(None, gt=0, lt=1e9)
     """GPU memory in GB or a name such as H100; null uses this machine's GPU or main memory."""
-    prompt: Positive = 8192
-    """Length of the prompt in tokens."""
+    prompt: Positive | None = None
+    """Length of the prompt in tokens; null means 8,192, or what the model's positions leave."""
     completion: Positive | None = None
     """Length of each completion in tokens; null means rollout.max_new_tokens."""
     group: Positive | None = None
@@ -82,6 +84,7 @@ class Plan(NamedTuple):
     prompt: int  # length of the prompt in tokens
     completion: int  # length of each completion in tokens
     size: int  # number of completions per prompt
+    room: float  # largest prompt that leaves enough positions of the model for a completion
 
     @property
     def tokens(self) -> int:
@@ -135,7 +138,8 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
-    shape = Shape.of(_empty_model(run.model, run.data, run.model.path or model))
+    lm = _empty_model(run.model, run.data, run.model.path or model)
+    shape = Shape.of(lm)
     device = "cuda" if own.gpu or torch.cuda.is_available() else "cpu"
     gb = own.gpu or host_memory() / 1e9
     if not own.gpu and device == "cuda":
@@ -146,7 +150,12 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
         memory[label] = predict(shape, changed, device, int(gb * 1e9))
     completion = own.completion or run.rollout.max_new_tokens
     size = own.group or run.rollout.group_size
-    return Plan(model, shape, device, gb, memory, own.prompt, completion, size)
+    limit = positions(lm.config.get_text_config())
+    room = limit - completion + 1  # the last token of a completion is not an input
+    expected = f"at most {room:,} with completions of {completion:,} ({limit:,} positions)"
+    prompt = own.prompt or int(min(8192, room))
+    require(1 <= prompt <= room, "prompt", expected, f"{prompt:,}")
+    return Plan(model, shape, device, gb, memory, prompt, completion, size, room)
 
 
 def render(plan: Plan) -> list[object]:
@@ -171,7 +180,7 @@ def render(plan: Plan) -> list[object]:
     for label in sorted(plan.memory, key=lambda label: plan.groups(label) == 0):
         memory = plan.memory[label]
         most = memory.tokens(plan.usable)
-        prompt = max(0, most - plan.tokens + plan.prompt)
+        prompt = int(min(plan.room, max(0, most - plan.tokens + plan.prompt)))
         shown = (f"{number:,}" if number else "—" for number in (most, prompt, plan.groups(label)))
         table.add_row(label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", *shown)
     return [table, plan.verdict]

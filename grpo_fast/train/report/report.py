@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.train.config.run import LogConfig
+from grpo_fast.train.config import LogConfig
 from grpo_fast.train.files import JsonLines, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.lines import COMPARED, final_line, shown_number, with_error

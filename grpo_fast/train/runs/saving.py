@@ -28,7 +28,7 @@ from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.base import Count, Positive
+from grpo_fast.train.config.sections import Count, Positive
 from grpo_fast.train.files import read_regular, sync
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport

@@ -38,7 +38,7 @@ MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 
 
 class LogConfig(Section):
-    """What a run logs and writes.
+    """Logs and files of a run.
 
     Attributes:
         completions_every: Steps between saved tables of completions; 0 saves none.

@@ -10,14 +10,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from grpo_fast.data.answers import (
-    HASHES,
-    MAX_DIGITS,
-    Number,
-    marked_content,
-    parse_number,
-    read_gold,
-)
+from grpo_fast.data.answers import HASHES, MAX_DIGITS, marked_content, parse_number, read_gold
 from grpo_fast.data.example import Example, Fields, Prompt, text_of
 from grpo_fast.errors import require
 
@@ -112,8 +105,8 @@ def parse_record(
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
     require(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
     others = {key: value for key, value in fields.items() if key != "prompt"}
-    tests = _tests(fields, given.get("tests"))
-    others |= {} if tests is None else {"tests": tests}
+    if "tests" in given:
+        others["tests"] = column_of(fields, [given["tests"]])
     # 4. If the answer column contains a full solution, extract the gold answer from it.
     if answer is None:
         return Example(prompt, None, solution, others, label)
@@ -184,17 +177,12 @@ def gold_answer(solution: str) -> str:
     number = parse_number(content)
     expected = f"a number after '####', of at most {MAX_DIGITS} digits"
     require(number is not None, "answer", expected, repr(content[:60]))
-    return _plain(number)
+    return read_gold(f"{HASHES} {content}")
 
 
 def strip_calculator(solution: str) -> str:
     """Return a GSM8K solution without calculator annotations such as `<<48/2=24>>`."""
     return _CALCULATOR.sub("", solution).strip()
-
-
-def _plain(number: Number) -> str:
-    """Format a number as text without an exponent."""
-    return f"{number:f}" if hasattr(number, "as_tuple") else str(number)
 
 
 def _value(value: Any, name: str) -> Any:
@@ -347,16 +335,3 @@ def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
     fits = isinstance(answer, str) or (answer is None and not gsm8k)
     require(fits, where, "a non-empty text in field 'answer'", repr(answer))
     return answer
-
-
-def _tests(fields: Fields, column: str | None) -> Any:
-    """Return the tests of a code row in the form that `code_tests` reads, or None."""
-    tests = column_of(fields, TESTS if column is None else [column])
-    entry = column_of(fields, ["entry_point"])
-    if isinstance(tests, str) and isinstance(entry, str) and "def check(" in tests:  # HumanEval
-        return f"{tests}\ncheck({entry})"
-    setup = column_of(fields, ["test_setup_code", "test_imports"])
-    setup = "\n".join(setup) if isinstance(setup, list) else setup
-    if setup and isinstance(tests, list) and all(isinstance(test, str) for test in tests):  # MBPP
-        return [f"{setup}\n{test}" for test in tests]
-    return tests

@@ -10,12 +10,12 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.example import text_of
 from grpo_fast.data.generated import SortTask, open_examples
-from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered, in_chat
+from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered
 from grpo_fast.data.readers import TEST_SPLITS, Rows, hub_splits, is_local, local_splits, read_file
 from grpo_fast.data.records import EmptyField, column_of, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
@@ -28,14 +28,6 @@ log = logging.getLogger(__name__)
 
 GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
 SPLIT_SEED = "grpo_fast held-out lines"
-
-
-class Survey(NamedTuple):
-    """Both splits of a data source, and warnings about the data that the caller must log."""
-
-    train: list[Example]
-    test: list[Example]
-    notes: list[str]
 
 
 class Splits:
@@ -52,7 +44,11 @@ class Splits:
             With None, the prompts contain no worked examples.
         test_only: if True, skip reading a file's training split, unless the test split or the
             worked examples are taken from it. The training split is then empty.
-        found: the data that was already read from files. None reads it.
+
+    Attributes:
+        train: training examples with prompts, in the order of training.
+        test: test examples with prompts.
+        questions: training and test examples of a file before the template, in the file's order.
 
     Raises:
         ValueError: a file or package is missing, or a row is bad (`file:line: reason`).
@@ -68,11 +64,9 @@ class Splits:
         tokenizer: Callable[..., Any] | None = None,
         *,
         test_only: bool = False,
-        found: Survey | None = None,
     ) -> None:
         self.data = data
         self.seed = seed
-        self.found: Survey | None = None
         if data.task == "sort":
             options = {"seed": seed, "n_test": data.n_test}
             self.train = SortTask(data.digits, split="train", **options)
@@ -80,12 +74,26 @@ class Splits:
         elif data.task == "open":
             self.train = self.test = open_examples()
         else:
-            found = found or read_splits(data, test_only)
-            if data.shots_tokens is not None:
-                self.found = found  # only `with_shots` needs it
-            if tokenizer is None:
-                data = data.model_copy(update={"shots_tokens": None})
-            self.train, self.test = file_splits(found, data, seed, tokenizer)
+            self.questions = read_questions(data, test_only)
+            self._build_prompts(tokenizer)
+
+    def _build_prompts(self, tokenizer: Callable[..., Any] | None) -> None:
+        """Apply the template and the chat settings, and with a tokenizer add worked examples."""
+        form = Form.of(self.data)
+        train, test = self.questions
+        test = test[: self.data.n_test]
+        ordered = list(train)
+        random.Random(f"{self.seed}/order").shuffle(ordered)
+        if self.data.shots_tokens is None or tokenizer is None:
+            self.train = [form.apply(example) for example in ordered]
+            self.test = [form.apply(example) for example in test]
+            return
+        pool = [e for e in train if isinstance(e.prompt, str)]
+        options = {"budget": self.data.shots_tokens, "tokenizer": tokenizer}
+        self.train = ShotPrompts(ordered, pool, form, seed=self.seed, **options)
+        # Do not use the run's seed for the worked examples of test prompts. They must be the same
+        # in all runs, so that evaluations can be compared.
+        self.test = ShotPrompts(test, pool, form, seed="test", **options)
 
     def for_tokenizer(
         self,
@@ -107,30 +115,30 @@ class Splits:
         """
         splits = copy.copy(self)
         splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
+        if self.data.task not in FILES:
+            return splits
+        splits._build_prompts(None)
+        check_rendered([*splits.train, *splits.test], tokenizer)
         most = self.data.max_prompt_tokens
-        for name in ("train", "test"):
-            examples = getattr(self, name)
-            if splits.data.chat and not self.data.chat:
-                examples = [in_chat(example) for example in examples]
-            if isinstance(examples, list):
-                check_rendered(examples, tokenizer)
-            if most is not None and encode is not None:
-                ids = encode(tokenizer, [e.prompt for e in examples], self.data.template_kwargs)
-                kept = [e for e, tokens in zip(examples, ids, strict=True) if len(tokens) <= most]
-                came = f"{most}, which none of {len(examples)} {name} prompts is within"
-                require(kept, "data.max_prompt_tokens", "a larger number", came)
-                if len(kept) < len(examples):
-                    skipped = f"{len(examples) - len(kept)} {name} prompts of more than {most}"
-                    log.warning("data: %s tokens are skipped", skipped)
-                examples = kept
-            setattr(splits, name, examples)
+        for name in ("train", "test") if most is not None and encode is not None else ():
+            examples = getattr(splits, name)
+            ids = encode(tokenizer, [e.prompt for e in examples], self.data.template_kwargs)
+            kept = [e for e, tokens in zip(examples, ids, strict=True) if len(tokens) <= most]
+            came = f"{most}, which none of {len(examples)} {name} prompts is within"
+            require(kept or not examples, "data.max_prompt_tokens", "a larger number", came)
+            skipped = len(examples) - len(kept)
+            if skipped:
+                log.warning("data: %d %s prompts have more tokens, and are skipped", skipped, name)
+            setattr(splits, name, kept)
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with worked examples before each question if `shots_tokens` is set."""
         if self.data.shots_tokens is None:
             return self
-        return Splits(self.data, self.seed, tokenizer, found=self.found)
+        splits = copy.copy(self)
+        splits._build_prompts(tokenizer)
+        return splits
 
     @property
     def listed(self) -> Sequence[Example]:
@@ -155,25 +163,7 @@ class Splits:
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
 
 
-def read_splits(data: Any, test_only: bool = False) -> Survey:
-    """Read both splits of a data source, log its warnings, and check that it has examples.
-
-    Args:
-        data: the section `data` of a configuration.
-        test_only: True skips the training split if neither the test split nor `data.shots_tokens`
-            needs it. The training split is then empty.
-    """
-    needs_train = not test_only or data.shots_tokens is not None  # shots are training examples
-    found = survey(data, needs_train)
-    for note in found.notes:
-        log.warning("data: %s", note)
-    require(found.test, "data", f"at least one test example in {data.path}", "none")
-    fits = found.train or not needs_train
-    require(fits, "data", f"at least one training example in {data.path}", "none")
-    return found
-
-
-def survey(data: Any, needs_train: bool = True) -> Survey:
+def read_questions(data: Any, test_only: bool) -> tuple[list[Example], list[Example]]:
     """Read both splits of a data source, without applying the prompt template.
 
     If the source has no test split, some rows of the training split become the test split. The
@@ -181,51 +171,37 @@ def survey(data: Any, needs_train: bool = True) -> Survey:
 
     Args:
         data: the section `data` of a configuration.
-        needs_train: if False, skip the training split, unless the source has no test split.
+        test_only: True skips the training split if neither the test split nor `data.shots_tokens`
+            needs it. The training split is then empty.
     """
     # 1. Read the splits. A column `split` divides the rows of a single split. Without a test split,
     # hold out some training rows for it.
-    notes: list[str] = []
     local = is_local(data.path)
     splits = local_splits(Path(data.path), data.encoding) if local else hub_splits(data.path)
     train_name = "train" if "train" in splits else next(iter(splits))
     test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
-    if test_name is None:
-        rows, test_rows = _by_column(splits[train_name]())
-        train = _parsed(rows, data, notes)
-        test = _parsed(test_rows, data, notes)
-        if not test_rows:
-            train, test = _hold_out(train, data.n_test, data.path)
-    else:
-        train = _parsed(splits[train_name](), data, notes) if needs_train else []
-        test = _parsed(splits[test_name](), data, notes)
+    needs_train = not test_only or test_name is None or data.shots_tokens is not None
+    rows = splits[train_name]() if needs_train else []
+    rows, test_rows = (rows, splits[test_name]()) if test_name is not None else _by_column(rows)
+    train = _parsed(rows, data)
+    test = _parsed(test_rows, data)
+    if test_name is None and not test_rows:
+        train, test = _hold_out(train, data.n_test, data.path)
+    require(test, "data", f"at least one test example in {data.path}", "none")
+    require(
+        train or not needs_train, "data", f"at least one training example in {data.path}", "none"
+    )
     # 2. Remove test prompts from the training split, unless the split would become empty.
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
     if train and not different:
-        notes.append("every training prompt is also a test prompt, so nothing is held out")
+        log.warning("data: every training prompt is also a test prompt, so nothing is held out")
     elif len(different) < len(train):
         skipped = len(train) - len(different)
-        notes.append(f"{skipped} training rows are skipped, because their prompts are test prompts")
-    return Survey(different or train, test, notes)
-
-
-def file_splits(
-    found: Survey, data: Any, seed: int, tokenizer: Any
-) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Return both splits of a file, folder or hub dataset with prompts. See `Splits`."""
-    form = Form.of(data)
-    test = found.test[: data.n_test]
-    ordered = list(found.train)
-    random.Random(f"{seed}/order").shuffle(ordered)
-    if data.shots_tokens is None:
-        return [form.apply(e) for e in ordered], [form.apply(e) for e in test]
-    pool = [e for e in found.train if isinstance(e.prompt, str)]
-    options = {"budget": data.shots_tokens, "tokenizer": tokenizer}
-    shown = ShotPrompts(ordered, pool, form, seed=seed, **options)
-    # Do not use the run's seed for the worked examples of test prompts. They must be the same in
-    # all runs, so that evaluations can be compared.
-    return shown, ShotPrompts(test, pool, form, seed="test", **options)
+        log.warning(
+            "data: %d training rows are skipped, because their prompts are test prompts", skipped
+        )
+    return different or train, test
 
 
 def read_examples(data: Any) -> list[Example]:
@@ -235,11 +211,8 @@ def read_examples(data: Any) -> list[Example]:
         data: the section `data` of a configuration.
     """
     form = Form.of(data)
-    notes: list[str] = []
-    examples = _parsed(read_file(Path(data.path), data.encoding), data, notes)
-    for note in notes:
-        log.warning("data: %s", note)
-    return [form.apply(example) for example in examples]
+    rows = read_file(Path(data.path), data.encoding)
+    return [form.apply(example) for example in _parsed(rows, data)]
 
 
 def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -253,31 +226,29 @@ def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(data.chat)
 
 
-def _parsed(rows: Rows, data: Any, notes: list[str]) -> list[Example]:
-    """Return an example for each row, and add notes about rows that lack an answer."""
+def _parsed(rows: Rows, data: Any) -> list[Example]:
+    """Return an example for each row. Log how many rows are skipped or have no plain answer."""
     examples: list[Example] = []
+    is_gsm8k = data.task == "gsm8k"
     for place, row in rows:
         try:
-            example = parse_record(
-                place, row, data.task == "gsm8k", data.columns, data.prompt_template
-            )
+            example = parse_record(place, row, is_gsm8k, data.columns, data.prompt_template)
         except EmptyField as error:
             if not data.drop_empty:
                 raise EmptyField(f"{error}; data.drop_empty=true skips such rows") from None
             continue
         if example.label is not None or not data.drop_empty:
             examples.append(example)
-    if len(examples) < len(rows):
-        notes.append(f"{len(rows) - len(examples)} rows without a prompt or an answer are skipped")
+    skipped = len(rows) - len(examples)
     without = sum(example.label is None for example in examples)
-    if 0 < without < len(examples):
-        notes.append(f"{without} rows have no answer; data.drop_empty=true skips them")
     nested = sum(e.answer is None and e.label is not None for e in examples)
+    if skipped:
+        log.warning("data: %d rows without a prompt or an answer are skipped", skipped)
+    if 0 < without < len(examples):
+        log.warning("data: %d rows have no answer; data.drop_empty=true skips them", without)
     if nested:
-        key = "data.columns={answer: COLUMN.KEY}"
-        notes.append(
-            f"{nested} answers are lists or mappings, for your own reward; {key} reads one"
-        )
+        key = "data.columns={answer: COLUMN.KEY} reads a part"
+        log.warning("data: %d answers are lists or mappings, for your own reward; %s", nested, key)
     return examples
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from grpo_fast.data.splits import Splits, read_examples, survey
+from grpo_fast.data.splits import Splits, read_examples, read_questions
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig
@@ -207,17 +207,16 @@ def test_the_proposed_template_can_be_copied(tmp_path, row):
     assert shown.exit_code == 0 and "\n  | \n  | " in shown.stdout, shown.output
 
 
-def test_the_tests_of_code_rows(tmp_path):
-    rows = {name: row for name, row, *_ in READ}
-    tests = {n: read(tmp_path, rows[n], {}).fields["tests"] for n in rows if "test" in str(rows[n])}
-    assert tests["MBPP"] == ["assert f()"]
-    assert tests["MBPP sanitized"] == ["import math\nassert f()"]
-    assert tests["HumanEval"].endswith("assert candidate()\ncheck(f)")
-    assert tests["KodCode"] == rows["KodCode"]["test"]
-    found = read(
-        tmp_path, {"question": "q", "cases": ["assert f()"]}, {"columns": {"tests": "cases"}}
-    )
-    assert found.fields["tests"] == ["assert f()"]
+@pytest.mark.parametrize("name", ["MBPP", "MBPP sanitized", "HumanEval", "APPS", "KodCode"])
+def test_the_tests_of_code_rows(tmp_path, name):
+    """Check that `grpo-fast data` finds the tests of a row, and checks them as code_tests does."""
+    path = tmp_path / "d.jsonl"
+    (row,) = (case[1] for case in READ if case[0] == name)
+    path.write_text(json.dumps(row))
+    assert "2 judged by code_tests\n" in invoke("data", str(path)).stdout
+    path.write_text(json.dumps({"question": "q", "cases": ["assert f("]}))
+    shown = invoke("data", str(path), "columns={tests: cases}").stdout
+    assert "2 with tests that code_tests refuses\nthe first tests that code_tests refuses:" in shown
 
 
 # ------------------------------------------------------------------------------------------- Tables
@@ -276,24 +275,26 @@ def test_a_column_divides_the_rows_of_a_file(tmp_path):
     names = ["train"] * 5 + ["test"] * 2 + ["validation"]
     rows = [{"question": f"q{i}", "answer": i, "Split": name} for i, name in enumerate(names)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    found = survey(DataConfig(task="jsonl", path=str(path)))
-    assert [len(found.train), [e.prompt for e in found.test]] == [5, ["q5", "q6"]]
+    train, test = read_questions(DataConfig(task="jsonl", path=str(path)), False)
+    assert len(train) == 5 and [e.prompt for e in test] == ["q5", "q6"]
     path.write_text("\n".join(json.dumps({**row, "Split": "algebra"}) for row in rows))
     with pytest.raises(ValueError, match="column 'split': expected train or one of .*rename"):
-        survey(DataConfig(task="jsonl", path=str(path)))
+        read_questions(DataConfig(task="jsonl", path=str(path)), False)
 
 
-def test_rows_that_are_skipped_are_counted(tmp_path):
+def test_rows_that_are_skipped_are_counted(tmp_path, caplog):
     path = tmp_path / "d.jsonl"
     answers = ["1", "", None, "4", "5"]
     rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(answers)]
     rows.append({"question": " ", "answer": "6"})
     path.write_text("\n".join(map(json.dumps, rows)))
-    found = survey(DataConfig(task="jsonl", path=str(path), drop_empty=True))
-    assert len(found.train) + len(found.test) == 3
-    assert found.notes == ["3 rows without a prompt or an answer are skipped"]
-    shown = invoke("data", str(path), "drop_empty=true").stdout
-    assert "3 rows without a prompt or an answer are skipped" in shown
+    assert invoke("data", str(path), "drop_empty=true").stdout.startswith(
+        f"{path}: 2 training and 1"
+    )
+    assert "3 rows without a prompt or an answer are skipped" in caplog.text
+    path.write_text("\n".join(map(json.dumps, [rows[0], rows[2], rows[3]])))
+    assert invoke("data", str(path)).exit_code == 0
+    assert "1 rows have no answer; data.drop_empty=true skips them" in caplog.text
 
 
 def test_long_prompts_are_skipped_and_counted(tmp_path, caplog):
@@ -305,7 +306,7 @@ def test_long_prompts_are_skipped_and_counted(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     found = Splits(DataConfig(**words), 0).for_tokenizer(tokenizer, encode_prompts)
     kept = [len(e.prompt) for e in (*found.train, *found.test)]
-    assert max(kept) <= 7 and "prompts of more than 7 tokens are skipped" in caplog.text
+    assert max(kept) <= 7 and "2 train prompts have more tokens" in caplog.text
     words["max_prompt_tokens"] = 2
     with pytest.raises(ValueError, match="max_prompt_tokens: expected a larger number, got 2, "):
         Splits(DataConfig(**words), 0).for_tokenizer(tokenizer, encode_prompts)

@@ -310,7 +310,7 @@ def test_rows_that_worked_examples_refuse(tmp_path, row, message):
 
 
 # ------------------------------------------------------------------------ The command and the log
-def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):
+def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer, caplog):
     folder, _ = tokenizer
     rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(["1", "2 eggs", "x^2"])]
     write_lines(tmp_path / "train.jsonl", *rows, {"question": "t", "answer": "1"})
@@ -319,7 +319,7 @@ def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):
     lines = invoke("data", str(tmp_path), *words).stdout.splitlines()
     assert lines[0] == f"{tmp_path}: 3 training and 1 test examples"
     assert "gold answers: 2 judged as numbers, 1 judged as texts, 1 judged as expressions" in lines
-    assert "1 training rows are skipped, because their prompts are test prompts" in lines
+    assert "1 training rows are skipped, because their prompts are test" in caplog.text
     i = lines.index("prompt 2:")
     assert lines[i + 1 : i + 4] == ["  | [system!] S", "  | [user!] q1", "  | [assistant]"]
     assert lines[i + 4] == "  gold answer: '2 eggs' (judged as texts)"

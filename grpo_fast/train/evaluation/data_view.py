@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 from grpo_fast.data import Example
 from grpo_fast.data.answers import parse_number
 from grpo_fast.data.prompts import Form
-from grpo_fast.data.splits import asks_in_chat, file_splits, survey
+from grpo_fast.data.splits import Splits
+from grpo_fast.rewards.columns import tests_of
 from grpo_fast.rewards.scoring import is_expression
+from grpo_fast.rewards.workers import unit_tests
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath, require
 from grpo_fast.train.config.words import own_words, read_words
@@ -18,6 +19,7 @@ from grpo_fast.train.evaluation.asking import prompt_lines
 from grpo_fast.train.models import loading
 
 SHOWN = 3  # number of prompts that the command shows
+REFUSED = "with tests that code_tests refuses"
 
 
 class ViewSettings(Section):
@@ -43,35 +45,34 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     # 1. Separate the key `model` from the keys of the section `data`, and read the data set.
     own, rest = own_words(ViewSettings, [word.removeprefix("data.") for word in words])
     data = read_words(DataConfig, rest, {"task": "jsonl", "path": source})
-    found = survey(data)
-    every = [*found.train, *found.test]
+    splits = Splits(data, 0)
+    train, test = splits.questions
     # 2. Count the examples of each split and of each kind of answer.
-    kinds = Counter(map(kind_of, every))
-    columns = dict.fromkeys(name for example in every[:100] for name in example.fields)
+    every = [*train, *test]
+    kinds = [kind_of(example) for example in every]
+    columns = dict.fromkeys(name for example in train[:100] for name in example.fields)
     lines = [
-        f"{source}: {len(found.train)} training and {len(found.test)} test examples",
+        f"{source}: {len(train)} training and {len(test)} test examples",
         f"columns that rewards may name: {', '.join(columns) or 'none'}",
-        "gold answers: " + ", ".join(f"{n} {name}" for name, n in kinds.most_common()),
-        *found.notes,
+        "gold answers: " + ", ".join(f"{n} {x}" for x, n in Counter(kinds).most_common()),
     ]
+    if REFUSED in kinds:
+        first = every[kinds.index(REFUSED)]
+        lines.append(f"the first tests that code_tests refuses: {_tests_error(first)}")
     # 3. Show the first prompts. With model=MODEL, show them as the model receives them.
     tokenizer = None
+    hint = " (model=MODEL shows its tokens)"
     if own.model is not None:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
-        data = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
-    if data.max_prompt_tokens is not None:
+        splits = splits.for_tokenizer(tokenizer, encode_prompts).with_shots(tokenizer)
+        hint = ""
+    for key in ("shots_tokens", "max_prompt_tokens"):
         needs = "model=MODEL, whose tokenizer counts the tokens"
-        require(tokenizer, "max_prompt_tokens", needs, "none")
-        prompts = [Form.of(data).apply(example).prompt for example in every]
-        ids = encode_prompts(tokenizer, prompts, data.template_kwargs)
-        long = sum(len(each) > data.max_prompt_tokens for each in ids)
-        lines.append(f"{long} prompts of more than {data.max_prompt_tokens} tokens are skipped")
-    hint = "" if tokenizer else " (model=MODEL shows its tokens)"
-    if data.shots_tokens is None:
-        shown = [Form.of(data).apply(example) for example in found.train[:SHOWN]]
-    else:
-        require(tokenizer, "shots_tokens", "model=MODEL, whose tokenizer counts the tokens", "none")
-        shown = list(itertools.islice(file_splits(found, data, 0, tokenizer)[0], SHOWN))
+        require(tokenizer or getattr(data, key) is None, key, needs, "none")
+    form = Form.of(splits.data)
+    shown = [form.apply(example) for example in train[:SHOWN]]
+    if data.shots_tokens is not None:
+        shown = list(splits.train[:SHOWN])
     for number, example in enumerate(shown, 1):
         prompt = example.prompt
         lines.append(f"prompt {number}{hint}:")
@@ -90,9 +91,24 @@ def kind_of(example: Example) -> str:
     if example.answer is None and example.label is not None:
         return "as lists or mappings, for your own reward"
     if example.answer is None:
-        return "only with tests" if "tests" in example.fields else "without an answer"
+        error = _tests_error(example)
+        if error is None:
+            return "without an answer"
+        return REFUSED if error else "judged by code_tests"
     if parse_number(example.answer) is not None:
         return "judged as numbers"
     if is_expression(example.answer):
         return "judged as expressions"
     return "judged as texts"
+
+
+def _tests_error(example: Example) -> str | None:
+    """Return why `code_tests` refuses the tests of an example, "" if not, or None without tests."""
+    try:
+        tests = tests_of(example)
+        if tests is None:
+            return None
+        unit_tests.check(tests)
+    except ValueError as error:
+        return str(error)
+    return ""

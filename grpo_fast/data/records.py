@@ -27,6 +27,7 @@ SOLUTIONS = ("solution", "output", "response")  # the gold answer may be marked 
 TESTS = ("tests", "test_list", "test", "input_output")
 CHOICES = ("choices", "options")
 OPTION = re.compile(r"(?:op|option_?|choice_?)([a-j])|(?-i:([A-J]))", re.I)  # a column per choice
+LETTER_ENDS = (". ", ") ", ": ", ".", ")", ":")  # in the choices that a text contains
 LABELS = ("label", "correct", "correct_option", "cop", "answer_index", "answer_idx")
 CONTEXTS = (
     "context", "passage", "article", "paragraph", "document", "story", "premise", "body", "table",
@@ -38,7 +39,7 @@ _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
+_MESSAGES_AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
 
 class EmptyField(ValueError):
@@ -156,7 +157,7 @@ def choice_lines(choices: Mapping[str, str]) -> str:
     """Return one line for each choice, such as `A. Paris`. Keep texts that have their letter."""
     lines = []
     for letter, text in choices.items():
-        has_letter = re.match(rf"\(?{re.escape(letter)}[).:]", text)
+        has_letter = text.lstrip("(").startswith(tuple(letter + end for end in LETTER_ENDS))
         lines.append(text if has_letter else f"{letter}. {text}")
     return "\n".join(lines)
 
@@ -226,12 +227,12 @@ def _prompt_of(value: Any, where: str) -> Prompt:
     """
     if type(value) is int:
         value = str(value)
-    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value):
+    if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value.lstrip()):
         try:
             value = json.loads(value)
         except ValueError:
             try:
-                value = ast.literal_eval(value)
+                value = ast.literal_eval(value.strip())
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 came = reprlib.repr(value)
                 raise ValueError(f"{where}: expected messages as JSON text, got {came}") from None
@@ -277,8 +278,11 @@ def _with_choices(
     """Add lettered choices to a question, unless the question or the template contains them."""
     slots = [f"{{{key}}}" for key in fields if key.lower() in CHOICES or OPTION.fullmatch(key)]
     # A question may mention the texts of choices without their letters, as in "is 1 or 2 larger?".
-    shown = [rf"\b{re.escape(a)}\W{{1,4}}{re.escape(text)}" for a, text in choices.items()]
-    is_shown = all(re.search(pattern, text_of(prompt)) for pattern in shown)
+    whole = text_of(prompt)
+    is_shown = all(
+        any(f"{letter}{end}{text}" in whole for end in LETTER_ENDS)
+        for letter, text in choices.items()
+    )
     if is_shown or any(slot in (template or "") for slot in slots):
         return prompt
     expected = "a text prompt, to which the choices can be added"

@@ -44,10 +44,12 @@ class Kind(NamedTuple):
     head_dim: int
     has_window: bool = False
     has_softcap: bool = False
+    has_sinks: bool = False
     gpu: int | None = None  # index of the GPU; None: the current one
 
     def __str__(self) -> str:
         extras = ["window"] * self.has_window + ["softcap"] * self.has_softcap
+        extras += ["sinks"] * self.has_sinks
         dtype = str(self.dtype).removeprefix("torch.")
         device = self.device if self.gpu is None else f"{self.device}:{self.gpu}"
         return ", ".join([f"{device} {dtype}", f"head_dim {self.head_dim}", *extras])
@@ -70,6 +72,7 @@ def packed_rows_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # (H,)
 ) -> Tensor:  # (T, H, D)
     """Compute softmax(mask(softcap(scale·q·kᵀ)))·v for packed rows.
 
@@ -85,6 +88,7 @@ def packed_rows_attention(
         window: maximum number of keys that a query attends to, including the key at its position.
             None: all keys.
         softcap: bound c, which turns each score s into c·tanh(s/c). None: no bound.
+        sinks: (H,). Score of one more key for each head, whose value is 0. None: no such key.
 
     Returns:
         The attention output, (T, H, D).
@@ -94,9 +98,9 @@ def packed_rows_attention(
     window = window if window and window < layout.longest_context else None
     kind = Kind(
         q.device.type, q.dtype, q.shape[-1], has_window=window is not None,
-        has_softcap=softcap is not None, gpu=q.device.index,
+        has_softcap=softcap is not None, has_sinks=sinks is not None, gpu=q.device.index,
     )  # fmt: skip
-    return choose(kind).attend(q, k, v, layout, AttentionParams(scale, window, softcap))
+    return choose(kind).attend(q, k, v, layout, AttentionParams(scale, window, softcap, sinks))
 
 
 @cache
@@ -157,11 +161,15 @@ def self_test(attention: Attention, kind: Kind) -> float:
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
+    if kind.has_sinks:
+        inputs.append(torch.randn(4, generator=generator).to(kind.dtype))
     # 2. Run the kernel and the reference.
     results = []
     for function, device, dtype in runs:
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        out = function(*leaves, TreeLayout.of(lengths, device, parents=parents), params)
+        q, k, v, *sinks = leaves
+        layout = TreeLayout.of(lengths, device, parents=parents)
+        out = function(q, k, v, layout, params._replace(sinks=sinks[0] if sinks else None))
         gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
         results.append([out.detach(), *gradients])
     pairs = zip(*results, strict=True)

@@ -31,17 +31,19 @@ from grpo_fast.errors import require
 
 
 class AttentionParams(NamedTuple):
-    """Parameters of softmax(mask(softcap(scale·q·kᵀ))).
+    """Parameters of softmax(mask(softcap(scale·q·kᵀ)), sinks).
 
     Attributes:
         scale: number by which the scores are multiplied.
         window: maximum number of keys that a query attends to. None: all keys.
         softcap: bound c, which turns each score s into c·tanh(s/c). None: no bound.
+        sinks: (H,). Score of one more key for each head, whose value is 0. None: no such key.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None  # (H,)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed_layout: TreeLayout | None = None,
+    s_aux: Tensor | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, where each segment attends to itself and its ancestors.
@@ -152,6 +153,7 @@ def packed_attention(
         sliding_window: the window of the layer, used if the mask has no window.
         softcap: bound of the scores. None: no bound.
         packed_layout: the segments of the row and their parents.
+        s_aux: attention sinks, with one number for each head.
         extra: other keyword arguments of transformers.
 
     Returns:
@@ -159,8 +161,8 @@ def packed_attention(
 
     Raises:
         ValueError: the result would be wrong because of a missing layout, a mask that is neither
-            causal nor a window, several rows, a cache, dropout, attention sinks, a position bias,
-            or a bidirectional layer.
+            causal nor a window, several rows, a cache, dropout, a position bias, or a
+            bidirectional layer.
     """
     if packed_layout is None:
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
@@ -183,7 +185,7 @@ def packed_attention(
         )
     if dropout:
         raise ValueError(f"dropout: expected 0 in packed attention, got {dropout}")
-    for name in ("s_aux", "position_bias", "cache"):
+    for name in ("position_bias", "cache"):
         if extra.get(name) is not None:
             raise ValueError(f"{name}: not supported by packed attention")
     if not getattr(module, "is_causal", True):
@@ -196,7 +198,9 @@ def packed_attention(
     # attention (DeepSeek). The padding is removed below.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
-    out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)
+    out = packed_rows_attention(
+        q, k, v, packed_layout, scale=scale, window=window, softcap=softcap, sinks=s_aux
+    )
     return out[None, ..., : value.shape[-1]], None
 
 

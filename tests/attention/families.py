@@ -91,6 +91,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     "lfm3": {},
     "bailing_hybrid": {},
 }  # fmt: skip
+SINKS = "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"
 OWN: dict[str, dict[str, Any]] = {
     **HYBRID,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.attention import TreeLayout
+from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.kernels import explicit, flex, reference, tree
 from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.layout import AttentionParams
@@ -49,7 +49,10 @@ def definition(q, k, v, layout, params):
             scores = torch.einsum("hd,khd->hk", q[row], k[seen]) * params.scale
             if params.softcap:
                 scores = params.softcap * torch.tanh(scores / params.softcap)
-            out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen]))
+            if params.sinks is not None:  # one more key, whose value is 0
+                scores = torch.cat([scores, params.sinks[:, None]], -1)
+            weights = scores.softmax(-1)[:, : len(seen)]
+            out.append(torch.einsum("hk,khd->hd", weights, v[seen]))
         start += length
     return torch.stack(out)
 
@@ -67,8 +70,33 @@ def test_explicit_and_the_dense_reference_are_the_definition(layout, params):
         assert_equal(results(attention, given, layout, params), expected)
 
 
+@pytest.mark.parametrize("params", RULES, ids=str)
+def test_sinks(layout, params):
+    """Check output and gradients, also those of the sinks, for every kernel that takes the rule."""
+    *qkv, grad = inputs(layout)
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
+    found = []
+    kernels = [definition, reference.attend, EXPLICIT]
+    for attention in kernels if params[1:3] != (None, None) else [*kernels, FLASH]:
+        leaves = [x.clone().requires_grad_() for x in (*qkv, sinks)]
+        out = attention(*leaves[:3], layout, params._replace(sinks=leaves[3]))
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    for others in found[1:]:
+        assert_equal(others, found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_cpu_kernel_passes_its_self_test_with_sinks(dtype):
+    kind = dispatch.Kind("cpu", dtype, 8, has_sinks=True)
+    for provider in dispatch.candidates(kind):
+        assert dispatch.self_test(provider.attend, kind) <= dispatch.SELF_TEST_TOLERANCE[dtype]
+
+
+SINK = AttentionParams(0.4, sinks=torch.linspace(-1, 2, 4, dtype=torch.float64))
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("params", [AttentionParams(0.4), AttentionParams(0.4, 4, 2.0)], ids=str)
+@pytest.mark.parametrize("params", [AttentionParams(0.4), AttentionParams(0.4, 4, 2.0), SINK])
 @pytest.mark.parametrize("name", ["groups and plain segments", *list(LAYOUTS)[-2:]])
 def test_flex_is_explicit(name, params):
     """Check that flex_attention gives the same output as the explicit kernel.

@@ -1,4 +1,6 @@
-"""Test packed rows and rollouts of hybrid models against one forward pass of each sequence alone.
+"""Test packed rows and rollouts of hybrid models, and of models with attention sinks.
+
+The expected results come from one forward pass of each sequence alone.
 
 The models are tiny and have both recurrent layers and attention.
 """
@@ -32,7 +34,7 @@ from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train.models.memory_options import enable_checkpointing
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.self_check import self_check
-from tests.attention.families import HYBRID, family_model
+from tests.attention.families import HYBRID, SINKS, family_model
 
 # Prompts and completions. A completion of two tokens has one row in the pack, which is the case
 # that needs padding to two rows. A completion of one token has none.
@@ -140,7 +142,7 @@ BARS = {torch.float32: (2e-5, 1e-4), torch.float64: (1e-12, 1e-12)}
 
 
 @pytest.mark.parametrize("dtype", BARS, ids=str)
-@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("family", [*HYBRID, *SINKS])
 def test_packed_rows_equal_separate_sequences(family, dtype):
     """Check shared prompts, repeated prompts, and shared prompts with gradient checkpointing."""
     model = model_of(family, dtype)
@@ -153,7 +155,7 @@ def test_packed_rows_equal_separate_sequences(family, dtype):
     assert_equal(model, pack_groups(groups), expected, BARS[dtype])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "jamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "jamba", "lfm2", "gpt_oss"])
 def test_trees_of_several_levels(family):
     """Check a tree with branches of one token, which layers cannot compute from a state."""
     model = model_of(family, torch.float64)
@@ -182,7 +184,7 @@ def test_sequences_of_several_chunks(family):
     assert_equal(model, pack_groups(groups), expected, (1e-11, 1e-11))
 
 
-@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("family", [*HYBRID, *SINKS])
 def test_the_trainer_and_its_sampler(family):
     """Check the load of a policy, and the logps of samples against each sequence alone."""
     policy = Policy(model_of(family), build_symbol_tokenizer(["0", "1"]))

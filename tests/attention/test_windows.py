@@ -54,7 +54,6 @@ def test_right(family, changes):
     ("family", "changes", "reason"),
     [
         ("llama4_text", {}, "chunked_attention"),
-        ("gpt_oss", {}, "s_aux"),  # has attention sinks (s_aux)
         ("mistral", {"sliding_window": 0}, "at least one token, got 0"),
         ("doge", {}, "packed attention fails: 'int' object"),  # adds its mask to the scores
         ("rwkv", {}, "recurrent state"),

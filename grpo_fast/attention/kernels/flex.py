@@ -32,11 +32,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
     # Compile flex_attention only on CUDA. Without compilation it stores all T² scores, but on the
     # CPU only small tests use it.
+    sinks = params.sinks
     out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap, q.device), block_mask=mask,
-        scale=params.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        scale=params.scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=sinks is not None,
     )  # fmt: skip
+    if sinks is not None:
+        out, lse = out
+        # A sink adds exp(sink) to the denominators exp(lse).
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
+        out = (out * share[..., None]).to(q.dtype)
     return out[0].transpose(0, 1)
 
 

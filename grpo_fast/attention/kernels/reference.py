@@ -31,5 +31,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     scores = torch.einsum("qhd,khd->hqk", q.to(acc_dtype), keys) * params.scale
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
-    weights = scores.masked_fill(~visible(layout, params.window), -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible(layout, params.window), -torch.inf)
+    if params.sinks is not None:
+        column = params.sinks.to(acc_dtype)[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

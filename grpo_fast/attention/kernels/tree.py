@@ -12,6 +12,10 @@ and D = rowsum(dO∘O) are then the values of the full softmax, and the sum over
 exact gradient. It would be wrong to merge differentiable outputs instead, because FlashAttention
 silently drops the gradient of the log-sum-exp, which is a term of dq and dk.
 
+An attention sink is one more key of every query, with the score s and the value 0. It is merged
+last: l' = logaddexp(l, s) and o' = o·exp(l − l'). The backward functions get (o', l'), and the
+gradient of the sink is −Σ exp(s − l')·D.
+
 A sliding window begins at a different key for each query, so a separate call on an ancestor cannot
 represent it. With a window, a tree therefore uses one causal call in which each segment's keys are
 preceded by copies of the keys inside the window (`TreeLayout.window_calls`).
@@ -45,17 +49,19 @@ def attend(
     calls = layout.calls
     if params.window is not None and layout.has_tree:
         calls = layout.window_calls(params.window)
-    return PackedAttention.apply(q, k, v, (calls, params, kernel))
+    return PackedAttention.apply(q, k, v, params.sinks, (calls, params, kernel))
 
 
 class PackedAttention(torch.autograd.Function):
     """Autograd function of tree attention.
 
-    It saves q, k, v, the merged output and the merged log-sum-exp.
+    It saves q, k, v, the merged output, the merged log-sum-exp and the sinks.
     """
 
     @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Work
+    ) -> Tensor:
         (first, *others), params, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
         out = _to_fp32(out, others)
@@ -65,8 +71,12 @@ class PackedAttention(torch.autograd.Function):
             at = call.queries
             inputs = (call.take(k), call.take(v), call.spans, params)
             merge_(out[at], lse[:, at], *kernel.forward(q[at], *inputs))
+        if sinks is not None:
+            share = torch.sigmoid(lse - sinks[:, None]).t()[..., None]
+            out = out * share.to(torch.promote_types(out.dtype, torch.float32))
+            lse = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
@@ -74,7 +84,8 @@ class PackedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("packed attention has no double backward (create_graph=True)")
         (first, *others), params, kernel = ctx.work
-        grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
+        *tensors, sinks = ctx.saved_tensors
+        grad, saved = grad.contiguous(), Saved(*tensors)
         grads = list(kernel.backward(grad, saved.part(first), first.spans, params))
         # Convert one gradient at a time, so that its fp32 version is freed before the next
         # conversion.
@@ -87,7 +98,11 @@ class PackedAttention(torch.autograd.Function):
             targets = zip(grads, (call.queries, call.keys, call.keys), strict=True)
             for (target, rows), part in zip(targets, kernel.backward(*inputs), strict=True):
                 target[rows] += part
-        return *(x.to(saved.q.dtype) for x in grads), None
+        d_sinks = None
+        if sinks is not None:
+            delta = (grad.to(saved.lse.dtype) * saved.out.to(saved.lse.dtype)).sum(-1).t()
+            d_sinks = -((sinks[:, None] - saved.lse).exp() * delta).sum(1).to(sinks.dtype)
+        return *(x.to(saved.q.dtype) for x in grads), d_sinks, None
 
 
 def _to_fp32(x: Tensor, merges: list[Call]) -> Tensor:

@@ -42,7 +42,7 @@ def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
     """Measure the errors of the packed and the padded forward, compared with single unpadded rows.
 
     A large error of the packed forward means that it does not support the model, for example
-    because of attention sinks or of an unknown logit transform. The first round uses the weights
+    because of an unknown logit transform. The first round uses the weights
     of the model. They may hide an error, for example because a new LoRA adapter has no effect. The
     second round therefore uses random weights.
 

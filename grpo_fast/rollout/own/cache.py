@@ -51,6 +51,7 @@ def cached_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
     """Return the attention output of packed prompts in prefill, or of B new tokens in decoding."""
@@ -61,13 +62,13 @@ def cached_attention(
     if isinstance(attention_mask, RolloutCache):  # in a hybrid model
         attention_mask = layout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    params = AttentionParams(scale, window_of(attention_mask, sliding_window), softcap)
+    params = AttentionParams(scale, window_of(attention_mask, sliding_window), softcap, s_aux)
     layer = rollout_cache.layers.setdefault(module, Layer(params))
     # Convert the keys, because under autocast RoPE returns fp32 keys while the values are 16-bit.
     layer.chunks.append((key[0].to(value.dtype), value[0]))
     return packed_attention(
         module, query, key, value, attention_mask, packed_layout=layout, scaling=scaling,
-        sliding_window=sliding_window, softcap=softcap, **extra,
+        sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, **extra,
     )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ class Layer:
     """Keys and values of one layer.
 
     Attributes:
-        params: scale, window and softcap of the layer's attention.
+        params: scale, window, softcap and sinks of the layer's attention.
         chunks: pairs of keys and values, (H_kv, T, D) each, collected during prefill.
         prompts: keys and values after prefill, (N, H_kv, L, D) each, or in the tiled layout of the
             C++ kernel.
@@ -227,10 +228,10 @@ class RolloutCache:
         """
         layer = self.layers[module]
         heads = k.shape[0]
-        scale, window, softcap = layer.params
+        scale, window, softcap, sinks = layer.params
         # 1. Use the C++ kernel if it supports the layer. It needs keys and values of equal width,
         #    but their widths differ in latent attention.
-        if softcap is None and k.shape == v.shape and cpp.runs(v):
+        if softcap is None and sinks is None and k.shape == v.shape and cpp.runs(v):
             # Round to the dtype of the values first, then compute in fp32.
             q, k, v = (x.to(v.dtype).float() for x in (q, k, v))
             return cpp.decode_(q, k, v, *self.kernel_args(layer))
@@ -248,7 +249,13 @@ class RolloutCache:
         if masked is not None:
             scores[..., : prompt_k.shape[2]].masked_fill_(masked, -torch.inf)
         # 3. Apply one softmax to the scores of both parts, then add their weighted sums of values.
+        if sinks is not None:  # a column of each head's sink, for every completion of the grid
+            column = sinks.to(scores.dtype).view(1, heads, 1, -1)
+            column = column.expand(len(scores), -1, self.seats, -1).flatten(2)[..., None]
+            scores = torch.cat([scores, column], -1)
         weights = scores.softmax(-1).to(v.dtype)
+        if sinks is not None:
+            weights = weights[..., :-1]
         on_prompt, on_completion = weights.split([prompt_k.shape[2], completion_k.shape[2]], -1)
         out = self.to_rows(product(on_prompt, prompt_v))
         out = out + product(self.to_rows(on_completion), completion_v)
@@ -262,7 +269,7 @@ class RolloutCache:
             room = min(self.max_new_tokens, self.time + GROWTH)
             count = sum(self.counts)
             layer.completions = cpp.grow_tiles(layer.completions, layer.prompts, count, room)
-        scale, window, _ = layer.params
+        scale, window, *_ = layer.params
         return layer.prompts, layer.completions, *self.sizes, self.time, scale, window
 
     def extend(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

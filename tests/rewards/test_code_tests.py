@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_fast.data import Example
+from grpo_fast.data import answers as data_answers
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.reward_specs import spec
@@ -209,8 +211,10 @@ def changed(monkeypatch, tmp_path):
 
     Each argument of the function is a pair of a text to replace and its replacement.
     """
-    folder = tmp_path / "workers"
-    folder.mkdir()
+    folder = tmp_path / "rewards" / "workers"
+    folder.mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    shutil.copy(data_answers.__file__, tmp_path / "data")
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))
 
     def make(*replacements):

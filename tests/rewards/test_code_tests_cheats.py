@@ -203,8 +203,8 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_scores_nothing(name):
-    share = worker.share_of_tests(CHEATS[name], TESTS, 1.0, 256)
-    assert share == 0
+    scores = worker.code_tests(completions=[CHEATS[name]], tests=[TESTS], seconds=1.0, memory=256)
+    assert scores == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -284,11 +284,11 @@ def opened(paths):
                     "/root", "/tmp", "/sys", "/var", "/usr/bin", __file__,
                     worker.__file__]  # fmt: skip
     tests = f"import os\nassert opened({out_of_reach} + [os.__file__]) == [os.__file__]"
-    assert worker.share_of_tests(code, tests, 20.0, 256) == 1
+    assert worker.code_tests(completions=[code], tests=[tests], seconds=20.0) == [1.0]
 
 
 def test_the_tests_are_held_by_a_solution():
     right = (f"def f(x): return sorted(x) + [{SECRET}]\n"
              f"def g(x): return {SECRET} + (0.5 if x == 1 else 0.25)\n"
              f"def h(x): return '{SECRET}' + x")  # fmt: skip
-    assert worker.share_of_tests(right, TESTS, 20.0, 256) == 1
+    assert worker.code_tests(completions=[right], tests=[TESTS], seconds=20.0) == [1.0]

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import types
+from collections.abc import Iterator, MappingView
 from itertools import islice
 
 import sandbox
@@ -25,20 +26,23 @@ MOST_ITEMS = 4096  # of an iterator
 # Types that are sent as `{type: arguments of the constructor}`, with their modules. A module is
 # imported when a value needs it. All imports would cost a fifth of the time of a small answer.
 MODULES = {
-    **dict.fromkeys("tuple set frozenset bytes bytearray dict range complex".split(), "builtins"),
+    **dict.fromkeys("int tuple set frozenset bytes bytearray dict range".split(), "builtins"),
     **dict.fromkeys("deque OrderedDict Counter".split(), "collections"),
     **dict.fromkeys("date datetime time timedelta".split(), "datetime"),
-    "Decimal": "decimal", "Fraction": "fractions", "int": "builtins",
+    "Decimal": "decimal", "Fraction": "fractions", "complex": "builtins",
 }  # fmt: skip
-PAIRS = ("dict", "OrderedDict")
-REDUCED = "range Counter date datetime time timedelta Decimal Fraction".split()
+REDUCED = ("range", "Counter", "date", "datetime", "time", "timedelta")
+
+
+class NotPlain(BaseException):
+    """Exception for a value that is not plain data. No `except` of a test catches it."""
 
 
 def encode(value):
     """Return a value as a JSON tree. A value of a subclass is sent as one of its plain base class.
 
     Raises:
-        TypeError: the value is not plain data.
+        NotPlain: the value is not plain data.
     """
     if value is None or isinstance(value, (bool, float, str)):
         return value
@@ -46,20 +50,20 @@ def encode(value):
         return int(value) if abs(value) < 1 << 63 else {"int": [hex(value), 16]}
     if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
         return {"type": value.__name__}
-    if isinstance(value, (types.GeneratorType, map, filter, zip)):
+    if isinstance(value, (Iterator, MappingView)):
         return {"iterator": encode(list(islice(value, MOST_ITEMS)))}
     for kind in type(value).__mro__:
         name = kind.__name__
         if kind is list:
             return [encode(item) for item in value]
-        if MODULES.get(name) != kind.__module__:
-            continue
-        if kind is complex:
-            return {name: [value.real, value.imag]}
-        if name in REDUCED:
-            return {name: encode([*value.__reduce__()[1]])}
-        return {name: [encode([list(x) for x in value.items()] if name in PAIRS else [*value])]}
-    raise TypeError(f"a {type(value).__name__} is not plain data")
+        if MODULES.get(name) == kind.__module__:
+            if name in ("complex", "Decimal", "Fraction"):
+                return {name: [str(value)]}
+            if name in REDUCED:
+                return {name: encode([*value.__reduce__()[1]])}
+            is_dict = name in ("dict", "OrderedDict")
+            return {name: [encode([[*pair] for pair in value.items()] if is_dict else [*value])]}
+    raise NotPlain(f"a {type(value).__name__} is not plain data")
 
 
 def decode(tree):
@@ -77,11 +81,7 @@ def decode(tree):
 
 
 class Channel:
-    """One end of the connection between the judge and the answer.
-
-    Args:
-        descriptor: file descriptor of a connected socket.
-    """
+    """One end of the connection between the judge and the answer, over a socket."""
 
     def __init__(self, descriptor):
         self.reader = open(descriptor, "rb")
@@ -109,22 +109,23 @@ def reply(names, objects, target, method, tree):
     """
     try:
         function = names[target] if isinstance(target, str) else objects[target]
-        function = getattr(function, method) if method else function
         args, kwargs = given = decode(tree)
-        result = function(*args, **kwargs)
+        result = (getattr(function, method) if method else function)(*args, **kwargs)
         after = encode(given)
+        after = None if after == tree else after
         try:
-            kind, value = "value", encode(result)
-        except TypeError:
-            kind, value = "object", len(objects)
+            return ["value", encode(result), after]
+        except NotPlain:
             objects.append(result)
-        return [kind, value, None if after == tree else after]
+            return ["object", len(objects) - 1, after]
     except BaseException as error:  # the judge raises the same error
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        try:
-            return ["error", kinds, encode([error.args, vars(error)])]
-        except Exception:  # an argument that cannot be sent
-            return ["error", kinds, [[], {"dict": [[]]}]]
+        attributes = {name: scalar(value) for name, value in vars(error).items()}
+        return ["error", kinds, [[*map(scalar, error.args)], attributes]]
+
+
+def scalar(value):
+    return value if value is None or isinstance(value, (int, float, str)) else str(value)
 
 
 def execute(blocks, name):
@@ -155,22 +156,18 @@ def serve(request):
         channel.send(reply(names, objects, *channel.receive()))
 
 
-def run(request):
-    """Run the code as a program and return its exit status."""
-    sandbox.confine(request)
-    try:
-        execute(request["blocks"], "__main__")
-    except SystemExit as leaving:
-        return leaving.code not in (None, 0)
-    return 0
-
-
 def main(descriptor):
     request = sandbox.request(descriptor)
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally defined by `site`
     status = 1
     try:
-        status = run(request) if request["program"] else serve(request)
-        sys.stdout.flush()
+        if not request["program"]:
+            serve(request)
+        sandbox.confine(request)
+        execute(request["blocks"], "__main__")
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code not in (None, 0)
     finally:
+        sys.stdout.flush()
         os._exit(status)  # skips exit handlers, which the answer may have registered

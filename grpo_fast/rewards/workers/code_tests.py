@@ -23,33 +23,34 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # a reward's worker runs this file outside its package
+# A reward's worker runs this file outside its package, which would import torch.
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "data")]
+import answers  # noqa: E402
 import sandbox  # noqa: E402
 import unit_tests  # noqa: E402
 
-sys.path.pop(0)
+del sys.path[:2]
 
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
-MIB = 1 << 20
 MOST_OUTPUT = 16 << 20  # bytes. A limit that depended on the tests would tell about them.
-FENCED = re.compile(
-    r"^[^`~\n]*(`{3,}|~{3,})([^`\n]*)\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.M | re.S
-)
-PYTHON = re.compile(r"(python|py)[\d.]*(\W|$)")
+FENCED = re.compile(r"^[^`~\n]*(`{3,}|~{3,})([^`\n]*)\n(.*?)(?:^[ \t]*\1[`~]*\s*$|\Z)", re.M | re.S)
+PYTHON = re.compile(r"[{. \t]*(python|py)[\d.]*(\W|$)", re.I)
 IMPORT = re.compile(r"^(?:import|from) .+$", re.M)
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
 # each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
-LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-main = __import__(sys.argv[2]).main
-del sys.path[0]
-main(*sys.argv[3:])
-"""
+LAUNCH = (
+    f"import sys; sys.path.insert(0, {str(HERE)!r}); main = __import__(sys.argv[1]).main; "
+    "del sys.path[0]; main(sys.argv[2])"
+)
 
 
 def code_tests(
-    *, completions: Sequence[str], tests: Sequence[Any], seconds: float = 5.0, memory: int = 512
+    *,
+    completions: Sequence[str],
+    tests: Sequence[Any],
+    prefills: Sequence[str] | None = None,
+    seconds: float = 5.0,
+    memory: int = 512,
 ) -> list[float]:
     """Return for each completion the fraction of its unit tests that its code passes.
 
@@ -60,6 +61,7 @@ def code_tests(
             and calls of functions that the tests define, such as `check(f)`. Inputs and outputs are
             for a program that reads stdin and writes stdout: a list of
             `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}`.
+        prefills: the beginning of each completion that the prompt contains, such as `<think>`.
         seconds: limit of processor time and of elapsed time, for each completion with its tests.
         memory: memory limit in MiB of each process, including the interpreter.
 
@@ -69,14 +71,16 @@ def code_tests(
     if not (0 < seconds <= 3600 and 64 <= memory <= 1 << 20):
         expected = "0 < seconds <= 3600 and 64 <= memory (MiB) <= 1048576"
         raise ValueError(f"code_tests: expected {expected}, got {seconds}, {memory}")
+    limits = {"seconds": seconds, "memory": memory << 20, "output": MOST_OUTPUT, "paths": []}
 
-    def one(text: str, entry: Any) -> float:
-        read = unit_tests.read_tests(entry)
-        share = share_of_tests if isinstance(read, str) else share_of_programs
-        return share(text, read, seconds, memory)
+    def one(completion: str, prefill: str, entry: Any) -> float:
+        text = answers.final_part(completion, prefill)
+        tests = unit_tests.read_tests(entry)
+        share = share_of_tests if isinstance(tests, str) else share_of_programs
+        return share(text, tests, limits)  # type: ignore[operator]
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(one, completions, tests))
+        return list(pool.map(one, completions, prefills or [""] * len(completions), tests))
 
 
 code_tests.per_sample = True  # type: ignore[attr-defined]
@@ -94,8 +98,7 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
         text: the completion.
         names: names that the answer must define.
     """
-    found = [(mark.strip("{. \t").lower(), textwrap.dedent(code))
-             for _, mark, code in FENCED.findall(text)]  # fmt: skip
+    found = [(mark, textwrap.dedent(code)) for _, mark, code in FENCED.findall(text)]
     blocks = [code for mark, code in found if PYTHON.match(mark)] or [code for _, code in found]
     blocks = blocks or [text]
     if not names:
@@ -106,50 +109,43 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
     return blocks[: last[-1]]
 
 
-def share_of_tests(text: str, tests: str, seconds: float, memory: int) -> float:
+def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:
     """Run the code of a completion and its tests in two sandboxes. Return the fraction that passes.
 
     Raises:
-        ValueError: the tests use an object of the answer in a way that is not supported.
+        ValueError: the tests pass a value to the answer that is not plain data.
     """
     prepared = unit_tests.prepared(tests)
-    limits = {"memory": memory * MIB, "seconds": seconds, "output": MOST_OUTPUT}
+    request = {"blocks": code_of(text, prepared["names"].values()), "program": False, **limits}
     left, right = socket.socketpair()
     with left, right, _file() as results:
-        blocks = code_of(text, prepared["names"].values())
-        request = {"blocks": blocks, "program": False, "paths": [], **limits}
         with _process("answer", request, left, subprocess.DEVNULL):
-            with _process("judge", prepared | limits, right, results) as judge:
+            with _process("judge", limits | prepared, right, results) as judge:
                 # Close our copies of the sockets. While they are open, neither process notices the
                 # end of the other.
                 left.close()
                 right.close()
-                _wait(judge, seconds)
-        results.seek(0)
-        said = results.read().decode().splitlines()
-    wrong = [line for line in said if line != sandbox.HELD]
-    if wrong:
-        raise ValueError(f"tests: expected plain data in calls of the answer, got {wrong[0]}")
+                _wait(judge, limits["seconds"])
+        said = _content(results).splitlines()
+    for line in said:
+        if line != sandbox.HELD:
+            raise ValueError(f"tests: expected plain data as arguments, got {line}")
     return len(said) / prepared["count"]
 
 
-def share_of_programs(
-    text: str, pairs: list[tuple[str, str]], seconds: float, memory: int
-) -> float:
+def share_of_programs(text: str, pairs: list[tuple[str, str]], limits: dict[str, Any]) -> float:
     """Run the code as a program on each input. Return the fraction of correct outputs."""
     right = 0
-    end = time.monotonic() + seconds
+    end = time.monotonic() + limits["seconds"]
     for given, expected in pairs:
         left = end - time.monotonic()
         if left <= 0:
             break
-        request = {"blocks": code_of(text), "program": True, "paths": [], "seconds": left,
-                   "memory": memory * MIB, "output": MOST_OUTPUT}  # fmt: skip
+        request = {"blocks": code_of(text), "program": True, **limits, "seconds": left}
         with _file(given.encode()) as stdin, _file() as stdout:
             with _process("answer", request, stdin, stdout) as child:
                 _wait(child, left)
-            stdout.seek(0)
-            printed = stdout.read().decode(errors="replace")
+            printed = _content(stdout)
         right += child.returncode == 0 and _lines(printed) == _lines(expected)
     return right / len(pairs)
 
@@ -166,6 +162,11 @@ def _file(content: bytes = b"") -> Any:
     return stream
 
 
+def _content(stream: Any) -> str:
+    stream.seek(0)
+    return stream.read().decode(errors="replace")
+
+
 @contextlib.contextmanager
 def _process(
     script: str, request: dict[str, Any], stdin: Any, stdout: Any
@@ -180,7 +181,7 @@ def _process(
     with _file(json.dumps(request).encode()) as stream, _file() as errors:
         passed = stream.fileno()
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", LAUNCH, str(HERE), script, str(passed)],
+            [sys.executable, "-I", "-S", "-c", LAUNCH, script, str(passed)],
             stdin=stdin, stdout=stdout, stderr=errors, pass_fds=[passed], env={},
         )  # fmt: skip
         with child:
@@ -188,9 +189,7 @@ def _process(
                 yield child
             finally:
                 child.kill()
-        errors.seek(0)
-        said = errors.read().decode(errors="replace")
-        if said:
+        if said := _content(errors):
             raise OSError(f"code_tests: the sandbox did not start: {said}")
 
 
@@ -204,7 +203,7 @@ def _wait(child: subprocess.Popen, seconds: float) -> None:
 
 
 # Try the sandbox at import, so that a run fails at its start on a machine without sandbox support.
-if share_of_tests("def f(): return 1", "assert f() == 1", 60.0, 512) != 1:
+if code_tests(completions=["def f(): return 1"], tests=["assert f() == 1"], seconds=60.0) != [1]:
     raise OSError("code_tests: the sandbox does not run an answer")
 if not sandbox.landlock_version():
     sandbox.hide_memory()  # answers could read the tests from this process's memory

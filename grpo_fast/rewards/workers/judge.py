@@ -12,7 +12,7 @@ import os
 import sys
 
 import sandbox
-from answer import Channel, decode, encode
+from answer import Channel, NotPlain, decode, encode
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
@@ -20,10 +20,6 @@ ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind
 # Methods whose argument may be the expected value of a test. Only an object that was created
 # without arguments has them: in place of a list, `Extract([1, 2])` may return an object.
 JUDGING = {*dir(str), *dir(frozenset)}
-
-
-class Unsupported(BaseException):
-    """Exception for an argument that is not plain data. It is an error of the tests."""
 
 
 class Object:
@@ -81,29 +77,20 @@ class Judge:
             args: positional arguments.
             kwargs: keyword arguments.
         """
-        try:
-            tree = encode([[*args], kwargs])
-        except TypeError as error:
-            raise Unsupported(f"{error}, in a call of {method or target}") from None
+        tree = encode([[*args], kwargs])
         try:
             self.channel.send([target, method, tree])
             kind, result, after = self.channel.receive()
-            if kind == "error":
-                result = self.error_of(result, *decode(after))
-            elif kind == "value":
-                result = decode(result)
-            after = decode(after)
+            result = decode(result) if kind == "value" else result
+            error = self.error_of(result, *after) if kind == "error" else None
+            self.changes += [(args, kwargs, *decode(after))] if after and error is None else []
         except Exception:  # the answer's process has ended or does not follow the protocol
             os._exit(0)
-        if kind == "error":
-            raise result
-        if after is not None:
-            self.changes.append(((args, kwargs), after))
-        if kind == "value":
-            return result
+        if error is not None:
+            raise error
         # A method returns plain data. Of an object that it returns, no method can be called.
         methods = None if method else functools.partial(self.call, result)
-        return Object(methods, is_new=not (args or kwargs))
+        return result if kind == "value" else Object(methods, is_new=not (args or kwargs))
 
     def error_of(self, kinds, args, attributes):
         """Rebuild an exception that the answer has raised: its type, arguments and attributes.
@@ -114,8 +101,7 @@ class Judge:
         bases = [self.errors[name] for name in kinds if name in self.errors]
         bases += [ERRORS[name] for name in kinds if name in ERRORS][:1]
         try:
-            kind = bases[0] if len(bases) == 1 else type(kinds[0], tuple(bases), {})
-            error = kind(*args)
+            error = (bases[0] if len(bases) == 1 else type(kinds[0], tuple(bases), {}))(*args)
             error.__dict__.update(attributes)
             return error
         except Exception:  # for example a UnicodeDecodeError without arguments
@@ -125,52 +111,35 @@ class Judge:
         """Apply the changes that the answer made to its arguments, which were copies."""
         changes = self.changes
         self.changes = []
-        for (args, kwargs), (new_args, new_kwargs) in changes:
-            old = [*args, *kwargs.values()]
-            for x, y in zip(old, [*new_args, *new_kwargs.values()], strict=False):
+        for args, kwargs, new_args, new_kwargs in changes:
+            new = [*new_args, *new_kwargs.values()]
+            for x, y in zip([*args, *kwargs.values()], new, strict=True):
                 if type(x) is type(y) and hasattr(x, "clear"):
                     x.clear()
                     getattr(x, "extend", getattr(x, "update", None))(y)
 
 
-def run_test(function, method=None):
-    """Run a test function of the tests, or a method of a test class."""
-    if method is None:
-        function()
-    elif hasattr(function, "debug"):  # a unittest.TestCase
-        function.setUpClass()
-        function(method).debug()
-    else:
-        case = function()
-        getattr(case, "setup_method", lambda: None)()
-        getattr(case, method)()
+def run_method(kind, name):
+    """Run a method of a test class."""
+    case = importlib.import_module("unittest").TestCase
+    kind = kind if issubclass(kind, case) else type(kind.__name__, (kind, case), {})
+    kind.setUpClass()
+    kind(name).debug()
 
 
-def run(request, judge, out):
-    """Run the tests one by one. Write a line to `out` for each test that passes."""
-    # 1. Create the global names. Tests may stand below `if __name__ == "__main__"`.
-    names = {"__name__": "__main__", "_step_": Mark(judge), "_run_": run_test}
-    for name, (module, attribute) in request["borrowed"].items():
-        found = importlib.import_module(module)
-        names[name] = getattr(found, attribute) if attribute else found
+def names_of(request, judge):
+    """Return the global names of the tests, which may stand below `if __name__ == "__main__"`."""
+    names = {"__name__": "__main__", "_step_": Mark(judge), "_run_": run_method}
+    for name, (path, attribute) in request["borrowed"].items():
+        module = importlib.import_module(path)
+        names[name] = getattr(module, attribute) if attribute else module
     for name, own in request["names"].items():
         names[name] = judge.errors.get(own, functools.partial(judge.call, own, ""))
     if request["seeds"]:  # seed the answer's generator of random numbers, too
         random = importlib.import_module("random")
         seed = random.seed
-        random.seed = lambda value=None: (seed(value), judge.call("random.seed", "", value))[0]
-    # 2. Run the statements.
-    for is_test, code, stored in request["units"]:
-        names["_test_"] = test = Mark(judge)
-        try:
-            exec(compile(code, "<tests>", "exec"), names)
-            if is_test and test.is_reached and not test.has_failed:
-                os.write(out, f"{sandbox.HELD}\n".encode())
-        except Unsupported as error:
-            os.write(out, f"{error}\n".encode())
-        except BaseException:  # a test that calls sys.exit() counts as failed
-            for name in stored:  # an older value must not be taken for the result of this statement
-                names.pop(name, None)
+        random.seed = lambda *args: (seed(*args), judge.call("random.seed", "", *args))[0]
+    return names
 
 
 def main(descriptor):
@@ -183,6 +152,18 @@ def main(descriptor):
         sandbox.confine(request)
         judge.channel.send("go")
         judge.errors = {name: type(name, (Exception,), {}) for name in judge.channel.receive()}
-        run(request, judge, out)
+        names = names_of(request, judge)
+        # Run the statements one by one. Write a line to `out` for each test that passes.
+        for is_test, stored, code in request["units"]:
+            names["_test_"] = test = Mark(judge)
+            try:
+                exec(compile(code, "<tests>", "exec"), names)
+                if is_test and test.is_reached and not test.has_failed:
+                    os.write(out, f"{sandbox.HELD}\n".encode())
+            except NotPlain as error:
+                os.write(out, f"{error}\n".encode())
+            except BaseException:  # a test that calls sys.exit() counts as failed
+                for name in stored:  # an older value must not be taken for this statement's result
+                    names.pop(name, None)
     finally:
         os._exit(0)

@@ -8,7 +8,6 @@ memory and processor time.
 
 import ctypes
 import json
-import math
 import os
 import resource
 import signal
@@ -17,20 +16,15 @@ import sys
 
 # Allowed system calls, each with its numbers on x86-64 and on arm64. Calls that ignore or block a
 # signal are not allowed, because a signal kills the process at its time limit.
-CALLS = {
-    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
-    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
-    "pread64": (17, 67), "readv": (19, 65), "writev": (20, 66), "sched_yield": (24, 124),
-    "mremap": (25, 216), "madvise": (28, 233), "nanosleep": (35, 101), "getpid": (39, 172),
-    "exit": (60, 93), "uname": (63, 160), "getcwd": (79, 17), "gettimeofday": (96, 169),
-    "getrusage": (98, 165), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176),
-    "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173),
-    "sigaltstack": (131, 132), "gettid": (186, 178), "futex": (202, 98),
-    "sched_getaffinity": (204, 123), "getdents64": (217, 61), "clock_gettime": (228, 113),
-    "clock_nanosleep": (230, 115), "exit_group": (231, 94), "newfstatat": (262, 79),
-    "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72), "ppoll": (271, 73),
-    "getrandom": (318, 278), "statx": (332, 291), "faccessat2": (439, 439),
-}  # fmt: skip
+CALLS = """
+read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mmap 9 222, mprotect 10 226, brk 12 214,
+munmap 11 215, pread64 17 67, readv 19 65, writev 20 66, sched_yield 24 124, mremap 25 216,
+exit 60 93, madvise 28 233, nanosleep 35 101, getpid 39 172, uname 63 160, getcwd 79 17,
+gettimeofday 96 169, getrusage 98 165, times 100 153, getuid 102 174, getgid 104 176,
+geteuid 107 175, getegid 108 177, getppid 110 173, sigaltstack 131 132, gettid 186 178,
+futex 202 98, sched_getaffinity 204 123, getdents64 217 61, clock_gettime 228 113,
+clock_nanosleep 230 115, exit_group 231 94, ppoll 271 73, newfstatat 262 79, readlinkat 267 78,
+faccessat 269 48, pselect6 270 72, getrandom 318 278, statx 332 291, faccessat2 439 439"""
 # System calls that only x86-64 has: stat, lstat, poll, access, select and readlink.
 ONLY_X86 = (4, 6, 7, 21, 23, 89)
 OPENAT = (257, 56)
@@ -79,9 +73,8 @@ def confine(request):
 
 def limit(request):
     """Limit the memory, output and time of this process, and forbid new processes."""
-    seconds = math.ceil(request["seconds"])
     for kind, most in (
-        (resource.RLIMIT_AS, request["memory"]), (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, request["memory"]), (resource.RLIMIT_CPU, int(request["seconds"]) + 1),
         (resource.RLIMIT_FSIZE, request["output"]), (resource.RLIMIT_NOFILE, 32),
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
     ):  # fmt: skip
@@ -107,9 +100,8 @@ def restrict_files(paths):
     rights = RIGHTS[min(landlock_version(), len(RIGHTS)) - 1]
     handled = struct.pack("Q", (1 << rights) - 1)
     ruleset = _checked(LIBC.syscall(CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0))
-    for path in filter(
-        os.path.exists, (*LIBRARIES, *paths)
-    ):  # a distribution has only some of these folders
+    # A distribution has only some of the folders.
+    for path in filter(os.path.exists, (*LIBRARIES, *paths)):
         folder = os.open(path, os.O_PATH)
         access = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE
         _checked(LIBC.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", access, folder), 0))
@@ -125,7 +117,7 @@ def filter_calls():
         expected = "expected Linux on x86-64 or arm64 for its sandbox"
         raise OSError(f"{expected}, got {sys.platform} on {name}")
     arch, column = MACHINES[name]
-    allowed = [numbers[column] for numbers in CALLS.values()]
+    allowed = [int(call.split()[1 + column]) for call in CALLS.split(",")]
     if name == "x86_64":
         allowed += ONLY_X86
     # An instruction is (operation, steps to skip if true, steps to skip if false, operand).

@@ -188,6 +188,7 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
         (None, "tests: expected Python source, .* got None"),
         ([{"input": "1", "output": 2}], "tests: expected Python source, .* got {'input'"),
         ([{"input": "1", "output": "2"}, "assert 1"], "expected Python source, .* got 'assert 1'"),
+        ({"inputs": "12", "outputs": "34"}, "tests: expected Python source, .* got {'inputs'"),
         ({"inputs": ["1"], "outputs": []}, "tests: expected Python source, .* got {'inputs'"),
         ("assert 1" + " + (" * 9999, "tests: expected Python"),
         ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, "expected Python source, .*fn_name"),

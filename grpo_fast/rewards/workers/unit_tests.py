@@ -79,12 +79,12 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
         given = part if isinstance(part, dict) and part.get("testtype") != "functional" else {}
         inputs = given.get("inputs", [given.get("input")])
         outputs = given.get("outputs", [given.get("output")])
-        are_texts = all(isinstance(text, str) for text in [*inputs, *outputs])
+        are_lists = isinstance(inputs, list) and isinstance(outputs, list)
+        are_texts = are_lists and all(isinstance(text, str) for text in inputs + outputs)
         if not are_texts or len(inputs) != len(outputs):
             expected = 'Python source, a list of sources, or {"input": text, "output": text}'
-            raise ValueError(
-                f"tests: expected {expected}, got {part!r:.60} ({type(part).__name__})"
-            )
+            got = f"{part!r:.60} ({type(part).__name__})"
+            raise ValueError(f"tests: expected {expected}, got {got}")
         pairs += zip(inputs, outputs, strict=True)
     return pairs
 

@@ -95,7 +95,7 @@ class Judge:
     def error_of(self, kinds, args, attributes):
         """Rebuild an exception that the answer has raised: its type, arguments and attributes.
 
-        StopIteration becomes a RuntimeError. If a call in a `map` over test cases raised it, the
+        StopIteration becomes a plain Exception. If a call in a `map` over test cases raised it, the
         remaining cases would be skipped.
         """
         bases = [self.errors[name] for name in kinds if name in self.errors]

@@ -77,9 +77,7 @@ def parse_record(
     name, prompt = _prompt(fields, given.get("prompt"), where)
     names = [given["answer"]] if "answer" in given else [x for x in ANSWERS if x != name.lower()]
     answer = column_of(fields, names)
-    solution = column_of(fields, [given["solution"]] if "solution" in given else SOLUTIONS)
-    if type(solution) in (int, float):
-        solution = str(solution)
+    solution = _solution(fields, given.get("solution"))
     is_marked = isinstance(solution, str) and marked_content(solution) is not None
     if answer in (None, "") and is_marked:
         answer = solution
@@ -214,8 +212,18 @@ def _prompt(fields: Fields, column: str | None, where: str) -> tuple[str, Prompt
     for key in UNUSABLE:
         value = column_of(fields, [key])
         expected = "none, because prompts are texts; rename it if only a reward reads it"
-        require(not value, f"{where}: field {key!r}", expected, reprlib.repr(value))
+        is_empty = not value or value == "[]"
+        require(is_empty, f"{where}: field {key!r}", expected, reprlib.repr(value))
     return name, _prompt_of(column_of(fields, [name]), f"{where}: field {name!r}")
+
+
+def _solution(fields: Fields, column: str | None) -> Any:
+    """Return the worked solution of a row, or None. A number is returned as text."""
+    solution = column_of(fields, [column or SOLUTIONS[0]])
+    if solution is None:  # the other columns may contain something else
+        texts = [column_of(fields, [name]) for name in SOLUTIONS[1:]]
+        solution = next((text for text in texts if isinstance(text, str)), None)
+    return str(solution) if type(solution) in (int, float) else solution
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:

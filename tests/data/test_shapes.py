@@ -140,6 +140,8 @@ READ = [
     ("rendered prompt", {"prompt": RENDERED, "answer": "1"}, RENDERED, "1", {"chat": True}),
     ("messages in a cell", {"prompt": "[{'role': 'user', 'content': 'q'}]", "answer": "1"},
      [user("q")], "1"),
+    ("a user's own columns", {"question": "q", "answer": "1", "output": {"a": 1}, "tools": "[]",
+                              "response": [2], "label": [], "test": False}, "q", "1"),
     ("answer of pandas", {"question": "q", "answer": 12.0}, "q", "12"),
 ]  # fmt: skip
 

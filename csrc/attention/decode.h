@@ -128,7 +128,7 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   // 3. Replace the scores of each query by their exponentials, and sum the exponentials.
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
-    totals[i] = exponentials(buffer.data() + i * width, width).sum;
+    totals[i] = exponentials(buffer.data() + i * width, width);
   // 4. Sum the values of the tokens, weighted by the exponentials.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};

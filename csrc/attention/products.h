@@ -25,14 +25,6 @@ inline int64_t round_up_to_tile(int64_t tokens) {
   return (tokens + kTile - 1) / kTile * kTile;
 }
 
-// Repacks the rows of x (count, D) into tiles. Incomplete tiles are padded with zeros.
-inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t depth, float* tiles) {
-  for (int64_t token = 0; token < round_up_to_tile(count); ++token) {
-    float* to = tiles + token / kTile * kTile * depth + token % kTile;
-    for (int64_t d = 0; d < depth; ++d) to[d * kTile] = token < count ? x.row(token)[d] : 0.0f;
-  }
-}
-
 // Calls run(first row, count) for all rows in [begin, end), with 4, 2 or 1 rows per call. `count`
 // is a compile-time constant, so that the sums of the rows stay in registers.
 template <class Run>
@@ -150,14 +142,9 @@ inline void hide_tokens(float* scores, int64_t first, int64_t end) {
   std::fill(scores + end, scores + round_up_to_tile(end), kUnseen);
 }
 
-// The largest score of a query, and the sum of e^(score - largest) over its scores.
-struct SoftmaxSums {
-  float largest, sum;
-};
-
-// Replaces each score with e^(score - largest). Returns the largest score and the sum of the
-// exponentials. `count` must be a multiple of the vector width. NaN stays NaN.
-inline SoftmaxSums exponentials(float* scores, int64_t count) {
+// Replaces each score with e^(score - largest), and returns the sum of the exponentials. `count`
+// must be a multiple of the vector width. NaN stays NaN.
+inline float exponentials(float* scores, int64_t count) {
   Floats most = splat(kUnseen), sums = {};
   for (int64_t at = 0; at < count; at += kLanes) most = max(load(scores + at), most);
   const float largest = max_lane(most);
@@ -166,7 +153,7 @@ inline SoftmaxSums exponentials(float* scores, int64_t count) {
     store(scores + at, e);
     sums += e;
   }
-  return {largest, static_cast<float>(sum_lanes(widen(sums)))};
+  return static_cast<float>(sum_lanes(widen(sums)));
 }
 
 // Writes factor * x to `to`.

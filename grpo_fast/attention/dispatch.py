@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels import csrc, cuda, explicit, flex, reference, torch_cpu
+from grpo_fast.attention.kernels import cuda, explicit, flex, reference, torch_cpu
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import AttentionParams, TreeLayout
-from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
 log = logging.getLogger(__name__)
@@ -225,12 +224,6 @@ def _partial(
     return Provider(name, takes, partial(attend, kernel=Kernel(forward, backward)))
 
 
-def _csrc(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
-    """Compute attention with the C++ kernel in fp32, and round the result to the dtype of q."""
-    kernel = Kernel(csrc.forward, csrc.backward)
-    return attend(q.float(), k.float(), v.float(), layout, params, kernel=kernel).to(q.dtype)
-
-
 PROVIDERS = (
     # For 16-bit inputs on CUDA, try FlashAttention 4, then 3, then 2 from the package flash-attn,
     # and finally the FlashAttention 2 that is built into torch.
@@ -244,10 +237,7 @@ PROVIDERS = (
              "flash_aten", cuda.aten_forward, cuda.aten_backward),
     # For other inputs on CUDA, use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
-    # For inputs on the CPU, try our C++ kernel first, then torch's FlashAttention with one call per
-    # span.
-    Provider("csrc", lambda kind: _is_plain(kind, torch.float32, torch.bfloat16)
-             and not loader.unavailable("attention"), _csrc),
+    # For inputs on the CPU, try torch's FlashAttention with one call per span.
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward),
     # For all other inputs, use the kernel that stores the scores of one chunk of queries at a time.

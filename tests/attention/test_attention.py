@@ -35,13 +35,12 @@ def fresh_choice():
     dispatch.choose.cache_clear()
 
 
-EVERY = "flash-attn flash-attn-4 flash_attn_interface compiler"
+EVERY = "flash-attn flash-attn-4 flash_attn_interface"
 
 
 @pytest.mark.parametrize(
     ("capability", "packages", "kind", "expected"),
     [
-        (90, EVERY, Kind("cpu", FP32, 64), "csrc flash_cpu explicit"),
         (90, "", Kind("cpu", FP32, 64), "flash_cpu explicit"),
         (90, EVERY, Kind("cpu", FP32, 64, has_window=True), "explicit"),
         (90, EVERY, Kind("cpu", FP32, 64, has_softcap=True), "explicit"),
@@ -71,7 +70,6 @@ def test_candidates_by_kind_package_and_gpu(monkeypatch, capability, packages, k
     monkeypatch.setattr(dispatch, "_has_distribution", packages.split().__contains__)
     monkeypatch.setattr(dispatch.util, "find_spec", lambda name: name in packages.split() or None)
     monkeypatch.setattr(dispatch, "_compute_capability", lambda index: capability)
-    monkeypatch.setattr(dispatch.loader, "unavailable", lambda name: "compiler" not in packages)
     assert " ".join(provider.name for provider in dispatch.candidates(kind)) == expected
 
 

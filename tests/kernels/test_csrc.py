@@ -149,7 +149,7 @@ def test_loader_key_covers_what_changes_the_code(
 
 
 FILES = ("rows", "gemm_cpu", "head", "support_kernels", "decode_cpu")
-ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/test_decoder.py"
+DECODER = "tests/rollout/test_decoder.py"
 
 
 @needs_library
@@ -173,7 +173,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
         }  # fmt: skip
         names = "numerics and cpu and not 151936 and not per_row and not 5000 or every_layout or "
         names += "beside_a_bf16 or values_against or a_head and cpu or no_other_row"
-        files = [f"tests/kernels/test_{x}.py" for x in FILES] + [ATTENTION]
+        files = [f"tests/kernels/test_{x}.py" for x in FILES]
         files += [DECODER] * (instruction_set == "avx2")  # the generic build lacks FMA
         options = ["-q", "-x", "-p", "no:cacheprovider", "-k", names]
         line = [sys.executable, "-m", "pytest", *options, *files]
@@ -184,7 +184,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
         assert " passed" in output and "skipped" not in output, output
-    libraries = ("rows", "gemm", "linear", "support", "decode", "attention")
+    libraries = ("rows", "gemm", "linear", "support", "decode")
     for (instruction_set, _), library in itertools.product(variants, libraries):
         assert list((tmp_path / instruction_set).glob(f"{library}-*.so"))
     assert list((tmp_path / "avx2").glob("decoder-*.so"))

@@ -6,20 +6,6 @@ Faults that any test of values detects, such as a wrong sign or a lost bias, are
 # Each entry has five fields: name, key of suites.SUITES, description of the fault, original text,
 # and replacement.
 PLANTS = {
-    "csrc/api/attention.cpp": [
-        ("packed-one-key-more", "csrc_attention", "a query sees the key after it",
-         "row / repeats + 1 : keys;", "std::min(keys, row / repeats + 2) : keys;"),
-        ("packed-first-row", "csrc_attention", "a key has no gradient from the first query that sees it",
-         "causal ? key * repeats : 0;", "causal ? (key + 1) * repeats : 0;"),
-        ("packed-heads-share-a-row", "csrc_attention", "all queries that share a key head use the first query",
-         "body(row, first_q + query, head * repeats + repeat);", "body(row, first_q + query, head * repeats);"),
-        ("packed-unseen-weigh", "csrc_attention", "dV includes keys that a query does not see",
-         "store(weights + t, keep_where(is_seen, e));", "store(weights + t, e);"),
-        ("packed-second-block", "csrc_attention", "keys after the first block have no gradient",
-         "const int64_t last = span.seen(block.begin + block.rows - 1);", "const int64_t last = std::min(kBackwardKeys, span.seen(block.begin + block.rows - 1));"),
-        ("packed-keys-of-the-block", "csrc_attention", "later keys use the weights of the first keys",
-         "weigh(p, span, block, k_tiles, v_tiles, key, end);", "weigh(p, span, block, k_tiles, v_tiles, 0, end - key);"),
-    ],
     "csrc/api/decoder.cpp": [
         ("decoder-part-of-the-rows", "csrc_decoder", "rows of other threads are not computed",
          "(begin * shares / parts, end * shares / parts)", "(0, shares / parts)"),

@@ -18,7 +18,6 @@ SUITES = {
     "support": "tests/loss/test_support.py -k 'not every_loss and not threads'",
     "csrc_support": "tests/kernels/test_support_kernels.py",
     "csrc_shards": "tests/loss/test_vocabulary_shards.py -k '2- and cpu'",
-    "csrc_attention": "tests/attention/test_attention_csrc.py",
     "csrc_decode": "tests/kernels/test_decode_cpu.py",
     "csrc_decoder": "tests/rollout/test_decoder.py",
     "divergence": "tests/loss/test_divergence.py",

@@ -11,6 +11,9 @@ fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         (…, N).
     """
     if in_bf16() and is_plain(weight) and (is_plain(x) or is_plain(x, dtype=BF16)):
-        return _Linear16.apply(x, weight, bias)
+        return _Linear.apply(x, weight, bias, True)
     # Check the cheapest conditions first. In a rollout, a product takes only tens of microseconds.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
@@ -54,8 +57,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         return F.linear(x, weight, bias)
     # If no gradient is needed, skip the overhead of an autograd Function.
-    needs_grad = _needs_grad(x, weight) or (bias is not None and _needs_grad(bias))
-    return (_Linear.apply if needs_grad else _product)(x, weight, bias)
+    if _needs_grad(x, weight, bias):
+        return _Linear.apply(x, weight, bias, False)
+    return _product(x, weight, bias, narrow=False)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _RmsNorm.apply(x, weight, eps) if _needs_grad(x, weight) else _norm(x, weight, eps)[0]
+    return _run(_norm, _norm_gradients, x, weight, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -83,23 +87,24 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     is_supported = is_plain(gate, up) or is_plain(gate, up, dtype=BF16)
     if not is_supported or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
-    return _SwiGLU.apply(gate, up) if _needs_grad(gate, up) else _gated(gate, up)
+    return _run(_gated, _gated_gradients, gate, up)
 
 
-def rotary(
-    q: Tensor,  # (B, heads, T, D)
-    k: Tensor,  # (B, key heads, T, D)
-    cos: Tensor,  # (B or 1, T, D)
-    sin: Tensor,  # (B or 1, T, D)
-) -> tuple[Tensor, Tensor]:
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Apply rotary embeddings to q and k as transformers does: x·cos + (−x_high, x_low)·sin.
 
     The tensors must satisfy `can_rotate`.
 
+    Args:
+        q: (B, heads, T, D).
+        k: (B, key heads, T, D).
+        cos: (B or 1, T, D).
+        sin: (B or 1, T, D).
+
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _Rotary.apply(q, k, cos, sin) if _needs_grad(q, k) else _rotated(q, k, cos, sin, False)
+    return _run(_rotated, _rotated_gradients, q, k, cos, sin)
 
 
 def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -115,8 +120,7 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and cos.shape in ((1, *q.shape[2:]), (q.shape[0], *q.shape[2:]))
         and k.shape == (q.shape[0], k.shape[1], *q.shape[2:])
         and q.shape[3] % 2 == 0
-        and not cos.requires_grad
-        and not sin.requires_grad
+        and not (cos.requires_grad or sin.requires_grad)
     )
 
 
@@ -152,132 +156,122 @@ def _refuse_transforms(*grads: Tensor) -> None:
         )
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def _needs_grad(*inputs: Any) -> bool:
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
 
 
 def _rows(x: Tensor) -> Tensor:
     return contiguous_rows(x.reshape(-1, x.shape[-1]))
 
 
-def _mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
+# ---- RMSNorm, SwiGLU and rotary embeddings: a forward function returns the outputs and the tensors
+# ---- that the backward function needs.
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = _mm(x.reshape(-1, x.shape[-1]), weight.t(), dtype=torch.float32)
-    out = out if bias is None else out.add_(bias)
-    return out.view(*x.shape[:-1], len(weight))
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
     y, scales = loader.operator("layers", "rms_norm")(_rows(x), weight.detach(), eps, in_bf16())
-    return y.view(x.shape), scales
+    return y.view(x.shape), (x, weight, scales)
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    y: Tensor = loader.operator("layers", "swiglu")(_rows(gate), _rows(up))
-    return y.view(gate.shape)
+def _norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor, None]:
+    operator = loader.operator("layers", "rms_norm_backward")
+    dx, dw = operator(_rows(grad), _rows(x), weight.detach(), scales)
+    return dx.view(x.shape), dw, None
+
+
+def _gated(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    y = loader.operator("layers", "swiglu")(_rows(gate), _rows(up))
+    return y.view(gate.shape), (gate, up)
+
+
+def _gated_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    found = loader.operator("layers", "swiglu_backward")(_rows(grad), _rows(gate), _rows(up))
+    return tuple(d.view(gate.shape) for d in found)
 
 
 def _rotated(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     # The kernel requires that the heads of a token are adjacent, so move the token axis to the
     # front. Models compute q and k in this layout, so usually nothing is copied.
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
     rotated = loader.operator("layers", "rotary")(*by_token, *angles, inverse)
-    out_q, out_k = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in rotated)
-    return out_q, out_k
+    return tuple(x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in rotated), (cos, sin)
+
+
+def _rotated_gradients(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
+    return *_rotated(dq, dk, cos, sin, inverse=True)[0], None, None
+
+
+def _run(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
+    if _needs_grad(*inputs):
+        return _Fused.apply(forward, backward, *inputs)
+    return forward(*inputs)[0]
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any
+    ) -> Any:
+        outputs, saved = forward(*inputs)
+        ctx.save_for_backward(*saved)
+        ctx.gradients = backward
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Any, ...]:
+        _refuse_transforms(*grads)
+        return None, None, *ctx.gradients(*grads, *ctx.saved_tensors)
+
+
+# ---- linear layers
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x·weightᵀ + bias with the operands of the product, in bf16 if `narrow` is True.
+
+    The bias is added in fp32 before the result is rounded.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if narrow:
+        rows, weight = rows.to(BF16), narrow_copy(weight)
+    out = _mm(rows, weight.t(), rows.dtype if bias is None else torch.float32)
+    if bias is not None:
+        out = out.add_(bias.to(rows.dtype)).to(rows.dtype)
+    return out.view(*x.shape[:-1], len(weight)), rows, weight
 
 
 class _Linear(torch.autograd.Function):
+    """Linear layer of fp32 or bf16 inputs. The gradients of weight and bias are summed in fp32."""
+
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+    def forward(
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool
+    ) -> Tensor:
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        out, rows, weight = _product(x, weight, bias, narrow)
+        ctx.save_for_backward(rows if needs_dw else None, weight if needs_dx else None)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return _product(x, weight, bias)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _refuse_transforms(grad)
         rows = grad.reshape(-1, grad.shape[-1])
-        dx = dw = None
-        if weight is not None:
-            dx = _mm(rows, weight, ctx.dtype).view(ctx.shape)
-        if x is not None:
-            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), torch.float32)
-        return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None
-
-
-class _Linear16(_Linear):
-    """Linear layer that multiplies in bf16 with fp32 weights.
-
-    The gradients of weight and bias are summed in fp32. Only the forward pass differs from
-    `_Linear`.
-    """
-
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
-        rows = x.reshape(-1, x.shape[-1]).to(BF16)
-        narrow = narrow_copy(weight)
-        ctx.save_for_backward(rows if needs_dw else None, narrow if needs_dx else None)
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        if bias is None:
-            return _mm(rows, narrow.t()).view(*x.shape[:-1], len(weight))
-        return _product(rows, narrow, bias.to(BF16)).to(BF16).view(*x.shape[:-1], len(weight))
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scales = _norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, scales)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, scales = ctx.saved_tensors
-        _refuse_transforms(grad)
-        operator = loader.operator("layers", "rms_norm_backward")
-        dx, dw = operator(_rows(grad), _rows(x), weight.detach(), scales)
-        return dx.view(x.shape), dw if ctx.needs_input_grad[1] else None, None
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _gated(gate, up)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        _refuse_transforms(grad)
-        operator = loader.operator("layers", "swiglu_backward")
-        dgate, dup = operator(*map(_rows, (grad, gate, up)))
-        return dgate.view(gate.shape), dup.view(up.shape)
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(q, k, cos, sin, False)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        _refuse_transforms(dq, dk)
-        return *_rotated(dq, dk, cos, sin, True), None, None
+        dx = None if weight is None else _mm(rows, weight, ctx.dtype).view(ctx.shape)
+        dw = None if x is None else _mm(rows.t(), x, torch.float32)
+        return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None, None

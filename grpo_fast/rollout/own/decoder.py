@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_fast.attention import TreeLayout, small_windows, trial
@@ -24,14 +25,7 @@ from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import autocast, gemm, layers, loader
 from grpo_fast.kernels.cpu import decode as cpp
-from grpo_fast.kernels.cpu.modules import (
-    SETTINGS,
-    Observer,
-    epsilon_of,
-    is_silu,
-    is_untouched,
-    settings_of,
-)
+from grpo_fast.kernels.cpu.modules import SETTINGS, Observer, epsilon_of, is_untouched, settings_of
 from grpo_fast.rollout.own.cache import RolloutCache
 
 if TYPE_CHECKING:
@@ -174,7 +168,10 @@ def is_llama_layer(layer: Any) -> bool:
     names = {name for name, _ in layer.named_parameters()}
     if not REQUIRED <= names <= REQUIRED | OPTIONAL or len(names & {*BIASES}) not in (0, 3):
         return False
-    return is_silu(getattr(layer.mlp, "act_fn", None)) and len(set(epsilons(layer))) == 1
+    x = torch.linspace(-8, 8, 33, dtype=torch.float32, device="cpu")
+    act = getattr(layer.mlp, "act_fn", None)
+    is_silu = act is not None and torch.allclose(act(x), F.silu(x))
+    return is_silu and len(set(epsilons(layer))) == 1
 
 
 def epsilons(layer: nn.Module) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""Per-token advantages by generalised advantage estimation or group-normalised process rewards."""
+"""Per-token advantages by generalised advantage estimation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import kind_of, number, require
-from grpo_fast.objective.advantages import normalized
 
 
 def gae(
@@ -93,45 +92,3 @@ def lam_by_length(lengths: Tensor, alpha: float) -> Tensor:  # (B,) each
     Source: VAPO, https://arxiv.org/abs/2504.05118
     """
     return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(0.0, 1.0)
-
-
-def process_advantages(
-    rewards: Tensor,  # (N*G, L)
-    *,
-    group_size: int,
-    eps: float = 1e-4,
-) -> Tensor:  # (N*G, L)
-    """Compute per-token advantages from per-token rewards, without a critic.
-
-    This is process supervision as in DeepSeekMath (https://arxiv.org/abs/2402.03300, section
-    4.1.3). Rewards are normalised by the mean and standard deviation of all rewards of the group.
-    The advantage of a token is the sum of the normalised rewards from this token on.
-
-    Args:
-        rewards: (N*G, L), float, group by group. NaN marks a token without a reward, for example
-            padding. A completion with only NaN gets advantage 0.
-        group_size: G, completions per prompt. Must divide the number of completions.
-        eps: number added to the standard deviation.
-
-    Returns:
-        Advantages, (N*G, L), fp32.
-
-    Raises:
-        ValueError: the rewards have a wrong shape or are infinite, or group_size does not divide
-            the number of completions.
-
-    Example:
-        >>> import torch
-        >>> from grpo_fast.objective.gae import process_advantages
-        >>> process_advantages(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), group_size=2).shape
-        torch.Size([2, 2])
-    """
-    fits = isinstance(rewards, Tensor) and rewards.dim() == 2 and not rewards.isinf().any()
-    require(fits, "rewards", "finite ones of shape (N*G, L)", kind_of(rewards))
-    fits = group_size >= 1 and len(rewards) % group_size == 0
-    require(fits, "group_size", f"a divisor of {len(rewards)} completions", group_size)
-    # Put all rewards of a group into one row, so that the mean is over the rewards and not over the
-    # means of completions.
-    grouped = rewards.double().reshape(len(rewards) // group_size, -1)
-    steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()
-    return steps.flip(-1).cumsum(-1).flip(-1).float()

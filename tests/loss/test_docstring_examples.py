@@ -11,7 +11,7 @@ from grpo_fast.objective import gae
 EXAMPLES = {name: getattr(grpo_fast, name) for name in grpo_fast.__all__}
 OF_ATTENTION = ("pack_tree", "pack_groups", "plan_packs", "head_of", "register")
 EXAMPLES |= {name: getattr(attention, name) for name in OF_ATTENTION}
-EXAMPLES |= {"gae": gae.gae, "process_advantages": gae.process_advantages}
+EXAMPLES["gae"] = gae.gae
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

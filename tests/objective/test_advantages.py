@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_fast import group_advantages
-from grpo_fast.objective.gae import gae, lam_by_length, process_advantages
+from grpo_fast.objective.gae import gae, lam_by_length
 from tests.pairs import pairs
 
 WITHOUT_GROUPS = ("rewards", "baseline")
@@ -284,24 +284,6 @@ def test_lambda_by_length():
     )
 
 
-def test_process_advantages_are_the_papers():
-    """Check the definition in DeepSeekMath, section 4.1.3.
-
-    Step rewards are normalized within the group. The advantage of a token is the sum of the
-    normalized rewards from this token to the end.
-    """
-    nan = float("nan")
-    rewards = torch.tensor([[nan, 1.0, nan, 0.0], [0.5, nan, nan, nan], [nan, nan, 3.0, 2.0],
-                            [nan, nan, nan, nan]])  # fmt: skip
-    found = process_advantages(rewards, group_size=2, eps=0.0)
-    first = [1.0, 0.0, 0.5]
-    mean, std = sum(first) / 3, torch.tensor(first).std().item()
-    a, b, c = ((x - mean) / std for x in first)
-    d = 0.5 / torch.tensor([3.0, 2.0]).std().item()
-    expected = [[a + b, a + b, b, b], [c, 0, 0, 0], [0.0, 0.0, 0.0, -d], [0.0] * 4]
-    torch.testing.assert_close(found, torch.tensor(expected))
-
-
 ROWS = {"rewards": torch.ones(2, 6), "values": torch.ones(2, 6)}
 
 
@@ -320,16 +302,3 @@ ROWS = {"rewards": torch.ones(2, 6), "values": torch.ones(2, 6)}
 def test_refusals_of_gae(given, said):
     with pytest.raises(ValueError, match=said):
         gae(**given)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"rewards": ONES}, r"rewards: expected finite ones of shape \(N\*G, L\), got shape"),
-        ({"rewards": torch.full((2, 2), math.inf)}, "rewards: expected finite"),
-        *[({"group_size": x}, "group_size: expected a divisor of 4") for x in (3, 0)],
-    ],
-)
-def test_refusals_of_process_advantages(changes, said):
-    with pytest.raises(ValueError, match=said):
-        process_advantages(**{"rewards": torch.ones(4, 2), "group_size": 2} | changes)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from grpo_fast import TeacherTopK, linear_divergence
+from tests.integrations.trainer_packages import load
 
 trl = pytest.importorskip("trl", minversion="1.16")
 theirs = importlib.import_module("trl.trainer.distillation_trainer")
@@ -141,7 +142,7 @@ def test_the_asynchronous_trainers_numbers_are_those_of_a_top_k(has_tail, beta, 
     Every second row has one candidate fewer than the others.
     """
     name = "trl.experimental.async_distillation.async_distillation_trainer"
-    theirs = pytest.importorskip(name)._chunked_jsd_loss
+    theirs = load(name)._chunked_jsd_loss
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (11, 40))
     top, ids = torch.randn(11, 40, generator=g).log_softmax(-1).topk(5)

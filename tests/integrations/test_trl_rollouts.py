@@ -218,11 +218,26 @@ def test_a_prompt_without_a_token_is_trls_error(model_path, tmp_path):
     assert ours.fast_path["rollouts"] == "TRL's: a prompt has no token"
 
 
-def test_our_loop_samples_for_models_with_absolute_positions(tmp_path):
-    path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    theirs, ours = both(path, tmp_path, disable_dropout=True, **GREEDY)
+ABSOLUTE = {
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", ABSOLUTE)
+def test_our_loop_samples_for_models_with_absolute_positions(tmp_path, family):
+    """Check that greedy runs draw TRL's tokens if dropout is off.
+
+    TRL samples with dropout. Its `disable_dropout` does not change the dropout of OPT.
+    """
+    path = cases.folder(tmp_path / family, family, **ABSOLUTE[family])
+    options = {"disable_dropout": True, "ends": ENDS, "num_iterations": 2, "max_steps": 3}
+    theirs, ours = both(path, tmp_path, **options, **GREEDY)
     assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
     assert ours.fast_path["forward"] == "packed"
+    for name in ("clip_ratio/region_mean", "frac_reward_zero_std"):
+        logged = [[entry.get(name) for entry in x.state.log_history] for x in (ours, theirs)]
+        assert logged[0] == logged[1]
 
 
 def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):

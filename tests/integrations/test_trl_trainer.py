@@ -127,6 +127,73 @@ def test_fast_path_with_empty_prompts_or_completions(model_path, tmp_path, spied
     assert ours.fast_path == before and len(padded) == 1
 
 
+# Positions where a mask leaves out a token that a subclass or a custom rollout does not want.
+MASKED = {
+    "first": ("completion_mask", 0, 0), "middle": ("completion_mask", 2, 3),
+    "prompt": ("prompt_mask", 1, 2), "right_padded_prompt": ("prompt_mask", 1, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+@pytest.mark.parametrize("case", MASKED)
+def test_holes_in_a_mask_are_trls(model_path, tmp_path, caplog, case, loss_type):
+    name, row, column = MASKED[case]
+    batch = micro_batch(ref_per_token_logps=torch.full((4, 6), -4.0))
+    batch[name][row, column] = 0
+    with caplog.at_level(logging.WARNING):
+        ours = compared(model_path, tmp_path, batch, loss_type=loss_type, beta=0.1)
+    assert "a mask of this micro-batch leaves out a token" in ours.fast_path["forward"]
+    assert ours.fast_path["loss"].startswith("TRL's")
+    assert caplog.text.count("leaves out a token") == 1
+    gradients(ours, micro_batch(ref_per_token_logps=torch.full((4, 6), -4.0)))
+    assert ours.fast_path["forward"] == "packed"
+
+
+@pytest.fixture
+def untested(monkeypatch):
+    monkeypatch.setattr(options_module, "RELEASE", "1.99.0")
+
+
+def test_an_untested_release_that_computes_the_same(model_path, tmp_path, untested, caplog):
+    with caplog.at_level(logging.WARNING):
+        ours = compared(model_path, tmp_path)
+    assert ours.fast_path.items() >= PACKED.items()
+    assert "trl 1.99.0 is untested (tested: 1.16)" in caplog.text
+    del ours._generate_single_turn
+    assert "1.99.0" in ours._sampling()
+    ours._generate_single_turn([[5, 6, 7]] * 4, None, {}, 4)
+    assert isinstance(ours._sampling(), rollouts.Sampling)
+
+
+def missing(*_: Any, **__: Any) -> None:
+    raise AttributeError("no attribute is_moved")
+
+
+@pytest.mark.parametrize("name", ["forward_reason", "single_pass", "probe"])
+def test_what_cannot_be_compared_with_an_untested_release_is_trls(
+    model_path, tmp_path, untested, monkeypatch, name
+):
+    monkeypatch.setattr(options_module, name, missing)
+    ours = compared(model_path, tmp_path)
+    reason = "TRL's: trl 1.99.0: AttributeError: no attribute is_moved"
+    assert ours.fast_path["forward"] == ours.fast_path["loss"] == reason
+    monkeypatch.setattr(options_module, "RELEASE", "1.16.0")
+    with pytest.raises(AttributeError, match="is_moved"):
+        compared(model_path, tmp_path)
+
+
+def test_a_head_that_moved_in_an_untested_release_is_trls(
+    model_path, tmp_path, untested, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        importlib.import_module("grpo_fast.integrations.trl.head"), "KERNEL", "gone"
+    )
+    with caplog.at_level(logging.WARNING):
+        ours = compared(model_path, tmp_path)
+    assert "['gone'] in the fused LM head" in ours.fast_path["forward"]
+    assert "TRL's LM head is used" in caplog.text
+
+
 def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path):
     """Check advantages per token in a batch with as many scored tokens as completions.
 

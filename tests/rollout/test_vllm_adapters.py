@@ -49,6 +49,21 @@ def policy() -> Policy:
     return adapted()
 
 
+def test_merged_weights_in_bf16_never_touch_the_base():
+    """Check that no number of transfers changes the base, as merging in place would in bf16."""
+    policy = adapted()
+    policy.model.bfloat16()
+    before = {name: (p.clone(), p._version) for name, p in policy.model.named_parameters()}
+    for _ in range(3):
+        merged = transfer.checkpoint_tensors(policy.lm, merged=True)
+    name = "model.layers.0.mlp.up_proj.weight"
+    base = transfer.checkpoint_tensors(policy.lm, merged=False)[name]
+    assert not torch.equal(merged[name], base)
+    for name, p in policy.model.named_parameters():
+        weight, version = before[name]
+        assert torch.equal(p, weight) and p._version == version, name
+
+
 @pytest.fixture
 def servers(impatient):
     """Yield two servers with --enable-lora, whose base weights differ from those of the policy."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +33,14 @@ SAME_NAME = (
     "max_completion_length", "top_entropy_quantile",
 )  # fmt: skip
 PROBE_TOLERANCE = 1e-4
+TESTED = ("1.16",)  # releases of TRL with which the tests were run
+RELEASE = version("trl")
 COMPILED = "torch_compile: our forward is not compiled"
+
+
+def is_tested() -> bool:
+    """Return True if the tests were run with the installed release of TRL."""
+    return ".".join(RELEASE.split(".")[:2]) in TESTED
 
 
 def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
@@ -118,7 +126,7 @@ def single_pass_reason(trainer: GRPOTrainer) -> str | None:
     """Return why one pass over the logits cannot compute loss and gradient, or None if it can."""
     try:
         config = loss_config(trainer)
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:  # a release of TRL may lack an attribute
         return f"loss_type {trainer.loss_type!r}: {error}"
     if not config.is_token_local:
         needs = "needs whole completions before its gradient"

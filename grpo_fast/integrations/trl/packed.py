@@ -27,6 +27,9 @@ from grpo_fast.integrations.trl.options import SinglePass
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Reasons why TRL computes a micro-batch.
+NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
+HOLES = "a mask of this micro-batch leaves out a token between others, or is padded differently"
 # True during a packed call. The function that builds the attention mask reads this variable,
 # because transformers does not pass the keyword `packed_layout` to that function.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
@@ -132,7 +135,7 @@ def pack_padded(
     input_ids: Tensor,  # (B, P+K)
     attention_mask: Tensor,  # (B, P+K)
     scored: Tensor,  # (B, K)
-) -> Pack | None:
+) -> Pack | str:
     """Pack the real tokens of a padded batch into one row, with each distinct prompt once.
 
     Args:
@@ -141,8 +144,9 @@ def pack_padded(
         scored: 1 at the completion tokens that the loss counts, shape (B, K).
 
     Returns:
-        The packed row. None if a completion has no prompt, so that no token predicts its first
-        token.
+        The packed row, or the reason why TRL must compute the batch: a completion has no prompt, so
+        that no token predicts its first token, or the tokens of a row are not contiguous. TRL keeps
+        a masked token in the context of later tokens, and a packed row would not.
     """
     # 1. Group the completions with scored tokens by their prompt. Do this on the CPU, because every
     # lookup of a prompt in a GPU tensor would synchronize.
@@ -151,15 +155,17 @@ def pack_padded(
     ids = input_ids.cpu()
     real = attention_mask.bool().cpu()
     counted = scored.bool().cpu() & real[:, -length:]
+    prompts, completions = real[:, :-length], real[:, -length:]
+    if (prompts[:, 1:] < prompts[:, :-1]).any() or (completions[:, 1:] > completions[:, :-1]).any():
+        return HOLES
     groups: dict[bytes, tuple[Tensor, list[int]]] = {}
     for row in counted.any(1).nonzero()[:, 0].tolist():
         prompt = ids[row, :-length][real[row, :-length]]
         groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
     if b"" in groups:
-        return None
+        return NO_PROMPT
     # 2. Pack the groups. If no token is scored, pack one token, so that this rank still runs a
     # forward and a backward pass. Otherwise, the other ranks would wait for this rank forever.
-    completions = real[:, -length:]
     token = ids[0, :1]
     texts = [ids[row, -length:][completions[row]] for row in range(rows)]
     lists = [(prompt, [texts[row] for row in members]) for prompt, members in groups.values()]

@@ -19,7 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 
-from grpo_fast.integrations.trl.options import COMPILED, is_compiled, unusual_model
+from grpo_fast.integrations.trl.options import (
+    COMPILED,
+    RELEASE,
+    is_compiled,
+    is_tested,
+    unusual_model,
+)
 from grpo_fast.integrations.trl.packed import own_attention
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
@@ -68,6 +74,7 @@ class OwnRollouts(GRPOTrainer):
         self._lm = lm
         self._drawn_at: tuple[tuple[str, int], int] | None = None
         self._known_hooks = foreign_hooks(self.model)
+        self._is_alike = is_tested()
         self.fast_path["rollouts"] = "ours"
         self._unsuited = unsuited(self, lm)
         if self._unsuited is None:
@@ -99,7 +106,10 @@ class OwnRollouts(GRPOTrainer):
         if isinstance(sampling, str):
             self._record_rollouts(sampling)
             with own_attention(self._lm, self._own_attention) if self._packs else nullcontext():
-                return super()._generate_single_turn(prompt_ids, *others, **more)
+                drawn = super()._generate_single_turn(prompt_ids, *others, **more)
+            # Our loop may take over if an untested release of TRL returns token ids alone, as 1.16.
+            self._is_alike = self._is_alike or (len(drawn) == 2 and drawn[1] is None)
+            return drawn
         self.fast_path["rollouts"] = "ours"
         self._sampled.eos_ids = frozenset(self.eos_token_ids)
         drawn = self._engine.generate(prompt_ids, sampling, group_size=1, seed=self._seed())
@@ -111,6 +121,8 @@ class OwnRollouts(GRPOTrainer):
             return OFF
         if self._unsuited is not None:
             return str(self._unsuited)
+        if not self._is_alike:
+            return f"trl {RELEASE} is untested, and its first rollout is compared"
         model = self.accelerator.unwrap_model(self.model)
         own = getattr(self._lm.generate, "__func__", None) is GenerationMixin.generate
         if "generate" in vars(model) or not own:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Reasons in `fast_path` that apply to a single micro-batch, whose loss TRL's code then computes.
-NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
+# Reason in `fast_path` that applies to a single micro-batch, whose loss TRL's code then computes.
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
 
@@ -79,6 +79,7 @@ class FastGRPOTrainer(OwnRollouts):
         # computes its metrics from them.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
+        self._logged: set[str] = set()
         self.fast_path = {"forward": "packed", "loss": "single pass"}
         self._packs = self._in_one_pass = True
         lm = base_model(self.accelerator.unwrap_model(self.model))
@@ -87,12 +88,20 @@ class FastGRPOTrainer(OwnRollouts):
         if tiled_mlp is not None:
             require(tiled_mlp > 0, "tiled_mlp", "a positive number of tokens", tiled_mlp)
             tile_mlps(lm, tiled_mlp)
-        reason = options.forward_reason(self, lm) or self._prepare_models(lm)
+        if not options.is_tested():
+            log.warning(
+                "FastGRPOTrainer: trl %s is untested (tested: %s). Logps, loss and gradients are "
+                "compared with TRL's before the first step",
+                options.RELEASE, ", ".join(options.TESTED),
+            )  # fmt: skip
+        reason = self._comparable(lambda: self._forward_reason(lm))
         if reason is not None:
             self._their_forward(reason)
         elif (reason := options.single_pass_reason(self)) is not None:
             self._their_objective(reason)
-        use_fast_head(self)  # for the micro-batches that use TRL's forward
+        # Use our head for the micro-batches that use TRL's forward.
+        if (reason := self._comparable(self._use_our_head)) is not None:
+            log.warning("FastGRPOTrainer: TRL's LM head is used: %s", reason)
         self._start_rollouts(lm)
         said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
         log.info(said, self.fast_path)
@@ -120,6 +129,28 @@ class FastGRPOTrainer(OwnRollouts):
         self._packs = self._in_one_pass = False
         log.warning("FastGRPOTrainer: TRL's forward pass is used, with our LM head: %s", reason)
 
+    def _comparable(self, attempt: Callable[[], str | None]) -> str | None:
+        """Return the result of `attempt`, or its error if an untested release of TRL causes one."""
+        try:
+            return attempt()
+        except Exception as error:
+            if options.is_tested():
+                raise
+            return f"trl {options.RELEASE}: {type(error).__name__}: {error}"
+
+    def _use_our_head(self) -> None:
+        use_fast_head(self)
+
+    def _forward_reason(self, lm: PreTrainedModel) -> str | None:
+        return options.forward_reason(self, lm) or self._prepare_models(lm)
+
+    def _record_forward(self, reason: str) -> None:
+        """Record why TRL computes the forward of a micro-batch, and log each reason once."""
+        self.fast_path["forward"] = f"TRL's: {reason}"
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.warning("FastGRPOTrainer: TRL's forward pass is used: %s", reason)
+
     def _their_objective(self, reason: str) -> None:
         """Let TRL compute the loss from our logps from now on, and record the reason."""
         self.fast_path["loss"] = f"TRL's on our logps: {reason}"
@@ -136,7 +167,10 @@ class FastGRPOTrainer(OwnRollouts):
             take_packed_rows(lm)
         except ValueError as error:
             return str(error)
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            if not options.is_tested():
+                return f"trl {options.RELEASE} is untested, and a sharded model is not compared"
+        else:
             difference = self._self_check(lm)
             if difference is not None:
                 lm.set_attn_implementation(self._own_attention)
@@ -165,6 +199,7 @@ class FastGRPOTrainer(OwnRollouts):
 
         def packed(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
             pack = pack_padded(ids, real, real[:, -selfcheck.SCORED :])
+            assert not isinstance(pack, str)
             return pack.padded(self._run(lm, PackedCall(pack, self._head))["logps"])
 
         try:
@@ -214,8 +249,8 @@ class FastGRPOTrainer(OwnRollouts):
         rows = (x.split(batch_size or x.shape[0]) for x in (input_ids, attention_mask))
         for ids, real in zip(*rows, strict=True):
             pack = pack_padded(ids, real, real[:, -logits_to_keep:])
-            if pack is None:
-                self.fast_path["forward"] = f"TRL's: {NO_PROMPT}"
+            if isinstance(pack, str):
+                self._record_forward(pack)
                 return theirs()
             result = self._run(model, PackedCall(pack, self._head, compute_entropy))
             logps.append(pack.padded(result["logps"]))
@@ -233,7 +268,14 @@ class FastGRPOTrainer(OwnRollouts):
             return super()._compute_loss(model, inputs)
         if not self._probed:
             self._probed = True
-            if (gap := options.probe(self)) is not None:
+            try:
+                gap = options.probe(self)
+            except Exception as error:
+                if options.is_tested():
+                    raise
+                self._their_forward(f"trl {options.RELEASE}: {type(error).__name__}: {error}")
+                return super()._compute_loss(model, inputs)
+            if gap is not None:
                 log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", gap)
                 self._their_objective(gap)
                 return super()._compute_loss(model, inputs)
@@ -243,8 +285,8 @@ class FastGRPOTrainer(OwnRollouts):
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         pack = pack_padded(input_ids, attention_mask, mask)
-        if pack is None:
-            self.fast_path["loss"] = f"TRL's: {NO_PROMPT}"
+        if isinstance(pack, str):
+            self.fast_path["loss"] = f"TRL's: {pack}"
             return super()._compute_loss(model, inputs)
         rule = self._head.rule._asdict()
         job = options.single_pass(self, inputs, pack.target_ids.shape[0], **rule)

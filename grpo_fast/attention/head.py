@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 CHECK_TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
 }  # fmt: skip
+# Configuration fields with the bound of the logits.
+SOFTCAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
 
 
 class Head(NamedTuple):
@@ -43,13 +45,19 @@ def check_tolerance(dtype: torch.dtype) -> float:
     return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 
+def trunk_of(lm: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a causal LM in front of its LM head."""
+    trunk = lm.base_model
+    return lm.model if trunk is lm else trunk  # Llama 4 names its base model wrongly
+
+
 def head_of(lm: PreTrainedModel) -> Head:
     """Return the LM head of a transformers causal LM.
 
-    The result includes the transforms that models apply after the head: `final_logit_softcapping`
-    (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite, divides) and
-    `lm_head_multiplier` (Falcon-H1, multiplies). If your model has a different transform, check
-    once that `linear_logps` with this head gives the logps of the model.
+    The result includes the transforms that models apply after the head: the fields in SOFTCAPS
+    (Gemma, RecurrentGemma, xLSTM), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite,
+    divides) and `lm_head_multiplier` (Falcon-H1, multiplies). If your model has a different
+    transform, check once that `linear_logps` with this head gives the logps of the model.
 
     Args:
         lm: a transformers causal LM.
@@ -84,5 +92,6 @@ def head_of(lm: PreTrainedModel) -> Head:
         value = getattr(lm.config, name, None)
         if value is not None:
             scale *= 1 / float(value) if name == "logits_scaling" else float(value)
-    softcap = getattr(lm.config, "final_logit_softcapping", None)
+    softcaps = (getattr(lm.config, name, None) for name in SOFTCAPS)
+    softcap = next((bound for bound in softcaps if bound is not None), None)
     return Head(layer.weight, layer.bias, None if softcap is None else float(softcap), scale)

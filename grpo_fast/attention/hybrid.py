@@ -34,6 +34,8 @@ from grpo_fast.attention.layout import TreeLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from grpo_fast.attention.packing import PackedTree
+
 # Methods of a transformers cache. Recurrent layers call READS. A layer that also calls ATTENDS
 # stores keys, so it needs more than a state.
 READS = {"get_conv_state", "get_recurrent_state"}
@@ -173,6 +175,19 @@ def plan_paths(layout: TreeLayout, *, exact: bool = False) -> Plan:
     return _plan(batches, layout)
 
 
+def hidden_by_samples(trunk: nn.Module, packed: PackedTree) -> Tensor:
+    """Compute the hidden states (T, H) of a packed row without packed attention.
+
+    Each segment is computed after copies of its ancestors' rows by the model's own forward pass.
+    Only sequences of equal length are in one batch, so no mask is needed. This is exact for every
+    causal model, but nothing is shared.
+    """
+    ids = packed.input_ids[0]
+    plan = packed.layout.cached("samples", lambda: plan_paths(packed.layout, exact=True))
+    batches = (trunk(input_ids=ids[batch.rows], use_cache=False) for batch in plan.batches)
+    return plan.join([output.last_hidden_state for output in batches])
+
+
 def _padded(
     paths: Sequence[Tensor], skipped: Sequence[int], least: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -237,10 +252,10 @@ def split_recurrent_layers(model: PreTrainedModel) -> None:
     Calling the function again has no effect. Without a packed row, the layers compute what they did
     before. The base model passes the layout to its layers, so it needs a forward pre-hook.
     """
-    width = model.get_input_embeddings().weight.shape[-1]
     for module in recurrent_layers(model):
         if not isinstance(vars(module).get("forward"), types.MethodType):
             name = str(_cache_name(type(module)))
+            width = model.get_input_embeddings().weight.shape[-1]
             forward = partial(_forward, name, can_continue(module, name, width))
             module.forward = types.MethodType(forward, module)
     hooks = model._forward_pre_hooks.values()

@@ -210,6 +210,7 @@ def check_supported(model: PreTrainedModel) -> None:
     This is the case for models with recurrent layers that cannot be split, with unknown kinds of
     layers, and models whose RoPE depends on the sequence length.
     """
+    check_rope(model)
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or [])
     is_recurrent = getattr(model, "_is_stateful", False) or kinds & RECURRENT
@@ -219,11 +220,20 @@ def check_supported(model: PreTrainedModel) -> None:
     other = kinds - SUPPORTED_LAYERS
     if other:
         raise ValueError(f"layer_types: expected {sorted(SUPPORTED_LAYERS)}, got {sorted(other)}")
-    rope = getattr(config, "rope_parameters", None) or {}
+
+
+def check_rope(model: PreTrainedModel) -> None:
+    """Raise a ValueError if a model's RoPE depends on the length of the sequence.
+
+    Its hidden states then depend on later tokens, so a sampler and one forward pass disagree.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
     for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
         kind = part.get("rope_type")
         if kind in LENGTH_DEPENDENT_ROPE:
-            raise ValueError(f"rope_type: {kind!r} depends on the length, which differs in a pack")
+            raise ValueError(
+                f"rope_type: {kind!r} depends on the length, so logits would depend on later tokens"
+            )
 
 
 def shared_prompt_supported(model: PreTrainedModel) -> str | None:

@@ -7,8 +7,9 @@ exceed every limit of the configuration, and each type of RoPE is tested.
     --only NAME     test only this family; may be repeated
     --write         write the table to grpo_fast/attention/README.md
 
-Each family gets a verdict: right, slower, refused or wrong. "slower" means that packed rows are
-right, but transformers' `generate` runs the rollouts. The exit status is 1 if a family is wrong.
+Each family gets a verdict: right, slower, plain, refused or wrong. "slower" means that packed rows
+are right, but transformers' `generate` runs the rollouts. "plain" means that each sequence is
+computed alone by the model's own forward. The exit status is 1 if a family is wrong.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ TOLERANCE = 2e-3  # largest difference of logps in nats; a wrong mask causes ten
 # exceed the window of 16 tokens, and some exceed the other limits of `families.SIZES`: 24, 64 and
 # 256. A group with a single completion has nothing to share.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
-RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
+RIGHT, SLOWER, PLAIN, REFUSED = "right", "slower", "plain", "refused"
+WRONG, NOT_BUILT = "WRONG", "not built"
+# The columns "training" and "rollouts" of each verdict.
 MEANING = {
-    RIGHT: "packed rows and our own loop are right",
-    SLOWER: "packed rows are right, rollouts by `generate`",
-    REFUSED: "refused before training",
-    NOT_BUILT: "the generic configuration does not fit",
-    WRONG: "WRONG",
+    RIGHT: "packed rows, shared prompts | our own loop",
+    SLOWER: "packed rows, shared prompts | `generate`",
+    PLAIN: "plain: each sequence alone | `generate`",
+    REFUSED: "refused |",
+    NOT_BUILT: "not tested: the generic configuration does not fit |",
+    WRONG: "WRONG |",
 }
 README = Path(__file__).resolve().parents[2] / "grpo_fast/attention/README.md"
 MARKS = "<!-- sweep -->", "<!-- end of sweep -->"
@@ -110,6 +114,8 @@ def judge(family: str, **changes: Any) -> Verdict:
              if not gap <= TOLERANCE]  # fmt: skip
     if found:
         return Verdict(family, WRONG, ", ".join(found))
+    if policy.unshared is not None:
+        return Verdict(family, PLAIN, policy.unshared.splitlines()[0])
     reason = hf._unsuited[policy.lm]
     return Verdict(family, RIGHT if reason is None else SLOWER, reason or "")
 
@@ -120,7 +126,7 @@ def judge_ropes(family: str) -> Verdict:
     Return the first wrong verdict, or the verdict for the default RoPE.
     """
     verdict = judge(family)
-    if verdict.kind in (RIGHT, SLOWER):
+    if verdict.kind in (RIGHT, SLOWER, PLAIN):
         for rope in ROPES:
             other = judge(family, rope=rope)
             if other.kind == WRONG:
@@ -159,12 +165,12 @@ def _line(error: Exception) -> str:
 def table(verdicts: Sequence[Verdict]) -> str:
     """Return a Markdown table with one row for each pair of verdict and reason."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for kind in (RIGHT, SLOWER, REFUSED, NOT_BUILT, WRONG):
+    for kind in (RIGHT, SLOWER, PLAIN, REFUSED, NOT_BUILT, WRONG):
         for family, own, reason in verdicts:
             if own == kind:
                 why = "" if kind == NOT_BUILT else _without_numbers(reason)
                 rows.setdefault((kind, why), []).append(f"`{family}`")
-    lines = ["| class | families | reason |", "|---|---|---|"]
+    lines = ["| training | rollouts | families | reason |", "|---|---|---|---|"]
     for (kind, reason), names in rows.items():
         lines.append(f"| {MEANING[kind]} | {len(names)}: {', '.join(names)} | {reason} |")
     return "\n".join(lines)

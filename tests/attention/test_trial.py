@@ -157,8 +157,8 @@ def test_a_rule_that_packed_rows_break_is_found(scale, weights, limit, monkeypat
     std = {"default": 0.02, "zero": 0.0}.get(weights)
     for parameter in policy.lm.parameters() if std is not None else ():
         nn.init.normal_(parameter, std=std)
-    with pytest.raises(ValueError, match="differs from its own logits"):
-        self_check(policy)
+    assert self_check(policy) <= 1e-4
+    assert "differs from its own logits" in policy.unshared
     with policy.generation():
         assert "differ by" in hf.why_unsuited(policy)
 
@@ -173,14 +173,14 @@ def test_a_rule_that_follows_positions_is_right(limit, monkeypatch):
 
 
 @pytest.mark.parametrize("std", [0.0, 0.002])
-@pytest.mark.parametrize("family", ["falcon", "gpt_neo", "mpt", "openai-gpt", "phimoe"])
-def test_small_weights_do_not_hide_a_family_that_is_refused(family, std):
+@pytest.mark.parametrize("family", ["falcon", "gpt_neo", "mpt", "openai-gpt"])
+def test_small_weights_do_not_hide_a_family_that_cannot_be_packed(family, std):
     model = family_model(family)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=std)
     policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
-    with pytest.raises(ValueError, match="packed attention"):
-        self_check(policy)
+    self_check(policy)
+    assert "packed attention" in policy.unshared
 
 
 def test_random_weights_in_half_precision_do_not_refuse_a_family():

@@ -180,16 +180,34 @@ WINDOW_IN_THE_MASK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere", "qwen2_moe"])
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 16},  # has softcaps
+    "qwen2": {},
+    "cohere": {},  # has a scaled head
+    "qwen2_moe": WINDOW_IN_THE_MASK,
+    "qwen3_5_text": {  # has a recurrent layer
+        "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "initializer_range": 0.2,
+    },
+    "gpt_oss": {  # has attention sinks
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6,
+        "initializer_range": 0.2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(tmp_path, family):
-    """Check runs of model families with softcaps, sliding windows, tied heads and scaled heads."""
-    changes = {"gemma2": {"head_dim": 16}, "qwen2_moe": WINDOW_IN_THE_MASK}.get(family, {})
+    """Check runs of models that pack their rows in special ways."""
+    changes = FAMILIES[family]
     path = cases.folder(tmp_path / family, family, **changes)
     # Gemma 2 needs eager attention, because transformers 5.17 uses sdpa by default, which ignores
     # the softcap.
     loading = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    options = {"router_aux_loss_coef": 0.0} if family == "qwen2_moe" else {}
-    options |= {"loss_type": "dapo", "beta": 0.05, "max_steps": 2, "loading": loading}
+    options = {"router_aux_loss_coef": 0.0} if "num_experts_per_tok" in changes else {}
+    options |= {"loss_type": "dapo", "beta": 0.05, "max_steps": 3, "loading": loading}
     compare_runs(path, tmp_path, **options)
 
 

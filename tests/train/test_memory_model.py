@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.trainers.step import peak_bytes
 from grpo_fast.attention import pack_groups, trunk_tokens
+from grpo_fast.attention.hybrid import recurrent_layers
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, RunConfig
 from grpo_fast.train.config.recipes import load_recipe
@@ -22,6 +23,7 @@ from grpo_fast.train.planning.memory_model import (
     trainable_parameters,
 )
 from grpo_fast.train.planning.plan import KNOWN_MODELS, OPTIONS, plan, render
+from tests.attention.families import family_model
 from tests.command_line import invoke
 from tests.tiny import SYMBOLS, tiny_model
 from tests.train.test_train_config import MINIMAL
@@ -89,6 +91,21 @@ def save_in_numpy(pin_memory):
         lambda x: (x.dtype, x.detach().float().numpy().copy()),
         lambda saved: torch.from_numpy(saved[1]).to(saved[0], copy=True),
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_recurrent_layers_are_measured(family, monkeypatch):
+    """Check that the prediction is within 20% of what autograd saves for a hybrid model."""
+    wide = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16, "chunk_size": 64}
+    model = family_model(family, max_position_embeddings=4096, **wide)
+    monkeypatch.setattr(policies, "fast_layers", lambda model: None)
+    policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
+    shape = Shape.of(model)
+    assert shape.recurrent_layers == len(recurrent_layers(model)) and shape.recurrent_bytes > 0
+    memory = predicted(shape, "cpu", model={"dtype": "float32"})
+    packed = pack_groups([([2] * 256, [[3] * 129] * 8)])
+    kept = kept_bytes(policy, packed) / packed.layout.total
+    assert kept == pytest.approx(memory.kept_per_token, rel=0.2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -55,11 +55,15 @@ def test_accumulation_changes_nothing(tmp_path, loss, monkeypatch, caplog):
     whole = sort(tmp_path / "whole", *options)
     options += ["tokens_per_microbatch=30"]
     close(whole, sort(tmp_path / "tokens", *options))
-    supported = "grpo_fast.train.models.policy.shared_prompt_supported"
-    monkeypatch.setattr(supported, lambda _: "rope_type: 'some'")
+
+    def refuse(model):
+        raise ValueError("rope_type: 'some'")
+
+    monkeypatch.setattr("grpo_fast.train.models.policy.check_supported", refuse)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         close(whole, sort(tmp_path / "packed", *options))
-    assert caplog.messages == ["every completion gets a copy of the prompt: rope_type: 'some'"]
+    said = "completions are computed alone, without shared prompts: rope_type: 'some'"
+    assert caplog.messages == [said]
 
 
 def test_one_step_per_batch_is_on_policy_and_the_second_pass_is_not(tmp_path):

@@ -47,8 +47,8 @@ def test_self_check_finds_an_unknown_head_rule_and_layouts_that_are_ignored(monk
         return whole(q, k, v, TreeLayout.of([layout.total]), **options)
 
     monkeypatch.setattr("grpo_fast.attention.model.packed_rows_attention", contaminated)
-    with pytest.raises(ValueError, match="differs from its own logits"):
-        self_check(policy)
+    self_check(policy)
+    assert "differs from its own logits" in policy.unshared  # it then uses the model's own forward
 
 
 def test_lora_trains_the_adapter_and_saves_a_merged_model(tmp_path):

@@ -35,14 +35,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     sinks = params.sinks
     out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap, q.device), block_mask=mask,
-        scale=params.scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=sinks is not None,
+        scale=params.scale, enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=None if sinks is None else _lse_request(),
     )  # fmt: skip
     if sinks is not None:
-        out, lse = out
+        out, (lse, *_) = out
         # A sink adds exp(sink) to the denominators exp(lse).
         share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
         out = (out * share[..., None]).to(q.dtype)
     return out[0].transpose(0, 1)
+
+
+def _lse_request() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 @cache

@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
     PackedTree,
+    check_rope,
     check_supported,
     disable_dropout,
     fast_layers,
     head_of,
+    hidden_by_samples,
     register,
-    shared_prompt_supported,
     split_recurrent_layers,
+    trunk_of,
 )
+from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import distributed, sharding
 
@@ -43,7 +46,7 @@ class Policy(SampledModel):
         home: device that the property `device` returns while the model is on the meta device.
 
     Raises:
-        ValueError: packed attention or the fused head does not support the model.
+        ValueError: the model's RoPE depends on the length of the sequence.
     """
 
     def __init__(
@@ -57,16 +60,30 @@ class Policy(SampledModel):
         super().__init__(model, tokenizer, autocast=autocast)
         self.home = home
         self.kind = type(self.lm)  # stored, because FSDP2 replaces the model's class later
-        check_supported(self.lm)
-        # Reason why completions cannot share the computation of their prompt, or None if they can.
-        self.unshared = shared_prompt_supported(self.lm)
+        # Reason why every completion is computed alone, by the model's own forward. None if packed
+        # rows are used, in which completions share the computation of their prompt.
+        self.unshared: str | None = None
+        check_rope(self.lm)
         disable_dropout(self.lm)
-        fast_layers(self.lm.base_model)
-        split_recurrent_layers(self.lm.base_model)
-        self.lm.set_attn_implementation(register())
+        try:
+            check_supported(self.lm)
+            split_recurrent_layers(self.lm.base_model)
+            fast_layers(self.lm.base_model)
+            self.lm.set_attn_implementation(register())
+        except ValueError as error:
+            self.compute_alone(str(error))
         # True if the initial policy equals its base model, False if it has a trained adapter.
         self.starts_at_base = True
         self.is_sharded = self._is_apart = self._is_inside = False
+
+    def compute_alone(self, reason: str) -> None:
+        """Stop using packed rows, and compute every completion by the model's own forward.
+
+        Args:
+            reason: why packed rows of this model would be wrong.
+        """
+        self.unshared = reason
+        self.lm.set_attn_implementation(self.generation_attn)
 
     @property
     def is_empty(self) -> bool:
@@ -102,7 +119,10 @@ class Policy(SampledModel):
 
         def hidden() -> Tensor:
             with self._autocast():
-                states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
+                if self.unshared is not None:
+                    states = hidden_by_samples(trunk_of(self.lm), packed)
+                else:
+                    states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
             return states if self.autocast is None else states.to(self.autocast)
 
         return self.inside(hidden)
@@ -135,7 +155,14 @@ class Policy(SampledModel):
         return self.inside(logps)
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Shard the weights of the model over a device mesh with FSDP2."""
+        """Shard the weights of the model over a device mesh with FSDP2.
+
+        Raises:
+            ValueError: the model computes every completion alone. Ranks would then run different
+                numbers of forward passes and wait for each other forever.
+        """
+        expected = "ddp, because this model computes every completion alone"
+        require(self.unshared is None, "distributed", expected, f"fsdp2 or hsdp: {self.unshared}")
         sharding.shard(self.lm, mesh, self.device)
         self.is_sharded = True
 

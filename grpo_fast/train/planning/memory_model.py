@@ -17,6 +17,11 @@ kv_heads·head_dim. An activation has e bytes. Autograd stores these bytes per t
     attention       e·(2q + 2kv): q, k, v and output. Kernels store k and v without repeating heads.
     MLP             4·e·I: gate, silu(gate), up and their product
 
+The recurrent layers of hybrid models store other tensors in place of those of the attention. Their
+bytes are measured by running one layer on the meta device. The layers run in fp32 in any dtype. If
+segments are much shorter than a layer's chunks, the layer stores up to a third more. Models whose
+recurrent layers have no MLP (Nemotron-H) store less.
+
 The backward pass of a layer needs e·(2I + 3h) more bytes per token.
 
 With gradient checkpointing, a step stores only the input of each layer (e·h), and the activations
@@ -41,7 +46,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
+from grpo_fast.attention.hybrid import recurrent_layers
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
 
@@ -66,6 +73,8 @@ class Shape:
     kv: int  # kv_heads · head_dim
     vocab: int
     parameters: int
+    recurrent_layers: int = 0
+    recurrent_bytes: float = 0.0  # stored per token by one recurrent layer
 
     @classmethod
     def of(cls, lm: PreTrainedModel) -> Shape:
@@ -82,10 +91,41 @@ class Shape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        recurrent = recurrent_layers(lm)
+        stored = stored_bytes(recurrent[0], config.hidden_size) if recurrent else 0.0
         return cls(
             config.num_hidden_layers, config.hidden_size, mlp, heads * head_dim,
             kv_heads * head_dim, config.vocab_size, sum(p.numel() for p in lm.parameters()),
+            len(recurrent), stored,
         )  # fmt: skip
+
+
+def stored_bytes(layer: nn.Module, hidden: int, tokens: int = 256) -> float:
+    """Return the bytes per token that autograd stores for a layer in fp32.
+
+    The layer runs on the meta device, which computes nothing and allocates no memory.
+
+    Raises:
+        ValueError: the layer does not run on the meta device.
+    """
+    named = [*layer.named_parameters(), *layer.named_buffers()]
+    weights = {name: x.detach().to("meta", torch.float32) for name, x in named}
+    own = {x.untyped_storage()._cdata for x in weights.values()}
+    stored: dict[int, Tensor] = {}
+
+    def note(x: Tensor) -> Tensor:
+        stored[x.untyped_storage()._cdata] = x
+        return x
+
+    x = torch.empty(1, tokens, hidden, device="meta", requires_grad=True)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            torch.func.functional_call(layer, weights, (x,))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        kind = type(layer).__name__
+        raise ValueError(f"{kind}: its memory cannot be measured: {error}") from error
+    kept = [x.untyped_storage().nbytes() for key, x in stored.items() if key not in own]
+    return sum(kept) / tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,10 +232,13 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
     layer = norms + attention + mlp
+    recurrent = norms + shape.recurrent_bytes + mlp
     if not model.gradient_checkpointing:
-        return layers * layer, backward, tile
+        count = shape.recurrent_layers
+        return (layers - count) * layer + count * recurrent, backward, tile
+    largest = max(layer, recurrent) if shape.recurrent_layers else layer
     stored = 0 if model.gradient_checkpointing == "offload" and not on_cpu else layers * e * h
-    return stored, backward + layer, tile
+    return stored, backward + largest, tile
 
 
 def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:

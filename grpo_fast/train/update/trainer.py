@@ -94,7 +94,9 @@ class Trainer:
             in_step=config.is_sharded and distributed.size() > 1,
         )  # fmt: skip
         if policy.unshared is not None:
-            log.warning("every completion gets a copy of the prompt: %s", policy.unshared)
+            log.warning(
+                "completions are computed alone, without shared prompts: %s", policy.unshared
+            )
         self.num_tokens = self.peak_memory = 0
 
     @property

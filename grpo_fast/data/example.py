@@ -23,6 +23,7 @@ class Example(NamedTuple):
         fields: all columns of the row in the data file, for reward functions.
         label: the answer in the row, before it was converted to text, of any type. None if the
             example has no answer, or was not read from a row.
+        text: the prompt as text, if chat messages were built from it. Reward functions receive it.
     """
 
     prompt: Prompt
@@ -30,6 +31,7 @@ class Example(NamedTuple):
     solution: str | None
     fields: Fields = MappingProxyType({})
     label: object = None
+    text: str | None = None
 
 
 def text_of(prompt: Prompt) -> str:

@@ -117,7 +117,7 @@ class Form(NamedTuple):
         if system is None and not self.chat:
             return example._replace(prompt=text)
         messages = [] if system is None else [{"role": "system", "content": system}]
-        return example._replace(prompt=[*messages, {"role": "user", "content": text}])
+        return example._replace(prompt=[*messages, {"role": "user", "content": text}], text=text)
 
 
 def _as_text(value: object) -> str:
@@ -144,7 +144,8 @@ def in_chat(example: Example) -> Example:
     """Return the example with its text prompt as a user's message, unless it is rendered."""
     if not isinstance(example.prompt, str) or is_rendered(example.prompt):
         return example
-    return example._replace(prompt=[{"role": "user", "content": example.prompt}])
+    messages = [{"role": "user", "content": example.prompt}]
+    return example._replace(prompt=messages, text=example.prompt)
 
 
 class ShotPrompts(LazySequence[Example]):

@@ -59,6 +59,7 @@ _WRAPPER = re.compile(
 _THOUGHT = re.compile(r"[<\[](/?)(?:think|thinking|thought|reasoning)[>\]]", re.I)
 _OPEN_TAG = re.compile("<answer>", re.I)
 _CLOSE_TAG = re.compile("</answer>", re.I)
+_LINK = re.compile(r"[\s$;)]*(?:,|\bor\b|\band\b)[\s$]*(?:or\b|and\b)?[\s$]*(?:[A-Za-z] ?= ?)?")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 # What stands before or after a number that is a part of an expression, as in `x^2` and `2\pi`.
 _BEFORE_PART = re.compile(r"(?:[\^_√]|\^\{|_\{|\}\{|sqrt\{|frac\{)-?\Z")
@@ -120,17 +121,27 @@ def last_latex(text: str) -> str | None:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    r"""Return the position and content of the last \boxed{…} with balanced braces, or None."""
+    r"""Return the position and content of the last \boxed{…} with balanced braces, or None.
+
+    If several boxes are linked, as in `\boxed{2} or \boxed{3}`, the content lists them all.
+    """
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
     opened: list[int] = []  # start of each open box, and -1 for each other open brace
-    last = None
+    boxes: list[tuple[int, int]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(-1 if brace[0] == "{" else brace.start())
         elif opened and (place := opened.pop()) >= 0:
-            last = place, brace.start()
-    return last and (last[0], text[text.index("{", last[0]) + 1 : last[1]])
+            boxes.append((place, brace.start()))
+    contents: list[str] = []
+    place = len(text)
+    for start, end in reversed(boxes):
+        if contents and not _LINK.fullmatch(text, end + 1, place):
+            break
+        contents.insert(0, text[text.index("{", start) + 1 : end])
+        place = start
+    return (place, ", ".join(contents)) if contents else None
 
 
 def last_number(text: str) -> str | None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.errors import RewardError
 from grpo_fast.rewards import rules, workers
-from grpo_fast.rewards.calling import RewardFailure, RewardFunction, import_function
 from grpo_fast.rewards.columns import check_examples, score
-from grpo_fast.rewards.conventions import OURS, Loaded, load
-from grpo_fast.rewards.isolated import IsolatedReward
+from grpo_fast.rewards.conventions import (
+    OURS,
+    Loaded,
+    Modules,
+    RewardFailure,
+    RewardFunction,
+    import_function,
+    load,
+)
+from grpo_fast.rewards.isolated import IsolatedReward, Worker
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rewards.scoring import Scorer, expressions_worker, scorer_for
@@ -62,11 +70,13 @@ def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardS
         ValueError: a name is unknown, there is no function at a path, or a function does not accept
             an option.
     """
-    rewards = [_resolve(spec) for spec in specs]
+    modules: Modules = {}
+    processes: dict[str, Worker] = defaultdict(Worker)  # functions of one module share a process
+    rewards = [_resolve(spec, modules, processes[spec.name.rpartition(":")[0]]) for spec in specs]
     return RewardSet(rewards, max_failures=max_failures)
 
 
-def _resolve(spec: Any) -> WeightedReward:
+def _resolve(spec: Any, modules: Modules, worker: Worker) -> WeightedReward:
     name = spec.name
     is_custom = ":" in name
     if not is_custom and name not in KNOWN:
@@ -78,13 +88,13 @@ def _resolve(spec: Any) -> WeightedReward:
         raise ValueError(f"rewards: got the unknown name {name!r}; {hint}; {custom}")
     convention = spec.convention if is_custom else OURS
     if name in WORKERS or (is_custom and not spec.in_process):
-        loaded = _load_in_worker(spec, convention)
+        loaded = _load_in_worker(spec, convention, worker if is_custom else Worker())
     elif name == "reward_model":
         loaded = load(RewardModel, OURS, {"path": spec.path, **spec.options})
     else:
         if name in ("math_equal", "math_close"):
             _check_math(name)
-        loaded = load(REWARDS.get(name) or import_function(name), convention, spec.options)
+        loaded = load(REWARDS.get(name) or import_function(name, modules), convention, spec.options)
     function, convention, parameters = loaded
     # A custom function with `answers` and `**columns` may have been written for TRL. If the data
     # has a column `answers`, TRL would pass this column instead of the gold answers.
@@ -103,12 +113,12 @@ def _check_math(name: str) -> None:
         raise ValueError(f"rewards: {name} cannot be used: {error} ({remedy})") from None
 
 
-def _load_in_worker(spec: Any, convention: str | None) -> Loaded:
+def _load_in_worker(spec: Any, convention: str | None, worker: Worker) -> Loaded:
     name = spec.name
     path = f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}" if name in WORKERS else name
     function = IsolatedReward(
         path, timeout=spec.timeout, options=spec.options, bounded=name in BOUNDED,
-        convention=convention,
+        convention=convention, worker=worker,
     )  # fmt: skip
     try:
         return function.load()

@@ -2,7 +2,8 @@
 
 Each column has one entry per completion:
 
-- `prompts`, `completions` (strings) and `answers`.
+- `prompts` (texts, or lists of messages if the rows of the data have messages), `completions`
+  (strings) and `answers`.
 - `completion_ids` (tokens, with EOS if the completion ended) and `completion_lengths`.
 - `prefills`: the beginning of the assistant's turn that the prompt contains, such as `<think>`.
 - Every other field of the examples, under its name.
@@ -57,12 +58,18 @@ def score(
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
-    prompts = [example.prompt for example in examples]
-    texts = prompt_texts or [""] * len(examples)
-    columns["prefills"] = list(map(prefill_of, prompts, texts))
-    answers = [example.answer for example in examples]
-    labels = [label_of(example) for example in examples]
-    return rewards(prompts, completions, answers, columns, labels=labels, prompt_texts=prompt_texts)
+    chats = [example.prompt for example in examples]
+    columns["prefills"] = list(map(prefill_of, chats, prompt_texts or [""] * len(examples)))
+    return rewards(
+        # If the chat template turned a text into messages, reward functions receive the text.
+        [example.prompt if example.text is None else example.text for example in examples],
+        completions,
+        [example.answer for example in examples],
+        columns,
+        labels=[label_of(example) for example in examples],
+        prompt_texts=prompt_texts,
+        chats=chats,
+    )
 
 
 def label_of(example: Example) -> Any:

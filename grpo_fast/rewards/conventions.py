@@ -1,19 +1,36 @@
-"""Conventions of grpo_fast, TRL, verl and OpenRLHF for the arguments of reward functions.
+"""Import, adapt and call reward functions of grpo_fast, TRL, verl and OpenRLHF.
 
-A worker (`calling.py`) imports this file without the package, so it may use only the standard
-library.
+`isolated.py` runs this file as the worker. The file imports only the standard library, so that a
+worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import functools
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+import itertools
+import json
+import numbers
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
+# Reward of a completion, or of each of its tokens. None: the function does not apply to it.
+Score = float | list[float] | None
+Modules = dict[str, ModuleType]  # the modules of reward files, by path
+WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
 # Columns that a function for grpo_fast can request, in addition to those of the data.
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
@@ -21,8 +38,85 @@ SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "pr
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# Fields of TRL's `trainer_state` that reward functions read.
+STATE = {"global_step": 0, "max_steps": 0, "epoch": 0.0, "log_history": [],
+         "is_local_process_zero": True, "is_world_process_zero": True}  # fmt: skip
 
 
+class RewardFailure(RuntimeError):
+    """Exception for a failed call of a reward function.
+
+    Args:
+        message: the error message.
+        why: the reason in the metrics. For example, `rewards/<fn>/failed/timeout` counts the
+            samples that have no reward for the reason "timeout".
+    """
+
+    def __init__(self, message: str, why: str = "error") -> None:
+        super().__init__(message)
+        self.why = why
+
+
+# --------------------------------------------------------------------------- import a function
+def import_function(path: str, modules: Modules | None = None) -> RewardFunction:
+    """Import a function, given as "package.module:function" or "file.py:function".
+
+    Args:
+        path: the path. Modules next to the file can be imported by the file.
+        modules: modules of files that were already imported, to which the file's module is added.
+            Functions of one file then share its module.
+
+    Raises:
+        ValueError: there is no function at the path.
+    """
+    module_name, _, attribute = path.rpartition(":")
+    if not (module_name and attribute):
+        expected = "expected 'package.module:function' or 'file.py:function'"
+        raise ValueError(f"rewards: {expected}, got {path!r}")
+    file = os.path.abspath(os.path.expanduser(module_name))
+    is_file = module_name.endswith(".py")
+    if is_file and not os.path.exists(file):
+        raise ValueError(f"rewards: no such file: {module_name!r}")
+    modules = {} if modules is None else modules
+    try:
+        if not is_file:
+            module = importlib.import_module(module_name)
+        elif file in modules:
+            module = modules[file]
+        else:
+            module = modules[file] = _run_file(file)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        message = f"could not import {module_name!r} of {path!r}: {describe(error)}"
+        raise ValueError(f"rewards: {message}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        expected = f"expected a function {attribute!r} in {module_name}"
+        known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        came = f"got {text_of(function)}" if function is not None else "found no such name"
+        raise ValueError(f"rewards: {expected}, {came}; functions: {', '.join(known) or 'none'}")
+    return function
+
+
+def _run_file(path: str) -> ModuleType:
+    folder, base = os.path.split(path)
+    name = base.removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    # Register the module, because dataclasses look it up by its name. Do not replace a different
+    # module with the same name.
+    sys.modules.setdefault(name, module)
+    # Put the folder first, as Python does for a script. Later, it must not hide other modules.
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+    return module
+
+
+# ------------------------------------------------------------------ adapt a function's arguments
 class Parameters(NamedTuple):
     """Names of the columns that a function accepts, and of the columns that it requires."""
 
@@ -142,6 +236,17 @@ def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
     return of_batch
 
 
+def is_per_sample(function: RewardFunction) -> bool:
+    """Return True if a function has a true attribute `per_sample`.
+
+    With this attribute, a function declares that each value depends on only one completion. If a
+    call of it fails, it is called again for each sample. Other functions are not called again.
+    """
+    if isinstance(function, functools.partial):  # binds the options
+        function = function.func
+    return bool(getattr(function, "per_sample", False))
+
+
 class RunLog:
     """Columns and metrics that reward functions logged through the functions that TRL passes."""
 
@@ -157,55 +262,168 @@ class RunLog:
 
     def objects(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `trainer_state`, `log_extra` and `log_metric`, which TRL passes to functions."""
-        values = (SimpleNamespace(**state), self.log_extra, self.log_metric)
+        values = (SimpleNamespace(**{**STATE, **state}), self.log_extra, self.log_metric)
         return dict(zip(ONLY_TRL, values, strict=True))
 
 
-def columns_of_others(
-    prompts: Sequence[object],
-    completions: Sequence[str],
-    answers: Sequence[str | None],
-    columns: Mapping[str, Sequence[Any]],
-    labels: Sequence[object],
-    prompt_texts: Sequence[str],
-) -> dict[str, dict[str, Sequence[Any]]]:
-    """Build the arguments of functions that were written for TRL, verl or OpenRLHF.
+# -------------------------------------------------------------------------------- call a function
+def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
+    """Call a reward function and check its result.
 
     Args:
-        prompts: N prompts, each a string or a list of messages.
-        completions: N completions.
-        answers: N gold answers as strings.
-        columns: the other columns of the data.
-        labels: N gold answers as they are in the rows of the data.
-        prompt_texts: N prompts as the model received them.
+        function: the reward function, or a functools.partial that binds its options. It may return
+            an awaitable.
+        count: number of completions.
+        arguments: keyword arguments of the call.
 
     Returns:
-        For each convention (TRL, verl, OpenRLHF), a dict that maps parameter names to columns.
+        For each completion a number, a list of numbers (one per token), or None if the function
+        does not apply. Any other value is replaced by a string that describes it.
+
+    Raises:
+        RewardFailure: the function did not return one value per completion.
+        BaseException: an error of any class that the function raised.
     """
-    messages = []
-    for prompt, text in zip(prompts, completions, strict=True):
-        # For a chat prompt, TRL passes the completion as a list with one message.
-        is_text = isinstance(prompt, str)
-        messages.append(text if is_text else [{"role": "assistant", "content": text}])
-    none = [None] * len(messages)
-    queries = [f"{prompt}{text}" for prompt, text in zip(prompt_texts, completions, strict=True)]
-    return {
-        # As in TRL, a column of the data replaces our column of the same name.
-        TRL: {"answers": answers, "answer": labels, **columns, "prompts": prompts,
-              "completions": messages},
-        VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
-               "ground_truth": labels,
-               "extra_info": [info or {} for info in columns.get("extra_info", none)]},
-        OPENRLHF: {"queries": queries, "prompts": prompt_texts, "labels": labels},
-    }  # fmt: skip
+    # A column of the data must not replace an option that has the same name.
+    options = function.keywords if isinstance(function, functools.partial) else {}
+    result = function(**{**arguments, **options})
+    if inspect.isawaitable(result):
+        result = _awaited(result)
+    return [_score_or_text(value) for value in _values(result, count)]
 
 
-def is_per_sample(function: RewardFunction) -> bool:
-    """Return True if a function has a true attribute `per_sample`.
+def why_of(error: BaseException) -> str:
+    """Return the reason in the metrics for the samples of a call that failed with this error."""
+    if isinstance(error, RewardFailure):
+        return error.why
+    return "timeout" if isinstance(error, TimeoutError) else "error"
 
-    With this attribute, a function declares that each value depends on only one completion. If a
-    call of it fails, it is called again for each sample. Other functions are not called again.
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, RewardFailure):  # its message needs no class name
+        return str(error)
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def text_of(value: Any, longest: int = 500) -> str:
+    """Return the beginning of str(value), or a placeholder if __str__ raises an error."""
+    try:
+        return str(value)[:longest]
+    except BaseException:
+        return f"<{type(value).__name__} without a text>"
+
+
+def _awaited(awaitable: Any) -> Any:
+    async def wait() -> Any:
+        return await awaitable
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait())  # in this thread, so that Ctrl-C cancels it
+    # This thread already runs an event loop, for example in a notebook. Use a different thread.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(asyncio.run, wait()).result()
+
+
+def _values(result: Any, count: int) -> list[Any]:
+    """Return the result of a function as a list of `count` values, or raise a RewardFailure."""
+    must = f"a reward function must return one value per completion: expected {count} values"
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if isinstance(values, numbers.Number):
+        raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
+    # Refuse dicts and sets, because their order does not say which completion a value belongs to.
+    is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
+    if is_unordered or not hasattr(values, "__iter__"):
+        raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
+    listed = list(itertools.islice(values, count + 1))  # an iterator may be endless
+    if len(listed) != count:
+        got = len(listed) if len(listed) < count else "more"
+        raise RewardFailure(f"{must}, got {got}", WRONG_LENGTH)
+    return listed
+
+
+def _score_or_text(value: Any) -> Score | str:
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(values, (list, tuple)):
+        scores = [_number_or_text(item) for item in values]
+        return next((item for item in scores if isinstance(item, str)), scores)  # type: ignore
+    return None if values is None else _number_or_text(values)
+
+
+def _number_or_text(value: Any) -> float | str:
+    if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a string
+        with contextlib.suppress(Exception):
+            return float(value)
+    return text_of(value, 60)
+
+
+# ------------------------------------------------------------------------------------ the worker
+def serve(pipe: Connection) -> None:
+    """Answer JSON requests from the pipe until the caller closes it.
+
+    Raises:
+        EOFError: the caller has closed the pipe.
     """
-    if isinstance(function, functools.partial):  # binds the options
-        function = function.func
-    return bool(getattr(function, "per_sample", False))
+    modules: Modules = {}
+    functions: dict[str, Loaded] = {}
+    while True:
+        request = json.loads(pipe.recv_bytes())
+        try:
+            reply = _reply(modules, functions, **request)
+        except BaseException as error:  # a user's function may raise anything
+            reply = {"error": describe(error), "why": why_of(error)}
+        pipe.send_bytes(json.dumps(reply, default=text_of).encode())
+
+
+def _reply(
+    modules: Modules, functions: dict[str, Loaded], given: list[Any], count: int = 0,
+    arguments: dict[str, Any] | None = None, state: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Call a function, or describe its parameters if there are no arguments.
+
+    Args:
+        modules: the modules that were imported for earlier requests.
+        functions: the functions of earlier requests.
+        given: the function's path, convention and options.
+        count: number of completions.
+        arguments: keyword arguments of the call.
+        state: fields of TRL's `trainer_state`.
+    """
+    key = json.dumps(given)
+    if key not in functions:
+        path, convention, options = given
+        functions[key] = load(import_function(path, modules), convention, options)
+    loaded = functions[key]
+    if arguments is None:
+        per_sample = is_per_sample(loaded.function)
+        return {**loaded._asdict(), "function": None, "per_sample": per_sample}
+    log = RunLog()
+    if state is not None:
+        arguments |= loaded.parameters.select(log.objects(state))
+    scores = call(loaded.function, count, arguments)
+    return {"scores": scores, "extra": log.extra, "metrics": log.metrics}
+
+
+def _end_with_the_caller(lifeline: int) -> None:
+    """Make the kernel kill this process group when the caller ends.
+
+    `lifeline` is the read end of a pipe that closes when the caller ends. A thread that watches the
+    pipe would need the interpreter lock, which a backtracking regular expression never releases.
+    PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of a thread of the caller and not
+    to the end of its process.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    # If the pipe was closed before O_ASYNC was set, the kernel sends no signal. Exit here.
+    if select.select([lifeline], [], [], 0)[0]:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    handle, lifeline = map(int, sys.argv[1:])
+    os.set_inheritable(handle, False)  # programs that the function starts must not get the pipe
+    _end_with_the_caller(lifeline)
+    with contextlib.suppress(EOFError):  # the caller has closed the pipe
+        serve(Connection(handle))

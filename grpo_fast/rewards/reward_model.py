@@ -33,6 +33,8 @@ class RewardModel:
             have exactly one output.
     """
 
+    reads_chats = True  # gets messages where the policy's chat template was used
+
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
         is_count = isinstance(batch_size, int) and batch_size >= 1
         require(is_count, "batch_size", "at least 1", repr(batch_size))

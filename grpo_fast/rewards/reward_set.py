@@ -24,21 +24,24 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import RewardError, require
-from grpo_fast.rewards import calling
-from grpo_fast.rewards.calling import RewardFunction, Score
+from grpo_fast.errors import FP32_MAX, RewardError, require
+from grpo_fast.rewards import conventions
 from grpo_fast.rewards.conventions import (
+    OPENRLHF,
     OURS,
+    STATE,
     TRL,
+    VERL,
+    RewardFailure,
+    RewardFunction,
     RunLog,
-    columns_of_others,
+    Score,
     is_per_sample,
     parameters_of,
 )
 
 logger = logging.getLogger(__name__)
 
-FP32_MAX = torch.finfo(torch.float32).max
 WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # after more timeouts than this, the remaining samples of a call are lost
@@ -112,8 +115,7 @@ class RewardSet:
         # the number of all samples.
         self.recent: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
         self.last_error = dict.fromkeys(names, "")
-        # Fields of TRL's `trainer_state`: how many steps have finished, and how many the run has.
-        self.progress: dict[str, int] = {"global_step": 0, "max_steps": 0}
+        self.progress: dict[str, Any] = dict(STATE)  # fields of TRL's `trainer_state`
 
     def __call__(
         self,
@@ -124,6 +126,7 @@ class RewardSet:
         *,
         labels: Sequence[object] | None = None,
         prompt_texts: Sequence[str] | None = None,
+        chats: Sequence[object] | None = None,
     ) -> RewardResult:
         """Score N completions.
 
@@ -135,6 +138,8 @@ class RewardSet:
             labels: N gold answers as they are in the data rows, of any type, for functions for TRL,
                 verl and OpenRLHF. Default: `answers`.
             prompt_texts: N prompts as the model received them, for functions of OpenRLHF.
+            chats: N prompts as texts or messages for a chat template, for a reward model. Default:
+                `prompts`.
 
         Raises:
             ValueError: the lists differ in length.
@@ -153,7 +158,12 @@ class RewardSet:
         texts = prompt_texts or [""] * count
         given = columns_of_others(prompts, completions, answers, columns, raw, texts)
         given[OURS] = lists
-        scores = {r.name: self._scores(r, given[r.convention], run_log) for r in self.rewards}
+        scores: dict[str, list[Score | str]] = {}
+        for reward in self.rewards:
+            arguments = given[reward.convention]
+            if getattr(reward.function, "reads_chats", False):
+                arguments = {**arguments, "prompts": chats or prompts}
+            scores[reward.name] = self._scores(reward, arguments, prompts, run_log)
         # 2. A sample has no reward if no function applies. Functions with weight 0 do not count.
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
@@ -184,35 +194,43 @@ class RewardSet:
         self.recent = {name: state[name] for name in self.recent}
 
     def _scores(
-        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], run_log: RunLog
-    ) -> list[Score | str]:
+        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]],
+        prompts: Sequence[object], run_log: RunLog,
+    ) -> list[Score | str]:  # fmt: skip
         """Return the score of each completion, or the reason why it has none."""
-        count = len(next(iter(columns.values())))
-        scores = self._call(reward, columns, count, run_log)
-        if not isinstance(scores, str):
-            return scores
-        if count < 2 or not is_per_sample(reward.function):
-            return [scores] * count
-        retried: list[Score | str] = []
+        count = len(prompts)
+        try:
+            return self._call(reward, columns, count, run_log)
+        except RewardFailure as failure:
+            if count < 2 or not is_per_sample(reward.function):
+                what = f"in a call with {count} samples, the first"
+                self._note(reward.name, f"{failure} ({what} with the prompt {_start(prompts[0])})")
+                return [failure.why] * count
+        scores: list[Score | str] = []
         timeouts = 0
-        for i in range(count):
-            one: list[Score | str] | str = "timeout"
-            if timeouts <= RETRY_TIMEOUTS:
-                sample = {name: column[i : i + 1] for name, column in columns.items()}
-                one = self._call(reward, sample, 1, run_log)
-                timeouts += one == "timeout"
-            retried.append(one if isinstance(one, str) else one[0])
-        return retried
+        for i, prompt in enumerate(prompts):
+            if timeouts > RETRY_TIMEOUTS:
+                scores.append("timeout")
+                continue
+            sample = {name: column[i : i + 1] for name, column in columns.items()}
+            try:
+                scores += self._call(reward, sample, 1, run_log)
+            except RewardFailure as failure:
+                timeouts += failure.why == "timeout"
+                what = f"sample {i} of {count}"
+                self._note(reward.name, f"{failure} ({what}, with the prompt {_start(prompt)})")
+                scores.append(failure.why)
+        return scores
 
     def _call(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
         run_log: RunLog,
-    ) -> list[Score | str] | str:  # fmt: skip
-        """Call a reward function, and check its scores.
+    ) -> list[Score | str]:  # fmt: skip
+        """Call a reward function. Return the score of each completion, or why it has none.
 
-        Returns:
-            A list with the score of each completion, or the reason why it has none. If the call
-            failed, a string with the reason instead of the list.
+        Raises:
+            RewardFailure: the call failed.
+            RewardError: the function returned too few or too many values.
         """
         lists = {name: list(column) for name, column in columns.items()}
         try:
@@ -224,15 +242,14 @@ class RewardSet:
                 arguments |= parameters.select(run_log.objects(self.progress))
             # Restore the gradient mode afterwards, because the function could change it.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
-                values = calling.call(reward.function, count, arguments)
+                values = conventions.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user ends the run
             raise
         except BaseException as error:  # includes sys.exit() and a cancelled coroutine
-            why = calling.why_of(error)
-            if why == calling.WRONG_LENGTH:
+            why = conventions.why_of(error)
+            if why == conventions.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
-            self._note(reward.name, calling.describe(error))
-            return why
+            raise RewardFailure(conventions.describe(error), why) from None
         lengths = columns.get("completion_lengths", [None] * count)
         pairs = zip(values, lengths, strict=True)
         return [self._checked(reward.name, value, length) for value, length in pairs]
@@ -243,12 +260,12 @@ class RewardSet:
         numbers = value if isinstance(value, list) else [value]
         if isinstance(value, list) and length is not None and length != len(value):
             self._note(name, f"expected a reward for each of {length} tokens, got {len(value)}")
-            return calling.WRONG_LENGTH
+            return conventions.WRONG_LENGTH
         is_odd = isinstance(value, str) or (isinstance(value, list) and length is None)
         # The trainer computes in fp32, in which a larger value would be infinite.
         if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, score_sum(value))):
             self._note(name, f"not a finite number: {reprlib.repr(value)}")
-            return calling.NO_NUMBERS
+            return conventions.NO_NUMBERS
         return value
 
     def _note(self, name: str, message: str) -> None:
@@ -299,3 +316,47 @@ def per_token_rewards(
             elif score is not None:  # `-1:` also works for an empty completion
                 reward[-1:] += weight * score_sum(score)
     return [reward.float() for reward in rewards]
+
+
+def _start(prompt: object) -> str:
+    """Return the beginning of a prompt for an error message."""
+    return repr(str(prompt)[:80])
+
+
+def columns_of_others(
+    prompts: Sequence[object],
+    completions: Sequence[str],
+    answers: Sequence[str | None],
+    columns: Mapping[str, Sequence[Any]],
+    labels: Sequence[object],
+    prompt_texts: Sequence[str],
+) -> dict[str, dict[str, Sequence[Any]]]:
+    """Build the arguments of functions that were written for TRL, verl or OpenRLHF.
+
+    Args:
+        prompts: N prompts, each a string or a list of messages.
+        completions: N completions.
+        answers: N gold answers as strings.
+        columns: the other columns of the data.
+        labels: N gold answers as they are in the rows of the data.
+        prompt_texts: N prompts as the model received them.
+
+    Returns:
+        For each convention (TRL, verl, OpenRLHF), a dict that maps parameter names to columns.
+    """
+    messages = []
+    for prompt, text in zip(prompts, completions, strict=True):
+        # For a chat prompt, TRL passes the completion as a list with one message.
+        is_text = isinstance(prompt, str)
+        messages.append(text if is_text else [{"role": "assistant", "content": text}])
+    none = [None] * len(messages)
+    queries = [f"{prompt}{text}" for prompt, text in zip(prompt_texts, completions, strict=True)]
+    return {
+        # As in TRL, a column of the data replaces our column of the same name.
+        TRL: {"answers": answers, "answer": labels, **columns, "prompts": prompts,
+              "completions": messages},
+        VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
+               "ground_truth": labels,
+               "extra_info": [info or {} for info in columns.get("extra_info", none)]},
+        OPENRLHF: {"queries": queries, "prompts": prompt_texts, "labels": labels},
+    }  # fmt: skip

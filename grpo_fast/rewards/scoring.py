@@ -43,7 +43,7 @@ from grpo_fast.data.answers import (
 from grpo_fast.data.example import text_of
 from grpo_fast.errors import require
 from grpo_fast.rewards import workers
-from grpo_fast.rewards.calling import RewardFailure
+from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import IsolatedReward
 
 log = logging.getLogger(__name__)
@@ -58,11 +58,11 @@ _WRAPPED = re.compile(r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|bf|it|sf)) ?\{([^{
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z])(?!sqrt|sin|cos|tan|log|exp|[pbv]?matrix)[A-Za-z]{3,}")
 _MATHEMATICS = re.compile(
     r"[\\^π√×÷≤≥∞±²³]|sqrt|[A-Za-z]\s*[-+*/=<>]|[-+*/=<>]\s*[A-Za-z]|[0-9][A-Za-z](?![A-Za-z])"
-    r"|[0-9]\s*[+*!]|[0-9],\s*-?[0-9]|^[(\[{].*,.*[)\]}]$"
+    r"|[0-9]\s*[+*!]|[0-9],\s*-?[0-9]|^[(\[{].*,.*[)\]}]$|\([-+0-9./ ]+\)|\|"
 )
 # Left sides of `x = 5`, `f(2) = 5`, `total cost = 5` and `2 + 3 = 5`, which only name the answer.
 _NAME = re.compile(
-    r"[A-Za-z ]+|\\[A-Za-z]+|[A-Za-z](?:_[A-Za-z0-9]|\([^()=]{1,9}\))"
+    r"[A-Za-z ]+|\\[A-Za-z]+(?: [A-Za-z]{1,3})?|[A-Za-z](?:_[A-Za-z0-9]|\([^()=]{1,9}\))"
     r"|(?:[-0-9 +*/().$,=×÷]|\\times|\\cdot|\\div)+"
 )
 _LETTER = re.compile("[A-Za-z]")
@@ -71,12 +71,22 @@ _NO_UNIT = re.compile(
     r"\A[A-Za-z]\b|\b(?:pi|half|halves|thirds?|quarters?|dozens?|hundreds?|thousands?|[mbtr]+illions?"
     r"|squared|cubed|times|plus|minus|over|or|sqrt)\b"
 )
+# A letter that is a unit, unlike the variable in `10 m`.
+_TEXT_UNIT = re.compile(
+    r"(?<=[0-9])(?:[ ~]|\\[ ,;])?\\(?:text|mathrm|mbox) ?\{[ ~]?[A-DF-HJ-Za-df-hj-z](?:/[a-z])?\}"
+)
+_LETTERS = re.compile("[A-J]{2,10}")  # several choices
+_RELATION = re.compile(r"[<>≠]|\\(?:[lg]eq?|[lg]t|neq?)\b")
+_AND = re.compile(r"\s(?:or|and)\s")
+_VARIABLE = re.compile(r"(?:^|(?<=,)) ?[A-Za-z] ?=")
 _BLANKS = re.compile(r"\s+|(?<!\\)\\[ ,!;:]|\\q?quad|~")
 _SIGNS = str.maketrans({
     "\u2212": "-", "\u2013": "-", "\uff0d": "-", "²": "^2", "³": "^3", "×": r"\times ",
     "÷": r"\div ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "π": r"\pi ", "∞": r"\infty ",
-    "±": r"\pm ",
+    "±": r"\pm ", "∅": r"\emptyset ", "≈": "",
 })  # fmt: skip
+_PLAIN = ((r"\left", ""), (r"\right", ""), (r"\%", "%"), (r"\varnothing", r"\emptyset"),
+          (r"\$", ""), (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""))  # fmt: skip
 _ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|([0-9]+|[a-z]))")
 
 
@@ -233,11 +243,18 @@ def compare(
     if letters[0] and letters[1]:
         return float(letters[0][1].upper() == letters[1][1].upper())
     bare = [text.replace(" ", "") for text in texts]
-    if loose and _WORD.search(texts[1]):
+    if loose and len(bare[1]) > 1 and not is_expression(texts[1]):
         bare = [text.casefold().strip(".*()\"'`") for text in bare]
     if bare[0] == bare[1]:
         return float(bool(bare[0]))
+    choices = [re.sub("[,;]", "", text.replace(" ", "")) for text in texts]
+    if all(_LETTERS.fullmatch(text) for text in choices):
+        return float(choices[0] == choices[1])
     # 3. Compare expressions.
+    if expected is not None and _RELATION.search(texts[0]):
+        return 0.0
+    if "," in texts[1] or _AND.search(texts[1]):
+        texts = [_VARIABLE.sub(" ", _AND.sub(", ", text)) for text in texts]
     if "=" in texts[0] and "=" not in texts[1]:
         name, _, texts[0] = texts[0].rpartition("=")
         if not _NAME.fullmatch(name.strip()):
@@ -261,7 +278,7 @@ def _read(text: str | None, loose: bool = False) -> Number | str | None:
 
 def _named_number(text: str, loose: bool) -> Number | None:
     """Return the number in `x = 42` or `5 * 3 = 15`, and with `loose` in `42 eggs`, or None."""
-    plain = _normal(text, loose)
+    plain = _normal(_TEXT_UNIT.sub(" units", text) if len(text) <= LONGEST else text, loose)
     name, equals, right = plain.rpartition("=")
     if len(plain) > LONGEST or (equals and not _NAME.fullmatch(name.strip())):
         return None
@@ -282,8 +299,7 @@ def _normal(text: str, loose: bool = False) -> str:
     if len(text) <= LONGEST:
         text = _WRAPPED.sub(r"\1", text).translate(_SIGNS)
         text = _ROOT.sub(r"\\sqrt{\1\2}", text).replace("**", "^" if "*" not in text[:2] else "**")
-        for latex, plain in ((r"\left", ""), (r"\right", ""), (r"\%", "%"), (r"\$", ""),
-                             (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", "")):  # fmt: skip
+        for latex, plain in _PLAIN:
             text = text.replace(latex, plain)
         if loose:
             text = _SAID.split(text)[-1]

@@ -90,7 +90,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
     assert result.total.tolist() == [1.0, 0.0, 1.0] and result.reasons == {"code_tests": {}}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
-    worker_pid = rewards.rewards[0].function._child.pid
+    worker_pid = rewards.rewards[0].function.worker.child.pid
     assert _session(worker_pid) == {worker_pid}
 
 

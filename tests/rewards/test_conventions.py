@@ -2,16 +2,18 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from grpo_fast.data import Example
+from grpo_fast.data.prompts import Form, in_chat
 from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import build_rewards, check_examples, score
 from grpo_fast.rewards.conventions import convention_of, parameters_of
-from grpo_fast.train.config import RewardConfig
+from grpo_fast.train.config import DataConfig, RewardConfig
 from grpo_fast.train.config.recipes import load_recipe
 from tests.reward_specs import spec
 from tests.train.tiny_runs import logged, sort
@@ -68,6 +70,7 @@ def run_state(completions, trainer_state, log_extra, log_metric, **kwargs):
     log_metric("letters", float(sum(map(len, completions))))
     log_extra("twice", [text + text for text in completions])
     step, last = trainer_state.global_step, trainer_state.max_steps
+    assert (trainer_state.epoch > 0) == (step > 0)
     return [float(i % 2) + 10 * step + 100 * last for i, _ in enumerate(completions)]
 """
 
@@ -145,6 +148,98 @@ def test_an_answer_is_needed_before_the_run(build, name, convention):
 
 def test_options_of_a_class_are_its_constructors(build):
     assert found(build("Scaled", scale=2.0), ("ab", "c"), [Example("p", None, None)] * 2) == [4, 2]
+
+
+SHARED = """
+from helper import START
+
+state = {"calls": START}
+
+
+def counts(completions, **kwargs):
+    state["calls"] += 1
+    return [state["calls"]] * len(completions)
+
+
+def reads(completions):
+    import late_helper
+
+    return [state["calls"] + late_helper.NOTHING] * len(completions)
+
+
+def epoch(completions, trainer_state, **kwargs):
+    state = trainer_state
+    return [state.epoch + len(state.log_history)] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_functions_of_one_file_share_its_module_and_import_its_neighbours(tmp_path, here):
+    (tmp_path / "helper.py").write_text("START = 10")
+    (tmp_path / "late_helper.py").write_text("NOTHING = 0")
+    (tmp_path / "shared.py").write_text(SHARED)
+    names = ("counts", "reads", "epoch")
+    path = list(sys.path)
+    try:
+        rewards = build_rewards(
+            [spec(f"{tmp_path}/shared.py:{name}", in_process=here) for name in names]
+        )
+        rewards.progress["epoch"] = 0.5
+        found = [rewards(["p"], ["a"], ["x"]).per_fn for _ in range(2)]
+    finally:
+        sys.path[:] = path
+        for name in ("helper", "late_helper", "shared"):
+            sys.modules.pop(name, None)
+    assert [per_fn["counts"].item() for per_fn in found] == [11, 12]
+    assert [per_fn["reads"].item() for per_fn in found] == [11, 12]
+    assert found[0]["epoch"].item() == 0.5
+
+
+KINDS = """
+def kinds(prompts, completions, **kwargs):
+    return [10 * isinstance(p, list) + isinstance(c, list) for p, c in zip(prompts, completions)]
+
+
+def own(prompts, completions):
+    return [len(p) for p in prompts]
+"""
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_texts_stay_texts_when_the_chat_template_is_used(tmp_path, here):
+    (tmp_path / "kinds.py").write_text(KINDS)
+    names = ("kinds", "own")
+    rewards = build_rewards(
+        [spec(f"{tmp_path}/kinds.py:{name}", in_process=here) for name in names]
+    )
+    message = {"role": "user", "content": "q?"}
+    data = DataConfig(
+        task="jsonl", path=".", system_prompt="Be brief", prompt_template="{question}!"
+    )
+    rows = [parse_record("row", {"prompt": "q?"}, gsm8k=False)] * 2
+    rows.append(parse_record("row", {"prompt": [message]}, gsm8k=False))
+    examples = [in_chat(rows[0]), Form.of(data).apply(rows[1]), rows[2]]
+    assert all(isinstance(example.prompt, list) for example in examples)
+    found = score(rewards, examples, ["a"] * 3)
+    assert found.per_fn["kinds"].tolist() == [0, 0, 11]
+    assert found.per_fn["own"].tolist() == [2, 3, 1]  # "q?", "q?!", and one message
+
+
+def test_a_slow_sample_is_named_with_its_prompt(tmp_path, caplog):
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import time\n\n\ndef alone(completions):\n"
+        "    time.sleep(60 * ('slow' in completions))\n    return [1.0] * len(completions)\n\n\n"
+        "alone.per_sample = True\n\n\ndef batch(completions):\n    return alone(completions)\n"
+    )
+    for name, said in (
+        ("alone", "slow.py:alone took longer than 1 s (sample 1 of 3, with the prompt 'second')"),
+        ("batch", "batch took longer than 1 s (in a call with 3 samples, the first with the "),
+    ):
+        rewards = build_rewards([spec(f"{file}:{name}", timeout=1)], max_failures=1.0)
+        result = rewards(["first", "second", "third"], ["a", "slow", "b"], [""] * 3)
+        lost = [False, True, False] if name == "alone" else [True] * 3
+        assert result.total.isnan().tolist() == lost and said in caplog.text
 
 
 def own(completions, answers): ...

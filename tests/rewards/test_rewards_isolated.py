@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_fast.rewards import build_rewards
-from grpo_fast.rewards.calling import RewardFailure
+from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import IsolatedReward
 from tests.pids import alive, wait_until
 from tests.reward_specs import spec
@@ -63,7 +63,7 @@ def leaves_a_program(completions):
 
 
 def half_a_reply(*, prompts, completions, answers):
-    os.write(int(sys.argv[2]), b"\0\0\1\0half")  # of a message of 256 bytes
+    os.write(int(sys.argv[1]), b"\0\0\1\0half")  # of a message of 256 bytes
     time.sleep(15)
     os._exit(1)
 """
@@ -117,10 +117,10 @@ def test_four_threads_on_one_set(isolated):
 def test_an_error_of_the_function_keeps_the_worker(isolated):
     reward = isolated("value")
     assert ask(reward, "1") == [1.0]
-    worker = reward._child.pid
+    worker = reward.worker.child.pid
     with pytest.raises(RuntimeError, match="ValueError: could not convert"):
         ask(reward, "no number")
-    assert ask(reward, "5") == [5.0] and reward._child.pid == worker
+    assert ask(reward, "5") == [5.0] and reward.worker.child.pid == worker
 
 
 # ------------------------------------------------------------ No worker process outlives its caller

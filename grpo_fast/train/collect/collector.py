@@ -246,7 +246,9 @@ class Collector:
         texts = prompt_texts(self.policy, [example.prompt for example in examples[::size]])
         sent = [text for text in texts for _ in range(size)]
         # 2. Call the reward functions.
-        self.rewards.progress = {"global_step": seed[1] - 1, "max_steps": self.steps}
+        done = seed[1] - 1
+        epoch = done * self.config.prompts_per_step / len(self.queue.examples)
+        self.rewards.progress |= {"global_step": done, "max_steps": self.steps, "epoch": epoch}
         result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
         # 3. Store the rewards and the values that the functions logged.
         samples.rewards = result.total

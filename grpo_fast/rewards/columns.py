@@ -61,8 +61,7 @@ def score(
     chats = [example.prompt for example in examples]
     columns["prefills"] = list(map(prefill_of, chats, prompt_texts or [""] * len(examples)))
     return rewards(
-        # If the chat template turned a text into messages, reward functions receive the text.
-        [example.prompt if example.text is None else example.text for example in examples],
+        list(map(_row_prompt, examples)),
         completions,
         [example.answer for example in examples],
         columns,
@@ -70,6 +69,11 @@ def score(
         prompt_texts=prompt_texts,
         chats=chats,
     )
+
+
+def _row_prompt(example: Example) -> Prompt:
+    """Return the prompt as it is in the data, before a chat template turned it into messages."""
+    return example.prompt if example.text is None else example.text
 
 
 def label_of(example: Example) -> Any:
@@ -148,7 +152,7 @@ def tests_of(example: Example) -> Any:
         setup = [given.get("test_setup_code", ""), *given.get("test_imports", [])]
         return [*setup, *given["test_list"]]
     if "test" in given:
-        return _with_entry_point(given["test"], given.get("entry_point", ""), example.prompt)
+        return _with_entry_point(given["test"], given.get("entry_point", ""), _row_prompt(example))
     tests = given.get("input_output")
     tests = json.loads(tests) if isinstance(tests, str) else tests
     if not isinstance(tests, dict) or not tests.get("fn_name"):

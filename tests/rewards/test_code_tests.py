@@ -81,6 +81,20 @@ def test_the_reward_is_the_share_of_tests_that_hold(rewards):
     torch.testing.assert_close(ask(rewards, code).total, torch.tensor([2 / 3]))
 
 
+def test_code_in_a_thought_is_not_the_answer(rewards):
+    draft = "```python\ndef add(a, b):\n    return 7\n```"
+    texts = [
+        f"<think>{GOOD}",
+        f"<think>{draft}</think>{GOOD}",
+        f"<think>{GOOD}</think>{draft}",
+        GOOD,
+    ]
+    assert ask(rewards, *texts).total.tolist() == [0.0, 1.0, 0.0, 1.0]
+    columns = {"tests": [TESTS] * 2, "prefills": ["<think>\n"] * 2}
+    found = rewards([""] * 2, [GOOD, f"hm</think>{GOOD}"], [None] * 2, columns)
+    assert found.total.tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     victim = tmp_path / "folder" / "victim"

@@ -5,6 +5,7 @@ from transformers import AutoTokenizer
 
 from grpo_fast import rollout
 from grpo_fast.data import Example
+from grpo_fast.data.records import parse_record
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rewards import scorer_for
@@ -145,3 +146,17 @@ def test_a_folder_that_does_not_exist_is_named(questions):
 def test_a_format_in_messages_or_in_the_solution_is_required(prompt, solution):
     scorer = scorer_for("jsonl", Example(prompt, "4", solution))
     assert scorer.is_right(scorer.strict("#### 4")) and not scorer.is_right(scorer.strict("4"))
+
+
+def test_earlier_thoughts_are_the_templates_and_the_last_turn_is_trained(models):
+    """Check what becomes the prompt, and what a warm start trains, for rows with two replies."""
+    tokenizer = AutoTokenizer.from_pretrained(models[1])
+    tokenizer.chat_template = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+    turns = [("user", "a"), ("assistant", "<think>7</think>b"), ("user", "c")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    reply = {"role": "assistant", "content": "<think>8</think>d"}
+    example = parse_record("row", {"messages": [*messages, reply]}, gsm8k=False)
+    [ids] = rollout.encode_prompts(tokenizer, [example.prompt], {})
+    shown = "[user] a\n[assistant] b\n[user] c\n[assistant]"
+    assert ids == tokenizer(shown, add_special_tokens=False)["input_ids"]
+    assert (example.answer, example.solution) == ("d", "<think>8</think>d")

@@ -180,9 +180,10 @@ class IsolatedReward:
                 reply = self.worker.request(self.path, START_LIMIT_S, {"given": self._given})
                 self._known_by = self.worker.child
                 self.per_sample = reply["per_sample"]
-                parameters = Parameters(*reply["parameters"])
-                self._loaded = Loaded(self, reply["convention"], parameters)
-        return self._loaded
+                self._convention = reply["convention"]
+                self._parameters = Parameters(*reply["parameters"])
+        # Do not store a reference to self, because a cycle would delay the end of the worker.
+        return Loaded(self, self._convention, self._parameters)
 
     def close(self) -> None:
         """End the worker and all programs that it has started. The next call starts a new one."""

@@ -48,3 +48,9 @@ def pair_of():
     model = copy.deepcopy(plain)
     fast_layers(model)
     return model, plain
+
+
+def is_fused(x):
+    """Return whether a fast layer computed x, possibly followed by a view."""
+    nodes = [x.grad_fn, *(node for node, _ in x.grad_fn.next_functions)]
+    return "_FusedBackward" in {type(node).__name__ for node in nodes}

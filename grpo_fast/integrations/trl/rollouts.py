@@ -19,13 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 
-from grpo_fast.integrations.trl.options import (
-    COMPILED,
-    RELEASE,
-    is_compiled,
-    is_tested,
-    unusual_model,
-)
+from grpo_fast.integrations.trl import options
+from grpo_fast.integrations.trl.options import COMPILED, is_compiled, is_tested, unusual_model
 from grpo_fast.integrations.trl.packed import own_attention
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
@@ -122,7 +117,7 @@ class OwnRollouts(GRPOTrainer):
         if self._unsuited is not None:
             return str(self._unsuited)
         if not self._is_alike:
-            return f"trl {RELEASE} is untested, and its first rollout is compared"
+            return f"trl {options.RELEASE} is untested, and its first rollout is compared"
         model = self.accelerator.unwrap_model(self.model)
         own = getattr(self._lm.generate, "__func__", None) is GenerationMixin.generate
         if "generate" in vars(model) or not own:

@@ -76,7 +76,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _run(_norm, _norm_gradients, x, weight, eps)
+    y: Tensor = _run(_norm, _norm_gradients, x, weight, eps)
+    return y.view(x.shape)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -87,7 +88,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     is_supported = is_plain(gate, up) or is_plain(gate, up, dtype=BF16)
     if not is_supported or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
-    return _run(_gated, _gated_gradients, gate, up)
+    y: Tensor = _run(_gated, _gated_gradients, gate, up)
+    return y.view(gate.shape)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +172,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
     y, scales = loader.operator("layers", "rms_norm")(_rows(x), weight.detach(), eps, in_bf16())
-    return y.view(x.shape), (x, weight, scales)
+    return y, (x, weight, scales)
 
 
 def _norm_gradients(
@@ -183,7 +185,7 @@ def _norm_gradients(
 
 def _gated(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     y = loader.operator("layers", "swiglu")(_rows(gate), _rows(up))
-    return y.view(gate.shape), (gate, up)
+    return y, (gate, up)
 
 
 def _gated_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
@@ -247,10 +249,13 @@ def _product(
     rows = x.reshape(-1, x.shape[-1])
     if narrow:
         rows, weight = rows.to(BF16), narrow_copy(weight)
-    out = _mm(rows, weight.t(), rows.dtype if bias is None else torch.float32)
+    # An autograd Function must not return a view, because models may modify the output in place.
+    dtype = rows.dtype if bias is None else torch.float32
+    out = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
+    gemm.mm_(rows, weight.t(), out.view(-1, len(weight)))
     if bias is not None:
         out = out.add_(bias.to(rows.dtype)).to(rows.dtype)
-    return out.view(*x.shape[:-1], len(weight)), rows, weight
+    return out, rows, weight
 
 
 class _Linear(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,16 @@ FENCES = [
 def test_the_code_is_found_in_the_fenced_blocks(text, blocks, program):
     assert worker.code_of(text, ["f"]) == blocks
     assert worker.code_of(text)[-1] == program
+
+
+@pytest.mark.parametrize(
+    "unit", ["`", "```\n", "``` \n", "```a\n\n\n", "\t\n", "````\n```\n", "~~~\n \n"]
+)
+@pytest.mark.parametrize("start", ["", "```python\n"])
+def test_a_hostile_text_costs_less_than_a_second(unit, start):
+    began = time.thread_time()
+    worker.code_of(start + unit * (200_000 // len(unit)), ["f"])
+    assert time.thread_time() - began < 1
 
 
 def test_a_program_has_the_imports_of_earlier_blocks_only():

@@ -33,7 +33,7 @@ del sys.path[:2]
 
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MOST_OUTPUT = 16 << 20  # bytes. A limit that depended on the tests would tell about them.
-FENCED = re.compile(r"^[^`~\n]*(`{3,}|~{3,})([^`\n]*)\n(.*?)(?:^[ \t]*\1[`~]*\s*$|\Z)", re.M | re.S)
+OPENED = re.compile(r"[^`~\n]*(`{3,}|~{3,})([^`\n]*)$", re.M)
 PYTHON = re.compile(r"[{. \t]*(python|py)[\d.]*(\W|$)", re.I)
 IMPORT = re.compile(r"^(?:import|from) .+$", re.M)
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
@@ -98,7 +98,7 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
         text: the completion.
         names: names that the answer must define.
     """
-    found = [(mark, textwrap.dedent(code)) for _, mark, code in FENCED.findall(text)]
+    found = [(mark, textwrap.dedent("".join(lines))) for mark, lines in _fenced(text)]
     blocks = [code for mark, code in found if PYTHON.match(mark)] or [code for _, code in found]
     blocks = blocks or [text]
     if not names:
@@ -107,6 +107,21 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
     defined = re.compile(rf"^(?:def|async def|class) +(?:{own})\b|^(?:{own}) *[:=]", re.M)
     last = [i for i, code in enumerate(blocks, 1) if defined.search(code)] or [len(blocks)]
     return blocks[: last[-1]]
+
+
+def _fenced(text: str) -> list[tuple[str, list[str]]]:
+    """Return the mark and the lines of each fenced block. A regular expression could be slow."""
+    blocks: list[tuple[str, list[str]]] = []
+    fence = ""
+    for line in text.splitlines(keepends=True):
+        if fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+            fence = ""
+        elif fence:
+            blocks[-1][1].append(line)
+        elif opened := OPENED.match(line):
+            fence = opened[1]
+            blocks.append((opened[2], []))
+    return blocks
 
 
 def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:

@@ -33,8 +33,9 @@ del sys.path[:2]
 
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MOST_OUTPUT = 16 << 20  # bytes. A limit that depended on the tests would tell about them.
-OPENED = re.compile(r"[^`~\n]*(`{3,}|~{3,})([^`\n]*)$", re.M)
-PYTHON = re.compile(r"[{. \t]*(python|py)[\d.]*(\W|$)", re.I)
+OPENED = re.compile(r"^[^`~\n]*(`{3,}|~{3,})([^`\n]*)$", re.M)
+PYTHON = re.compile(r"\A[{. \t]*(python|py)[\d.]*(\W|\Z)", re.I)
+DEFINED = re.compile(r"^(?:def|async def|class) +(\w+)|^(\w+) *[:=]", re.M)
 IMPORT = re.compile(r"^(?:import|from) .+$", re.M)
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
 # each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
@@ -98,15 +99,14 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
         text: the completion.
         names: names that the answer must define.
     """
-    found = [(mark, textwrap.dedent("".join(lines))) for mark, lines in _fenced(text)]
-    blocks = [code for mark, code in found if PYTHON.match(mark)] or [code for _, code in found]
+    fenced = [(mark, textwrap.dedent("".join(lines))) for mark, lines in _fenced(text)]
+    blocks = [code for mark, code in fenced if PYTHON.match(mark)] or [code for _, code in fenced]
     blocks = blocks or [text]
     if not names:
         return ["\n".join(IMPORT.findall("\n".join(blocks[:-1]))), blocks[-1]]
-    own = "|".join(names)
-    defined = re.compile(rf"^(?:def|async def|class) +(?:{own})\b|^(?:{own}) *[:=]", re.M)
-    last = [i for i, code in enumerate(blocks, 1) if defined.search(code)] or [len(blocks)]
-    return blocks[: last[-1]]
+    defined = [{name for pair in DEFINED.findall(code) for name in pair} for code in blocks]
+    last = [i for i, found in enumerate(defined, 1) if not found.isdisjoint(names)]
+    return blocks[: last[-1]] if last else blocks
 
 
 def _fenced(text: str) -> list[tuple[str, list[str]]]:

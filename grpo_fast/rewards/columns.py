@@ -72,7 +72,7 @@ def score(
 
 
 def _row_prompt(example: Example) -> Prompt:
-    """Return the prompt as it is in the data, before a chat template turned it into messages."""
+    """Return the prompt of the data, before a chat template turned it into messages."""
     return example.prompt if example.text is None else example.text
 
 

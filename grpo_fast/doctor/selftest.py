@@ -19,9 +19,9 @@ from torch import Tensor
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
 from grpo_fast.attention.dispatch import SELF_TEST_TOLERANCE, Kind, candidates, self_test
 from grpo_fast.data import reason
-from grpo_fast.doctor.diagnosis import NOISE
 from grpo_fast.doctor.examine import DoctorSettings, examine_engine
 from grpo_fast.kernels import route
+from grpo_fast.rollout.engine import NOISE
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in

@@ -302,3 +302,8 @@ def test_the_timeout_is_for_the_whole_transfer(policy, server, monkeypatch):
     with pytest.raises(ServerError, match=f"{server.url}.*no answer within|time is over"):
         engine_of(policy, server, version=0, timeout=1.0, patience=0.1)
     assert server.calls[UPDATE] < 8 and time.monotonic() - start < 4
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(policy, engine):
+    with pytest.raises(ValueError, match=r"temperature: expected 0 \(greedy\) or at least 0.01"):
+        generate(policy, engine, temperature=0.005)

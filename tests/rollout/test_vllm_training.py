@@ -1,5 +1,6 @@
 """Tests of training runs with stand-in vLLM servers, including servers that fail."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError
 from grpo_fast.train import loop
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from tests.rollout.vllm_stand_in import GENERATE, UPDATE, StandIn
+from tests.rollout.vllm_stand_in import FINISH, GENERATE, UPDATE, StandIn
 from tests.train.resuming import config_of, run
 
 
@@ -85,3 +86,32 @@ def test_a_run_that_its_servers_left_goes_on_with_others(servers, tmp_path):
     again = run(tmp_path / "left", *settings_for(servers[1]), "resume=auto")
     assert calm.pop("page") and again.pop("page")
     assert calm == again
+
+
+def test_a_server_that_ignores_an_update_ends_the_run_within_a_step(servers, tmp_path):
+    one, two = servers
+
+    def from_now_on(answer):
+        two.ignores_updates = len(two.versions) >= 2  # the initial weights and one update arrived
+
+    two.faults = {FINISH: from_now_on}
+    with pytest.raises(EngineError) as caught:
+        run(tmp_path / "run", *settings_for(one, two))
+    said = str(caught.value)
+    assert said.startswith(f"{two.url} claims to have the weights {two.version} (/weight_info: ")
+    assert "differ from the policy's by" in said and one.url not in said
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
+    # Each transfer is followed by one request of eight tokens.
+    assert two.calls["probe"] == len(two.versions) == 3 and one.calls["probe"] <= 3
+
+
+def test_a_server_may_round_as_its_dtype_does(servers, tmp_path):
+    def rounded(answer):
+        for row in answer["prompt_logprobs"][1:]:
+            for score in row.values():
+                score["logprob"] -= 0.01
+
+    servers[0].faults = {"probe": rounded}
+    servers[0].dtype = "torch.bfloat16"
+    assert run(tmp_path / "run", *settings_for(servers[0]))["metrics"]

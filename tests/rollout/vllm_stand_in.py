@@ -117,6 +117,7 @@ class StandIn:
         self.calls: Counter[str] = Counter()
         self.prompts: list[list[int]] = []
         self.mode, self.dtype = "processed_logprobs", "torch.float32"
+        self.ignores_updates = False  # True receives weights, but keeps the old ones
         self.lora: dict[str, Any] | None = None  # LoRA settings, or None without --enable-lora
         self.start()
 
@@ -188,7 +189,8 @@ class StandIn:
         for name, dtype, shape in zip(*update_info.values(), strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)
-            state[name].copy_(tensor)
+            if not self.ignores_updates:
+                state[name].copy_(tensor)
 
     def on_finish_weight_update(self, weight_version: str) -> None:
         if not self.is_updating:
@@ -217,7 +219,7 @@ class StandIn:
                 raise FileNotFoundError(f"The model {model} does not exist")
             policy = with_adapter(policy, self.adapters[model])
         if "prompt_logprobs" in given:
-            return self.scored(token_ids, given)
+            return self.scored(policy, token_ids, given)
         assert given["n"] == 1 or given["temperature"] > 0
         assert given["ignore_eos"] and set(given["stop_token_ids"]) == self.policy.eos_ids
         sampling = Sampling(
@@ -230,17 +232,16 @@ class StandIn:
             found = sample([token_ids], sampling, group_size=given["n"], seed=given["seed"])
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
 
-    def scored(self, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
-        """Return a response with the log-probabilities of a prompt, as for a teacher.
+    def scored(self, policy: Any, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
+        """Return a response with the log-probabilities of a prompt's tokens.
 
         Each token except the first has a row with its log-probability and with those of the most
         likely tokens.
         """
         assert given["max_tokens"] == 1 and not given["detokenize"]
-        self.prompts.append(ids)
         rows: list[Any] = [None]
         with self.lock:
-            every = all_logps(self.policy, ids)
+            every = all_logps(policy, ids)
         for token, logps in zip(ids[1:], every, strict=True):
             chosen = [token, *logps.topk(given["prompt_logprobs"]).indices.tolist()]
             rows.append({i: {"logprob": max(logps[i].item(), -9999.0), "rank": 1} for i in chosen})
@@ -268,6 +269,8 @@ class StandIn:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length) or "{}")
                 path = self.path.split("?")[0]
+                if "prompt_logprobs" in body.get("sampling_params", {}):
+                    path = "probe"  # count the probes and their faults apart from the rollouts
                 stand_in.calls[path] += 1
                 faults = stand_in.faults.get(path)
                 fault = faults

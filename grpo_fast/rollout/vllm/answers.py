@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
 CLAMPED = -9999.0  # servers report this value for a log-probability that is NaN or -inf
+LEAST_TEMPERATURE = 0.01  # vLLM samples with this temperature if a smaller one is requested
 ROUNDING = 1e-3  # largest accepted log-probability in nats; rounding can make it positive
 
 
@@ -100,6 +101,16 @@ class Choice(Reply):
     sampling_mask: Annotated[list[Ids], FAST] | None = None  # the support of each token
 
 
+class Logp(Reply):
+    logprob: float
+
+
+class Scores(Reply):
+    """For each token of a prompt, log-probabilities by id. The first token has none."""
+
+    prompt_logprobs: Annotated[list[dict[Id, Logp] | None], FAST]
+
+
 class Choices(Reply):
     choices: Annotated[list[Choice], FAST]
 
@@ -160,6 +171,9 @@ class VLLMRequest(NamedTuple):
     def parameters(self) -> list[dict[str, Any]]:
         """Return the fields of vLLM's SamplingParams for each prompt."""
         sampling = self.request.sampling
+        fits = sampling.temperature == 0 or sampling.temperature >= LEAST_TEMPERATURE
+        expected = f"0 (greedy) or at least {LEAST_TEMPERATURE}, to which vLLM raises smaller ones"
+        require(fits, "temperature", expected, sampling.temperature)
         same = sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         same |= {"n": self.per_prompt, "max_tokens": sampling.max_new_tokens}
         # Without ignore_eos, vLLM would also stop at the EOS ids of its model folder.

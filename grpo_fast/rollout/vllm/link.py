@@ -19,7 +19,7 @@ from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
 from grpo_fast.rollout.threads import started
 from grpo_fast.rollout.vllm import adapter, answers, transfer
-from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, VLLMRequest
+from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, START, Missing, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup
@@ -56,6 +56,7 @@ class Link:
         self.error: Exception | None = None
         self.deadline = 0.0
         self.loads_adapters = False
+        self.dtype = torch.float32  # dtype in which the server computes
         self.adapter: str | None = None  # name of the adapter that the server has loaded
 
     def check(self, policy: SampledModel) -> None:
@@ -77,6 +78,7 @@ class Link:
         check_model(policy.lm, served.results[0], url)
         ours = transfer.dtype_of(policy)
         theirs = escape_control(info.dtype[:40]).removeprefix("torch.")
+        self.dtype = getattr(torch, theirs, torch.bfloat16)
         if ours != theirs:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
             message = "%s samples in %s, the trainer computes in %s: %s"
@@ -136,6 +138,19 @@ class Link:
         }
         self._post("/update_weights", {"update_info": info})
         sent.result(remaining(self.deadline))
+
+    def likeliest(self, ids: Sequence[int], adapter: str | None) -> list[tuple[int, float]]:
+        """Return the likeliest id after each prefix of `ids`, with its log-probability."""
+        parameters = {"max_tokens": 1, "prompt_logprobs": 1, "detokenize": False}
+        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": parameters}
+        if adapter is not None:
+            body["model"] = adapter
+        scores = self.server.call("POST", GENERATE, self.options.timeout, answers.Scores, body)
+        rows = scores.prompt_logprobs[1:]
+        where = f"{self.server.url}{GENERATE}: prompt_logprobs"
+        fits = len(rows) == len(ids) - 1 and all(rows)
+        require(fits, where, f"a row for each of {len(ids)} tokens", len(rows), BadAnswer)
+        return [max(((i, x.logprob) for i, x in row.items()), key=lambda x: x[1]) for row in rows]
 
     def has_weights(self, label: str) -> bool:
         """Return whether the server reports the weights named `label`. False if it fails."""

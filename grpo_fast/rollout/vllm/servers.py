@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from grpo_fast.rollout.engine import Completion, Engine, Request
+from grpo_fast.data import escape_control
+from grpo_fast.errors import require
+from grpo_fast.rollout.engine import NOISE, Completion, Engine, Request
 from grpo_fast.rollout.vllm import adapter
-from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
+from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
 CONNECTIONS = 256  # most connections to one server
+PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # token ids whose continuations are compared after a transfer
 PAUSE_S = 1.0  # seconds between two checks of a server that is gone
 
 
@@ -56,6 +59,7 @@ class VLLMServers(Engine):
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
+        self.expected: torch.Tensor | None = None  # of sharded weights, see `probe_logps`
         self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
         self.lm: Any = None  # the model whose adapter was sent last
         self.count = 0  # number of models whose adapters were sent
@@ -121,6 +125,7 @@ class VLLMServers(Engine):
         if is_sharded:
             weights = list(buckets(policy, merged=self.base is None))
         self.may_send = not (self.ahead or is_sharded)
+        self.expected = probe_logps(policy) if is_sharded else None
         self._bring_up(weights)
 
     def sample(self, request: Request) -> list[Completion]:
@@ -181,6 +186,10 @@ class VLLMServers(Engine):
                     weights = list(buckets(self.policy, merged=self.base is None))
                 each(reached, partial(self._send, weights=weights or [], lacking=lacking))
                 failures += 1
+                if self.checks_weights:
+                    received = [link for link in reached if link.label == self.label]
+                    expected = probe_logps(self.policy) if self.expected is None else self.expected
+                    at_once(len(received), partial(self._probe, expected), received)
             ready = self._ready()
             if ready:
                 return ready
@@ -205,9 +214,59 @@ class VLLMServers(Engine):
         if self.base is not None:
             link.load_adapter(self.label, self.folder.name)
 
+    def _probe(self, expected: torch.Tensor, link: Link) -> None:
+        """Compare log-probabilities of a server that has received the weights with the policy's.
+
+        Args:
+            expected: the policy's log-probabilities, see `probe_logps`.
+            link: the connection to the server.
+
+        Raises:
+            BadAnswer: the difference is larger than rounding explains, so the server has kept
+                other weights than it claims to have.
+        """
+        if not expected.isfinite().all():
+            return  # sampling reports the policy's NaN
+        try:
+            found = link.likeliest(PROBE, self.label if self.base is not None else None)
+            ids, logps = zip(*found, strict=True)
+            fits = max(ids) < expected.shape[1]
+            most = f"ids below {expected.shape[1]}"
+            require(fits, link.server.url, most, max(ids), BadAnswer)
+            ours = expected[torch.arange(len(ids)), list(ids)]
+            difference = float((ours - torch.tensor(logps)).abs().mean())
+            dtypes = link.dtype, self.policy.autocast or self.policy.head.weight.dtype
+            limit = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
+            if difference <= limit:
+                return
+            claimed = escape_control(link.server.weight_version()[:40])
+        except ServerError as error:
+            link.exclude(error)
+            return
+        raise BadAnswer(
+            f"{link.server.url} claims to have the weights {self.label} (/weight_info: {claimed}), "
+            f"but its log-probabilities differ from the policy's by {difference:.3g} nats per "
+            f"token. Rounding explains {limit:g}. Check that the server applies weight updates."
+        )
+
     def _errors(self) -> str:
         errors = [str(link.error) for link in self.links if link.error is not None]
         return "; ".join(errors) or "none is up"
+
+
+@torch.no_grad()
+def probe_logps(policy: SampledModel) -> torch.Tensor:
+    """Return the policy's log-probabilities of all ids after each prefix of PROBE, fp32.
+
+    If the weights are sharded, this is a collective call.
+
+    Returns:
+        Tensor of shape (len(PROBE) - 1, V), on the CPU.
+    """
+    ids = torch.tensor([PROBE], device=policy.device)
+    with policy.generation():
+        logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).cpu()
 
 
 def build(policy: SampledModel, options: Any) -> VLLMServers:

@@ -173,7 +173,7 @@ def evaluate(
     """
     from grpo_fast.errors import NonFiniteLogits
     from grpo_fast.train.evaluation import command
-    from grpo_fast.train.evaluation.settings import is_model
+    from grpo_fast.train.evaluation.command import is_model
 
     with print_errors(debug, NonFiniteLogits, OSError):
         words = words or []

@@ -19,7 +19,6 @@ from transformers.generation import logits_process as library
 
 from grpo_fast import Support, logits_logps
 from grpo_fast.data import Prompt
-from grpo_fast.doctor import causes
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.ranges import select_support
 from grpo_fast.train.models.policy import Policy
@@ -27,6 +26,44 @@ from grpo_fast.train.models.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ADVICE = {
+    "temperature": "request processed log-probabilities at the temperature of the loss (vLLM: "
+    "--logprobs-mode processed_logprobs --generation-config vllm; here: no loss.temperature)",
+    "truncation or penalty": "switch it off (vLLM: --generation-config vllm), or compute the loss "
+    "over the tokens that the sampler kept (rollout.replay_support: auto)",
+    "end of completions": "give the engine the trainer's EOS ids and no other stop words",
+    "prompt tokens": "send token ids, or text that is tokenized once (add_special_tokens=False "
+    "after a chat template)",
+    "dtype": "use one dtype (vLLM: --dtype; here: model.dtype)",
+    "attention": "if the model's own forward pass agrees with the engine, report this as a bug of "
+    "grpo_fast; otherwise choose a different attention backend in the engine",
+    "stale weights": "wait for the weight update before sampling, and check that it arrives",
+    "LoRA adapter": "load the adapter in the engine, or merge it before the weights are sent",
+    "logit softcap or scale": "compare final_logit_softcapping and logit_scale of both "
+    "configurations",
+    "positions (RoPE) or window": "compare rope_parameters, sliding_window and layer_types of "
+    "both configurations",
+}
+(TEMPERATURE, TRUNCATION, EOS, PROMPT, DTYPE, ATTENTION, STALE, ADAPTER, SOFTCAP, ROPE) = ADVICE
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A possible cause of a difference between engine and trainer."""
+
+    name: str  # a key of ADVICE
+    what: str  # what the engine does differently
+    # Mean difference in nats per token that remains if the trainer makes the same change as the
+    # engine. It is NaN if the cause was found by counting completions.
+    left: float = float("nan")
+
+    @property
+    def advice(self) -> str:
+        """Return a description of the cause and of what to do about it."""
+        return f"{self.what}: {ADVICE[self.name]}"
+
+
+# ----------------------------------------------------------------------------------------- Attempts
 # Sampling settings in the order in which samplers apply them. Each maps to the transformers class
 # that applies it and to its neutral value.
 SAMPLERS: dict[str, tuple[Any, float]] = {
@@ -39,13 +76,13 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
 # Settings of the model's configuration that an engine may ignore: a description, the cause to
 # report, the field, and a function that returns the value of the field without the setting.
 IGNORED: list[tuple[str, str, str, Callable[[Any], Any]]] = [
-    ("RoPE scaling", causes.ROPE, "rope_parameters", lambda x: {**x, "rope_type": "default"}),
-    ("rope_theta", causes.ROPE, "rope_parameters", lambda x: {**x, "rope_theta": 10000.0}),
-    ("attn_logit_softcapping", causes.ATTENTION, "attn_logit_softcapping", lambda _: None),
-    ("final_logit_softcapping", causes.SOFTCAP, "final_logit_softcapping", lambda _: None),
-    ("logit_scale", causes.SOFTCAP, "logit_scale", lambda _: 1.0),
-    ("logits_scaling", causes.SOFTCAP, "logits_scaling", lambda _: 1.0),
-    ("sliding_window", causes.ROPE, "sliding_window", lambda _: 1 << 30),
+    ("RoPE scaling", ROPE, "rope_parameters", lambda x: {**x, "rope_type": "default"}),
+    ("rope_theta", ROPE, "rope_parameters", lambda x: {**x, "rope_theta": 10000.0}),
+    ("attn_logit_softcapping", ATTENTION, "attn_logit_softcapping", lambda _: None),
+    ("final_logit_softcapping", SOFTCAP, "final_logit_softcapping", lambda _: None),
+    ("logit_scale", SOFTCAP, "logit_scale", lambda _: 1.0),
+    ("logits_scaling", SOFTCAP, "logits_scaling", lambda _: 1.0),
+    ("sliding_window", ROPE, "sliding_window", lambda _: 1 << 30),
 ]
 # Maps the description of a mistake that an engine may make with a prompt to a function that makes
 # the mistake. The function gets the tokenizer, the chat messages and the correct ids.
@@ -142,7 +179,7 @@ def attempts(case: Case, kept: Samples, own: Tensor) -> Iterator[tuple[str, str,
         The name of the cause, a description of the engine's mistake, and the log-probabilities
         (R,) that the engine would report with this mistake.
     """
-    yield causes.ATTENTION, "the model's own forward pass agrees with the engine", own
+    yield ATTENTION, "the model's own forward pass agrees with the engine", own
     for cause, what, changes in [*sampling_attempts(case, kept), *other_attempts(case)]:
         try:
             logps = case.recompute(**changes)
@@ -157,14 +194,14 @@ def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
     # 1. Try the log-probabilities that the engine reports if it applies no temperature ("raw"), the
     # requested temperature, or the temperature in the model's generation config.
     raw = {"samples": replace(case.samples, support=None), "settings": {}}
-    yield causes.TEMPERATURE, "the engine reports raw log-probabilities", raw
+    yield TEMPERATURE, "the engine reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
     for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
         changes = {"settings": {"temperature": value}}
-        yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", changes
+        yield TEMPERATURE, f"the engine uses temperature={value:g}", changes
     # 2. Try the tokens that the engine reports as kept, the requested truncation, and the
     # truncation in the model's generation config.
-    yield causes.TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
+    yield TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
     requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})
     # vLLM uses the model's generation config for every setting that a request does not contain.
     unsent = {k: v for k, v in shipped.items() if k not in {"temperature", *requested}}
@@ -173,7 +210,7 @@ def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
         settings = {k: v for k, v in settings.items() if v != SAMPLERS[k][1]}
         if settings.keys() - {"temperature"}:
             words = " ".join(f"{name}={value:g}" for name, value in settings.items())
-            yield causes.TRUNCATION, f"the engine uses {words}", {**raw, "settings": settings}
+            yield TRUNCATION, f"the engine uses {words}", {**raw, "settings": settings}
 
 
 def shipped_settings(policy: Policy) -> dict[str, float]:
@@ -192,13 +229,13 @@ def other_attempts(case: Case) -> Iterator[Attempt]:
     A changed model has no adapter, computes in 16 bits, or ignores a field of its configuration.
     """
     for name, change in PROMPT_CHANGES.items():
-        yield causes.PROMPT, f"the engine {name}", {"change": change}
+        yield PROMPT, f"the engine {name}", {"change": change}
     policy = case.policy
     if policy.model is not policy.lm:
-        yield causes.ADAPTER, "the engine has no adapter", {"build": partial(unadapted, policy)}
+        yield ADAPTER, "the engine has no adapter", {"build": partial(unadapted, policy)}
     for dtype in (torch.bfloat16, torch.float16):
         build = partial(cast, policy, dtype)
-        yield causes.DTYPE, f"the engine computes in {dtype}", {"build": build}
+        yield DTYPE, f"the engine computes in {dtype}", {"build": build}
     config = policy.lm.config.get_text_config()
     for name, cause, field, without in IGNORED:
         if value := getattr(config, field, None):

@@ -14,14 +14,13 @@ from typing import Any
 from rich.console import Console
 
 from grpo_fast.data import escape_control
-from grpo_fast.doctor.diagnosis import Diagnosis
-from grpo_fast.doctor.examine import DoctorSettings, examine_engine
+from grpo_fast.doctor.diagnosis import Diagnosis, DoctorSettings, examine_engine
 from grpo_fast.doctor.selftest import self_checks
 from grpo_fast.errors import conflict
 from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words
-from grpo_fast.train.evaluation.settings import Source
+from grpo_fast.train.evaluation.command import Source
 from grpo_fast.train.files import plain_json
 
 PATIENCE = 10  # seconds to wait for a server that does not answer

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from grpo_fast.data import Prompt
-from grpo_fast.doctor.attempts import Case, attempts
-from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Cause
+from grpo_fast.data.splits import Splits
+from grpo_fast.doctor.attempts import DTYPE, EOS, STALE, Case, Cause, attempts
 from grpo_fast.errors import require
-from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
+from grpo_fast.rollout import Engine, Samples, Sampling, awake, build_engine, generate
 from grpo_fast.rollout.engine import NOISE, Seed
+from grpo_fast.train.config import RunConfig, Section
+from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
 
@@ -255,3 +259,38 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
         micro.write("old_logps", policy.logps(micro.packed, temperature, support=micro.support))
     assert batch.samples.old_logps is not None
     return batch.samples.old_logps.float().cpu()
+
+
+# ----------------------------------------------------------------------- From a run's configuration
+class DoctorSettings(Section):
+    """Settings of the doctor. Every other `key=value` belongs to the run's configuration."""
+
+    recipe: str | None = None
+    """Recipe (name or YAML file) with data, sampling and model."""
+    n: int = Field(8, ge=1, le=1 << 10)
+    """Number of prompts."""
+    samples: int = Field(2, ge=1, le=1 << 10)
+    """Completions of each prompt."""
+    tokens: int = Field(32, ge=1, le=1 << 10)
+    """Longest completion. All logits of a completion are in memory at once."""
+    threshold: float | None = Field(None, ge=0)
+    """Allowed mean difference in nats per token; null: the noise of the dtype."""
+
+
+def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
+    """Build the policy and the engine of a run, and compare their log-probabilities."""
+    torch.manual_seed(config.seed)
+    splits = Splits(config.data, config.seed)
+    policy = load_policy(config.model, build_tokenizer(config.model, splits))
+    policy.template_kwargs = config.data.template_kwargs
+    examples = splits.for_tokenizer(policy.tokenizer).with_shots(policy.tokenizer).train[: own.n]
+    length = min(config.rollout.max_new_tokens, own.tokens)
+    with build_engine(policy, config.rollout) as engine:
+        return diagnose(
+            policy, engine, [example.prompt for example in examples],
+            config.rollout.model_copy(update={"max_new_tokens": length}),
+            group_size=own.samples, seed=config.seed,
+            version=int(time.time()),  # a running server must not have this version already
+            temperature=float(config.loss_config().temperature),
+            uses_kept=config.rollout.needs_support, threshold=own.threshold,
+        )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
 from grpo_fast.attention.dispatch import SELF_TEST_TOLERANCE, Kind, candidates, self_test
 from grpo_fast.data import reason
-from grpo_fast.doctor.examine import DoctorSettings, examine_engine
+from grpo_fast.doctor.diagnosis import DoctorSettings, examine_engine
 from grpo_fast.kernels import route
 from grpo_fast.rollout.engine import NOISE
 from grpo_fast.train import loop

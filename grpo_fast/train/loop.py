@@ -16,9 +16,8 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.losses import finite
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import closing_lines, opening_lines
-from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.report.samples import rows_of
+from grpo_fast.train.report.page import rows_of
+from grpo_fast.train.report.report import RunReport, closing_lines, opening_lines
 from grpo_fast.train.runs.build import Evaluation, build, load
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import run_start

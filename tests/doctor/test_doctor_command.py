@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from grpo_fast.doctor import causes, command, examine
+from grpo_fast.doctor import attempts as causes
+from grpo_fast.doctor import command, diagnosis
 from grpo_fast.doctor.command import read
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.train.config import ModelConfig
@@ -120,5 +121,5 @@ def test_an_engine_that_fails_is_a_sentence(model, monkeypatch):
     def dead(*_):
         raise RuntimeError("the server is gone")
 
-    monkeypatch.setattr(examine, "build_engine", dead)
+    monkeypatch.setattr(diagnosis, "build_engine", dead)
     assert refused(invoke("doctor", model, *QUICK), "the server is gone", code=1)

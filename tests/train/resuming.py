@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.report.page import read_parquet
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.report.samples import read_parquet
 from grpo_fast.train.runs.resume import Start
 from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.runs.stopping import Stopping

@@ -15,8 +15,14 @@ from grpo_fast.rewards import scorer_for
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report import page
-from grpo_fast.train.report.page import CompletionsPage, harmless, step_html
-from grpo_fast.train.report.samples import rows_of, token_texts, write_parquet
+from grpo_fast.train.report.page import (
+    CompletionsPage,
+    harmless,
+    rows_of,
+    step_html,
+    token_texts,
+    write_parquet,
+)
 from tests.tiny import TEXTS
 from tests.train.tiny_runs import TINY_SORT, logged
 from tests.train.tiny_steps import batch_of, table_of

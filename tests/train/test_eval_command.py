@@ -7,8 +7,7 @@ import pytest
 
 from grpo_fast import rollout
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.evaluation.command import run_eval
-from grpo_fast.train.evaluation.settings import Source, is_model, read_settings
+from grpo_fast.train.evaluation.command import Source, is_model, read_settings, run_eval
 from tests.command_line import RECIPE as RECIPE_FILE
 from tests.command_line import invoke, refused, write_recipe
 from tests.data.test_data import write_lines

@@ -13,8 +13,14 @@ from grpo_fast.data import Example
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward
 from grpo_fast.train.config import EvalConfig
 from grpo_fast.train.evaluation import statistics as module
-from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
-from grpo_fast.train.evaluation.statistics import paired, sign_flip_p
+from grpo_fast.train.evaluation.evaluate import (
+    evaluate,
+    majority,
+    mean_and_error,
+    paired,
+    pass_at_k,
+    sign_flip_p,
+)
 
 FORMAT = RewardSet([WeightedReward("gsm8k_format", 2.0, REWARDS["gsm8k_format"])])
 

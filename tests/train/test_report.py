@@ -14,8 +14,8 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.report import report as module
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
-from grpo_fast.train.report.lines import final_line
 from grpo_fast.train.report.page import MOST_STEPS
+from grpo_fast.train.report.report import final_line
 from grpo_fast.train.runs.folder import check_folder, free_folder, locked
 from tests.train.resuming import opened
 from tests.train.test_completions import row

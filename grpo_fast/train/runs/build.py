@@ -26,8 +26,7 @@ from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.report.trackers import check_trackers
+from grpo_fast.train.report.report import RunReport, check_trackers
 from grpo_fast.train.runs.fingerprints import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.runs.resume import Start, resume
 from grpo_fast.train.runs.saving import Saver

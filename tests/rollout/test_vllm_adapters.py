@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout.vllm import adapter, transfer
 from grpo_fast.rollout.vllm import servers as servers_module
+from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import LoRAInfo, ServerError
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
@@ -172,7 +172,7 @@ def test_weights_that_vllm_would_not_receive_are_refused(policy, server):
         (adapted(target_modules=["embed_tokens"]), "the target module model.embed_tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            adapter.check(given, LIMITS, server.url)
+            transfer.check_adapter(given, LIMITS, server.url)
 
 
 def test_renamed_modules_are_refused(policy, monkeypatch):
@@ -185,10 +185,10 @@ def test_renamed_modules_are_refused(policy, monkeypatch):
         state = transfer.checkpoint_tensors(lm, merged=merged)
         return {name.replace("q_proj", "query"): tensor for name, tensor in state.items()}
 
-    adapter.check(policy, LIMITS, "")
+    transfer.check_adapter(policy, LIMITS, "")
     monkeypatch.setattr(adapter, "checkpoint_tensors", renamed)
     with pytest.raises(ValueError, match="the target module model.layers.0.self_attn.q_proj"):
-        adapter.check(policy, LIMITS, "")
+        transfer.check_adapter(policy, LIMITS, "")
 
 
 def test_an_adapter_that_a_server_cannot_load_is_explained(policy, server):
@@ -205,9 +205,9 @@ def test_an_adapter_that_a_server_cannot_load_is_explained(policy, server):
 def test_the_files_of_an_adapter(policy, tmp_path):
     """Check that the files contain the active adapter, and that only the writer writes them."""
     policy.model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    adapter.write(policy, str(tmp_path), is_writer=False)
+    transfer.write_adapter(policy, str(tmp_path), is_writer=False)
     assert not any(tmp_path.iterdir())
-    adapter.write(policy, str(tmp_path))
+    transfer.write_adapter(policy, str(tmp_path))
     given = load_file(tmp_path / "adapter_model.safetensors")
     assert len(given) == 2 * len(transfer.adapted_modules(policy.lm))
     assert peft.PeftConfig.from_pretrained(str(tmp_path)).r == 4

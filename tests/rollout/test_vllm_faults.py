@@ -13,7 +13,7 @@ import pytest
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling
-from grpo_fast.rollout.vllm import http
+from grpo_fast.rollout.vllm import server as http
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import build
 from grpo_fast.train.models.policy import Policy

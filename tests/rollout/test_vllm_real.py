@@ -21,8 +21,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError, Sampling, awake, build_engine
 from grpo_fast.rollout.engine import Request
 from grpo_fast.rollout.vllm.answers import Reply, ServerError, StaleWeights, VLLMRequest
-from grpo_fast.rollout.vllm.http import Server
-from grpo_fast.rollout.vllm.link import Link
+from grpo_fast.rollout.vllm.server import Link, Server
 from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
@@ -273,7 +272,8 @@ def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, cap
 KILLED = """
 import os, signal, sys, time
 from grpo_fast.rollout import threads
-from grpo_fast.rollout.vllm import link, transfer
+from grpo_fast.rollout.vllm import server as link
+from grpo_fast.rollout.vllm import transfer
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 transfer.BUCKET, sent, send = 1, [], link.Link.send

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_fast.rollout.vllm.answers import ServerError
-from grpo_fast.rollout.vllm.http import Server, at_once
-from grpo_fast.rollout.vllm.link import check_model
 from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.server import Server, at_once, check_model
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy

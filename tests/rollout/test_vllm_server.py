@@ -11,7 +11,7 @@ from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights
-from grpo_fast.rollout.vllm.http import Server
+from grpo_fast.rollout.vllm.server import Server
 from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.vllm_stand_in import (

@@ -16,7 +16,7 @@ from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
-from grpo_fast.rollout.vllm.http import LOGPROBS
+from grpo_fast.rollout.vllm.server import LOGPROBS
 from grpo_fast.rollout.vllm.transfer import buckets, dtype_of, repack_heads
 
 if TYPE_CHECKING:

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from grpo_fast.data import escape_control
 from grpo_fast.errors import require
 from grpo_fast.rollout.engine import NOISE, Completion, Engine, Request
-from grpo_fast.rollout.vllm import adapter
+from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, VLLMRequest
-from grpo_fast.rollout.vllm.http import at_once
-from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
+from grpo_fast.rollout.vllm.server import Link, at_once, each
 from grpo_fast.rollout.vllm.transfer import Named, adapted_modules, buckets
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class VLLMServers(Engine):
             self.lm = policy.lm
             self.base = f"{self.run}-base-{self.count}"
             if self.label != written:  # an evaluation and the next rollout use the same version
-                adapter.write(policy, self.folder.name, is_writer=self.rank == 0)
+                transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         if is_sharded:

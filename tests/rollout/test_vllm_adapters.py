@@ -100,7 +100,7 @@ def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch
 
 def test_a_version_of_the_adapter_is_written_once(policy, server, spied):
     engine = checked(policy, server)
-    writes = spied(adapter, "write")
+    writes = spied(transfer, "write_adapter")
     for version in (0, 0, 1, 1, 0):
         engine.update(policy, version)
     assert len(writes) == 3 and server.calls[LOAD] == 3
@@ -186,7 +186,7 @@ def test_renamed_modules_are_refused(policy, monkeypatch):
         return {name.replace("q_proj", "query"): tensor for name, tensor in state.items()}
 
     transfer.check_adapter(policy, LIMITS, "")
-    monkeypatch.setattr(adapter, "checkpoint_tensors", renamed)
+    monkeypatch.setattr(transfer, "checkpoint_tensors", renamed)
     with pytest.raises(ValueError, match="the target module model.layers.0.self_attn.q_proj"):
         transfer.check_adapter(policy, LIMITS, "")
 

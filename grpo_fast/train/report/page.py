@@ -21,7 +21,6 @@ from grpo_fast.rewards import Scorer
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.scoring import shown_answer, turns
 from grpo_fast.rollout import Samples
-from grpo_fast.train.report.report import shown_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,6 +117,7 @@ def _storable(value: Any) -> Any:
 # completion. If the text is longer, the page omits its middle.
 LONGEST_TEXT = 4000
 LONGEST_TOKENS = 1200
+NEAR_ZERO = 1e-6  # smaller numbers are printed as 0; metrics.jsonl contains the exact numbers
 LOGP_STEP = 0.5  # a token's shade gets stronger by one level for each 0.5 nats of surprise
 LOGP_LEVELS = 8
 ADVANTAGE_LEVELS = 4  # shades per sign; the strongest shade is the largest advantage of the step
@@ -125,6 +125,12 @@ MOST_STEPS = 16  # maximum number of steps on the page: the first step and the l
 MOST_COMPLETIONS = 16  # maximum number of completions per step
 
 Row = Mapping[str, Any]  # see `grpo_fast.train.report.page.rows_of`
+
+
+def shown_number(value: float, form: str = "{:.4g}") -> str:
+    """Format a number. Numbers closer to 0 than NEAR_ZERO are printed as 0 without a sign."""
+    text = form.format(0.0 if abs(value) < NEAR_ZERO else value)
+    return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
 class CompletionsPage:

@@ -24,7 +24,13 @@ from grpo_fast.errors import require
 from grpo_fast.train.config import LogConfig, RolloutConfig
 from grpo_fast.train.files import JsonLines, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
-from grpo_fast.train.report.page import MOST_STEPS, CompletionsPage, read_parquet, write_parquet
+from grpo_fast.train.report.page import (
+    MOST_STEPS,
+    CompletionsPage,
+    read_parquet,
+    shown_number,
+    write_parquet,
+)
 
 PROJECT = "grpo_fast"  # name of the project in the tracker's service
 FOLDER = "trackers"  # subfolder of a run for files that trackers write
@@ -85,7 +91,6 @@ def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------- The lines and files of a run
-NEAR_ZERO = 1e-6  # smaller numbers are printed as 0; metrics.jsonl contains the exact numbers
 COMPARED = {  # evaluation metrics that are printed, with their labels
     "eval_reward": "reward",
     "eval_accuracy_strict": "strict",
@@ -153,12 +158,6 @@ def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
     if "model" in present:
         lines.append(f"grpo-fast eval {place}" + (" --allow-code" if has_code else ""))
     return [*lines, f"grpo-fast plot {place}"]
-
-
-def shown_number(value: float, form: str = "{:.4g}") -> str:
-    """Format a number. Numbers closer to 0 than NEAR_ZERO are printed as 0 without a sign."""
-    text = form.format(0.0 if abs(value) < NEAR_ZERO else value)
-    return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
 def with_error(metrics: Mapping[str, float], key: str) -> str:

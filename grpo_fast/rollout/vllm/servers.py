@@ -185,8 +185,8 @@ class VLLMServers(Engine):
                     weights = list(buckets(self.policy, merged=self.base is None))
                 each(reached, partial(self._send, weights=weights or [], lacking=lacking))
                 failures += 1
-                if self.checks_weights:
-                    received = [link for link in reached if link.label == self.label]
+                received = [link for link in reached if link.label == self.label]
+                if received and self.checks_weights:
                     expected = probe_logps(self.policy) if self.expected is None else self.expected
                     at_once(len(received), partial(self._probe, expected), received)
             ready = self._ready()

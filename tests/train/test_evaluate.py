@@ -12,7 +12,7 @@ from grpo_fast import rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward
 from grpo_fast.train.config import EvalConfig
-from grpo_fast.train.evaluation import statistics as module
+from grpo_fast.train.evaluation import evaluate as module
 from grpo_fast.train.evaluation.evaluate import (
     evaluate,
     majority,

@@ -15,7 +15,7 @@ from grpo_fast.errors import SAVED
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report import trackers
+from grpo_fast.train.report import report as trackers
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.update.batch import balanced
 from tests.data.test_data import write_lines

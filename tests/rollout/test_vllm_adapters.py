@@ -181,8 +181,10 @@ def test_renamed_modules_are_refused(policy, monkeypatch):
     vLLM ignores matrices with unknown names, so it would sample with the base weights alone.
     """
 
+    original = transfer.checkpoint_tensors
+
     def renamed(lm, *, merged):
-        state = transfer.checkpoint_tensors(lm, merged=merged)
+        state = original(lm, merged=merged)
         return {name.replace("q_proj", "query"): tensor for name, tensor in state.items()}
 
     transfer.check_adapter(policy, LIMITS, "")

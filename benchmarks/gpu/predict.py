@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from benchmarks.kernels.shapes import MODELS, Shape, name_of
 from grpo_fast.kernels.gpu.configs import SLICE_COLUMNS
-from grpo_fast.kernels.head.chunks import TARGET_SHARE
-from grpo_fast.kernels.head.gradients import GATHER_BELOW
+from grpo_fast.kernels.head.sources import TARGET_SHARE
+from grpo_fast.kernels.head.sums import GATHER_BELOW
 from grpo_fast.kernels.types import ROW_MULTIPLE, padded
 from grpo_fast.kernels.workspace import GPU_SHARE
 

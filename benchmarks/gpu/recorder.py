@@ -183,7 +183,7 @@ def recording() -> Iterator[Recorder]:
     """Record the operations of a `with` block, in which all tensors are fake GPU tensors."""
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
-    from grpo_fast.kernels.head import activity, loop
+    from grpo_fast.kernels.head import driver, sources
     from grpo_fast.loss import support_rows, value_checks
 
     recorder = Recorder()
@@ -193,7 +193,7 @@ def recording() -> Iterator[Recorder]:
         recorder.add("copy of numbers to the host", numbers.nbytes)
         return numbers, None
 
-    def keep(self: activity.Activity, chunk: slice) -> None:
+    def keep(self: driver.Activity, chunk: slice) -> None:
         if self.active is not None:
             self._counts()
 
@@ -219,33 +219,35 @@ def recording() -> Iterator[Recorder]:
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE
 
-    def rows_of(self: loop.LinearHead, chunk: slice) -> Any:
-        recorder.chunks += 1
-        recorder.phase = f"chunk {recorder.chunks}"
-        return original(self, chunk)
+    def chunk(self: sources.DenseHead, index: Any, *, stores: bool = True) -> Any:
+        if stores:
+            recorder.chunks += 1
+            recorder.phase = f"chunk {recorder.chunks}"
+        return original(self, index, stores=stores)
 
-    def finished(self: loop.LinearHead, sums: Any) -> tuple:
+    def release(self: sources.DenseHead) -> None:
         recorder.phase = "outside"
-        return ended(self, sums)
+        released(self)
 
-    def logps(self: loop.LinearHead, **options: Any) -> tuple:
-        found = swept(self, **options)
+    def logps(self: driver.Driver, **options: Any) -> tuple:
+        found = passed(self, **options)
         recorder.phase = "outside"
         return found
 
-    original, ended = loop.LinearHead._rows_of, loop.LinearHead._finished
-    swept = loop.LinearHead.logps
+    original, released = sources.DenseHead.chunk, sources.DenseHead.release
+    passed = driver.Driver.logps
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched_launches(recorder.kernel))
         for place, changes in (
             (linear, {"is_aligned": lambda x: True, "tiles": lambda x, *shape: x}),
             (linear, {"architecture": lambda device: "sm_90"}),
-            (activity, {"read_later": later}),
-            (activity.Activity, {"keep": keep}),
+            (driver, {"read_later": later}),
+            (driver.Activity, {"keep": keep}),
             (value_checks, {"copy_to_host_async": copied, "_pending": []}),
             (support_rows, {"_sizes": sizes}),
             (support, {"is_aligned": lambda x: True}),
-            (loop.LinearHead, {"_rows_of": rows_of, "_finished": finished, "logps": logps}),
+            (sources.DenseHead, {"chunk": chunk, "release": release}),
+            (driver.Driver, {"logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
             (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
             (workspace, {"gpu_bytes": lambda device: CARDS["H200"].memory}),

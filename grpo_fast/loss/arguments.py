@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from grpo_fast.kernels.head.vocabulary import VocabularyShard
+from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.kernels.types import LogitTransform

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.support import linear_sweep
+from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
+from grpo_fast.kernels.head.terms import Known
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, Context, HeadTensors, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, RowTensors
 from grpo_fast.loss.batch import active_target_rows
-from grpo_fast.loss.logits import LogitsSweep
-from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
+from grpo_fast.loss.passes import LossResult, kernel_precision
 from grpo_fast.loss.value_checks import ValueChecks
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
@@ -192,13 +192,14 @@ class LogpsPass:
         self.rows, self.left_out, self.checks = places or active_target_rows(
             tensors, options, wanted
         )
-        self.sweep: Sweep
+        self.driver: Driver
+        full_entropy = options.entropy_over_vocabulary and self.rows.support is not None
         # A call from given logits has one tensor. A call from hidden states has three: the hidden
         # states, the weight and the bias.
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
-            self.sweep = LogitsSweep.of(
-                tensors[0], None, self.rows, route, options.entropy_over_vocabulary
+            self.driver = logits_driver(
+                tensors[0], None, self.rows, route, full_entropy=full_entropy
             )
             return
         head = HeadTensors(*tensors)
@@ -210,10 +211,10 @@ class LogpsPass:
             and route.exponentials == torch.float32
             and self.rows.support is None
         )
-        self.sweep = linear_sweep(
-            head, self.rows, route, full_entropy=options.entropy_over_vocabulary,
-            entropy_gradient=entropy_gradient or stores_logits or options.entropy_over_vocabulary,
-            needs_d_weight=len(wanted) > 1 and wanted[1], shard=options.shard,
+        self.driver = linear_driver(
+            head, self.rows, route, shard=options.shard, full_entropy=full_entropy,
+            entropy_gradient=entropy_gradient or stores_logits,
+            needs_d_weight=len(wanted) > 1 and wanted[1],
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
@@ -226,7 +227,7 @@ class LogpsPass:
             (logps, entropy, lse) of all N rows, and the statistics of the T active rows.
         """
         with kernel_precision(self.device):
-            stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
+            stats = self.driver.logps(return_entropy=self.options.return_entropy, stores=keep)
         lse, logps, entropy = stats
         logps = self._selected(logps)
         # Check the logps, because an infinite logp is the only sign of a target whose logit is
@@ -260,7 +261,7 @@ class LogpsPass:
             g = torch.zeros_like(g_entropy)
         of_head = Wanted(*wanted, *[False] * (3 - len(wanted)))
         with kernel_precision(self.device):
-            return self.sweep.gradients(g, g_entropy, stats, of_head)
+            return self.driver.gradients(Known(g, g_entropy, stats), of_head)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
         """Return the statistics of the active rows, from the outputs of the forward pass."""
@@ -296,7 +297,7 @@ class LogpsFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = options
         ctx.places = places
-        ctx.cached = (work, stats) if work.sweep.cached is not None else None
+        ctx.cached = (work, stats) if any(wanted) and work.driver.num_rows else None
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs
@@ -318,7 +319,7 @@ class LogpsFunction(torch.autograd.Function):
         if (
             cached is not None
             and d_entropy is not None
-            and not cached[0].sweep.has_entropy_gradient
+            and not cached[0].driver.has_entropy_gradient
         ):
             # The cache holds exponentials, but the gradient of the entropies needs the logits.
             # Compute the logits again.

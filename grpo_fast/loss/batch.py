@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing, refuse
-from grpo_fast.kernels.head.activity import saves_time
-from grpo_fast.kernels.head.half_range import weight_unit
+from grpo_fast.kernels.head.sums import weight_unit
+from grpo_fast.kernels.head.terms import saves_time
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import values

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
-from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
-from grpo_fast.kernels.head.half_range import needs_scaling, weight_unit
+from grpo_fast.kernels.head.divergence import Divergences, buffers_of
+from grpo_fast.kernels.head.driver import linear_driver
+from grpo_fast.kernels.head.sums import needs_scaling, weight_unit
+from grpo_fast.kernels.head.terms import weighted_sum
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
@@ -183,21 +185,18 @@ def compute_divergence(
     unit = weight_unit(weights) if is_half else None
     weights = weights if unit is None else weights * unit
     route = head_route(options.backend, weight, is_shard=True)
-    head = HeadTensors(hidden, weight, bias), rows, route
-    settings: dict[str, Any] = dict(
-        teacher=term.teacher, divergence=Divergence(term.kind, term.beta), weights=weights,
-        keep_fp32=is_half,
-    )  # fmt: skip
+    # 2. Compute the divergences and their gradients.
+    divergences = Divergences(
+        term.teacher, Divergence(term.kind, term.beta), weights, route, has_gradient=any(wanted)
+    )
     with kernel_precision(hidden.device):
-        if rows.support is not None:
-            # 2. With a support, compute the divergence of each row over its set of ids. Otherwise,
-            # compute it over the full vocabulary, in the branch below.
-            each, gradients = supported_divergence(*head, wanted=wanted, **settings)
-        else:
-            settings |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=options.shard)
-            sweep = DivergenceHead(*head, **settings)
-            gradients = sweep.sweep(wanted)
-            each = sweep.values
+        driver = linear_driver(
+            HeadTensors(hidden, weight, bias), rows, route, shard=options.shard, keep_fp32=is_half,
+            needs_d_weight=wanted.weight, buffers=buffers_of(term.teacher, has_policy=False),
+            adds_terms=True,
+        )  # fmt: skip
+        gradients = driver.gradients(divergences, wanted)
+    each = divergences.values
     result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
     return result if unit is None else rescaled(result, unit, hidden.dtype)
 

@@ -1,30 +1,27 @@
 """Compute losses and their gradients from hidden states, logits or logps.
 
-Gradients are computed in the forward pass, for an upstream gradient of 1. `LinearHead` (an LM head)
-and `LogitsSweep` (given logits) have the same methods, so `_swept` accepts both.
+Gradients are computed in the forward pass, for an upstream gradient of 1.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import refuse
-from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
-from grpo_fast.kernels.head.entropy import FullEntropySweep
-from grpo_fast.kernels.head.half_range import narrowed, needs_scaling
-from grpo_fast.kernels.head.loop import LinearHead
-from grpo_fast.kernels.head.support import SupportSweep, linear_sweep
+from grpo_fast.kernels.head.divergence import Divergences, buffers_of
+from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
+from grpo_fast.kernels.head.sums import narrowed, needs_scaling
+from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
 from grpo_fast.kernels.route import head_route, rows_route
-from grpo_fast.kernels.teachers import Divergence, DivergenceTerm
+from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import HeadTensors, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import Options
 from grpo_fast.loss.batch import TokenBatch
-from grpo_fast.loss.logits import LogitsSweep
 from grpo_fast.objective.coefficients import row_terms, token_loss
 
 UNCHANGED = nullcontext()
@@ -42,7 +39,7 @@ class LossResult(NamedTuple):
     filtered: Tensor | None = None
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # (K,) fp32, the factor by which each of the K gradients must be multiplied. None: all factors
-    # are 1. See kernels/head/half_range.py.
+    # are 1. See kernels/head/sums.py.
     units: Tensor | None = None
 
 
@@ -51,9 +48,6 @@ def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return UNCHANGED
-
-
-Sweep = LinearHead | LogitsSweep | SupportSweep | FullEntropySweep
 
 
 def linear_loss(
@@ -73,62 +67,29 @@ def linear_loss(
     if any(wanted) and is_half:
         batch = batch.with_scaled_weights()
     term = options.divergence
-    tensors = HeadTensors(hidden, weight, bias)
-    keep_fp32 = is_half or (term is not None and batch.rows.support is not None)
-    sweep: dict[str, Any] = dict(
-        entropy_gradient=batch.config.entropy_coef != 0, keep_fp32=keep_fp32,
-        needs_d_weight=wanted.weight, shard=options.shard,
-    )  # fmt: skip
+    # Divergences need rows of logits, as a vocabulary shard does. They cannot use the kernels that
+    # compute logps directly from hidden states.
+    needs_rows = options.shard is not None or term is not None
+    route = head_route(options.backend, weight, is_shard=needs_rows)
+    support = batch.rows.support
+    full_entropy = batch.config.entropy_over_vocabulary and support is not None
+    divergences = None
     if term is not None:
-        result = _with_divergence(tensors, batch, options, term, wanted, sweep)
-    else:
-        route = head_route(options.backend, weight, is_shard=options.shard is not None)
-        sweep["tolerance"] = options.grad_filter
-        sweep["full_entropy"] = batch.config.entropy_over_vocabulary
-        result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
+        divergences = Divergences(
+            term.teacher, Divergence(term.kind, term.beta),
+            term.coef * batch.tokens.token_weights, route, has_gradient=any(wanted),
+            set_rows=support.row_index if full_entropy and support is not None else None,
+        )  # fmt: skip
+    driver = linear_driver(
+        HeadTensors(hidden, weight, bias), batch.rows, route, shard=options.shard,
+        entropy_gradient=batch.config.entropy_coef != 0, full_entropy=full_entropy,
+        keep_fp32=is_half, needs_d_weight=wanted.weight, tolerance=options.grad_filter,
+        buffers=1 if term is None else buffers_of(term.teacher, has_policy=True),
+        adds_terms=term is not None,
+    )  # fmt: skip
+    result = driven(driver, batch, wanted, divergences)
     unit = batch.tokens.unit
     return result if unit is None else rescaled(result, unit, hidden.dtype)
-
-
-def _with_divergence(
-    tensors: HeadTensors,
-    batch: TokenBatch,
-    options: Options,
-    term: DivergenceTerm,
-    wanted: Wanted,
-    sweep: dict[str, Any],
-) -> LossResult:
-    """Compute a policy loss plus coef·Σ w·D, the weighted divergence from a teacher.
-
-    Both terms are computed in one pass over the head. If the call has a support, each term needs a
-    separate pass, and the gradients of the two passes are added.
-    """
-    # Pass is_shard=True to select the kernels that work on rows of logits. Divergences cannot use
-    # the kernels that compute logps directly from hidden states.
-    route = head_route(options.backend, tensors.weight, is_shard=True)
-    rows = batch.rows
-    weights = term.coef * batch.tokens.token_weights
-    kind = Divergence(term.kind, term.beta)
-    teacher: dict[str, Any] = dict(teacher=term.teacher, divergence=kind, weights=weights)
-    if rows.support is None:
-        head = DivergenceHead(tensors, rows, route, **teacher | sweep, has_policy=True)
-        result = _swept(head, batch, options, wanted)
-        each = head.values
-    else:
-        sweep["full_entropy"] = batch.config.entropy_over_vocabulary
-        result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
-        teacher |= dict(wanted=wanted, keep_fp32=True)
-        each, more = supported_divergence(tensors, rows, route, **teacher)
-        # Round only the sum of both gradients, because two rounded gradients would have twice the
-        # error. In fp16, the sum stays in fp32, because `rescaled` rounds it later.
-        likes = tensors if not needs_scaling(tensors[0].dtype) else result.gradients
-        gradients = tuple(
-            (x + y).to(x.dtype if like is None else like.dtype)
-            for x, y, like in zip(result.gradients, more, likes, strict=True)
-        )
-        result = result._replace(gradients=gradients)
-    loss = result.loss + weighted_sum(weights, each).to(result.loss.dtype)
-    return result._replace(loss=loss, divergence=rows.to_rows(each))
 
 
 def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
@@ -153,19 +114,21 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
     wanted = Wanted(options.wanted[0], False, False)
     if wanted.hidden and needs_scaling(logits.dtype):
         batch = batch.with_scaled_weights()
-    out = logits if options.inplace else None
-    route = rows_route(options.backend, logits)
-    over_vocabulary = batch.config.entropy_over_vocabulary
-    sweep = LogitsSweep.of(logits, out, batch.rows, route, over_vocabulary)
-    result = _swept(sweep, batch, options, wanted)
+    driver = logits_driver(
+        logits, logits if options.inplace else None, batch.rows,
+        rows_route(options.backend, logits), full_entropy=batch.config.entropy_over_vocabulary,
+    )  # fmt: skip
+    result = driven(driver, batch, wanted)
     unit = batch.tokens.unit
     if unit is None:
         return result
     return result._replace(loss=result.loss / unit, units=1 / unit[None])
 
 
-def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) -> LossResult:
-    """Compute a loss with a pass over an LM head or over given logits.
+def driven(
+    driver: Driver, batch: TokenBatch, wanted: Wanted, divergences: Divergences | None = None
+) -> LossResult:
+    """Compute a loss and its gradients with a driver.
 
     A token-level loss needs one pass, because each row's gradient depends only on that row. Other
     losses first compute the logps of all rows, and then the gradients in a second pass.
@@ -174,22 +137,32 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
     tokens = batch.tokens
     with kernel_precision(tokens.advantages.device):
         terms = row_terms(tokens, config)
-        # Compute losses and gradients of a token-level loss in one pass.
-        if any(wanted) and terms is not None and sweep.num_rows:
-            rows, gradients = sweep.loss_gradients(terms, config, wanted)
-            values.check_logps(rows.logps, batch.checks)
+        if any(wanted) and terms is not None and driver.num_rows:
+            # 1. Compute losses and gradients of a token-level loss in one pass.
+            rows, gradients = driver.token_level(TokenLevel(terms, config), divergences, wanted)
+            logps, entropy = rows.logps, rows.entropy
+            values.check_logps(logps, batch.checks)
             loss = rows.losses.sum(dtype=torch.float64)
-            if terms.grad_entropy is not None and rows.entropy is not None:
-                loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
-            return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
-        # A loss that is not token-level needs the logps of all rows before it can compute a
-        # gradient. A call without gradients also uses this path.
-        stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
-        _, logps, entropy = stats
-        values.check_logps(logps, batch.checks)
-        result = token_loss(logps, entropy, tokens, config)
-        gradients = sweep.gradients(result.grad_logps, result.grad_entropy, stats, wanted)
-        return _result(result.loss, logps, entropy, gradients, batch, sweep.filtered)
+            if terms.grad_entropy is not None and entropy is not None:
+                loss = loss + (terms.grad_entropy * entropy).sum(dtype=torch.float64)
+            loss = loss.float()
+        else:
+            # 2. Other losses need the logps of all rows before they can compute a gradient. A call
+            # without gradients also uses this path.
+            stats = driver.logps(return_entropy=config.needs_entropy, stores=any(wanted))
+            _, logps, entropy = stats
+            values.check_logps(logps, batch.checks)
+            result = token_loss(logps, entropy, tokens, config)
+            loss = result.loss
+            known = Known(result.grad_logps, result.grad_entropy, stats)
+            term = sum_of(divergences, known) if any(wanted) else divergences or known
+            gradients = driver.gradients(term, wanted)
+    each = None
+    if divergences is not None:
+        loss = loss + weighted_sum(divergences.weights, divergences.values).to(loss.dtype)
+        each = batch.rows.to_rows(divergences.values)
+    found = _result(loss, logps, entropy, gradients, batch, driver.filtered)
+    return found._replace(divergence=each)
 
 
 def logps_loss(

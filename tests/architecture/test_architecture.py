@@ -48,7 +48,7 @@ MAX_LINES = 500
 def floor_of(module: str) -> int | None:
     """Return the index of a module's layer in FLOORS, or None if no layer has the module.
 
-    For example, 'grpo_fast.kernels.head.loop' is on the floor of "kernels".
+    For example, 'grpo_fast.kernels.head.driver' is on the floor of "kernels".
     """
     top = (module.split(".") + [""])[1]
     return next((number for number, names in enumerate(FLOORS) if top in names), None)

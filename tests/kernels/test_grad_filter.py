@@ -11,7 +11,7 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels.head.grad_filter import column_masses, heavy_columns
+from grpo_fast.kernels.head.sums import column_masses, heavy_columns
 from tests.loss_cases import BACKENDS, IS_INTERPRETER
 from tests.pairs import pairs
 
@@ -59,7 +59,7 @@ def test_bounds(config, tolerance, rows, monkeypatch):
     the skipped part of Σ|d-logits|, times the largest norm of a row of W. The bound of dW uses the
     largest norm of a row of `hidden` instead.
     """
-    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
+    monkeypatch.setattr("grpo_fast.kernels.head.sources.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
     exact, exact_grads = run(leaves, ids, advantages, config)
     out, grads = run(leaves, ids, advantages, config, grad_filter=tolerance)
@@ -80,7 +80,7 @@ def test_bounds(config, tolerance, rows, monkeypatch):
 @pairs(backend=BACKENDS, dtype=DTYPES, config=CONFIGS.items(), rows=ROWS)
 def test_backends(dtype, backend, config, rows, monkeypatch):
     size = rows * V * dtype.itemsize
-    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: size)
+    monkeypatch.setattr("grpo_fast.kernels.head.sources.workspace_bytes", lambda *_: size)
     leaves, ids, advantages = problem(12, dtype)
     plain, exact = run(leaves, ids, advantages, config, backend=backend)
     out, grads = run(leaves, ids, advantages, config, grad_filter=1e-3, backend=backend)

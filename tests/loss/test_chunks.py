@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.kernels.head import loop
-from grpo_fast.loss import logits as logits_sweep
+from grpo_fast.kernels.head import sources
 from tests.loss_cases import BACKENDS, LAYOUTS, LEVELS, check, make_case, options_for
 from tests.pairs import pairs
 
@@ -30,7 +29,7 @@ def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mas
     Chunks without skipped rows are also tested, because they use slices instead of index tensors.
     """
     case = many_rows(mask, loss_type, level)
-    monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
+    monkeypatch.setattr(sources, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
     check("linear", case, layout=layout, backend=backend)
 
 
@@ -42,5 +41,5 @@ def test_blocks_of_given_logits(backend, level, monkeypatch):
     Every block has different coefficients and entropy gradients. If the code used those of a
     different block, the test would fail.
     """
-    monkeypatch.setattr(logits_sweep, "CPU_BLOCK_BYTES", 1)
+    monkeypatch.setattr(sources, "CPU_BLOCK_BYTES", 1)
     check("logits", many_rows(GAPS, "grpo", level, entropy_coef=0.3), backend=backend)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.kernels.head import loop
+from grpo_fast.kernels.head import sources
 from tests import oracle_inputs
 from tests.loss_cases import BACKENDS, cu_seqlens_of, relative_l2, worst_row
 from tests.pairs import pairs
@@ -77,7 +77,7 @@ def test_gradients_against_fp64_overall_and_worst_row(
 ):
     hidden, weight, ids, advantages = problem(dtype, N=96)
     if chunks > 1:
-        monkeypatch.setattr(loop.LinearHead, "_chunk_rows", lambda *_: 96 // chunks)
+        monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: 96 // chunks)
     old, options = None, {"loss_type": "dapo"}
     if off_policy:
         lp64, _ = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
@@ -102,7 +102,7 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
     # Use advantages of one sign, so that the running sum is much larger than each term.
     advantages = 1.0 + 0.1 * advantages
-    monkeypatch.setattr(loop.LinearHead, "_chunk_rows", lambda *_: 32)
+    monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: 32)
     _, d_weight = loss_gradients(
         hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.kernels.head import loop
+from grpo_fast.kernels.head import sources
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -111,7 +111,7 @@ def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkey
         packed = rows_of(problem, EVERY, backend, lengths=lengths, entropy_coef=entropy_coef)
         assert_rows(packed, whole)
     for rows in (1, 64, 149):
-        monkeypatch.setattr(loop, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
+        monkeypatch.setattr(sources, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
         assert_rows(rows_of(problem, EVERY, backend, entropy_coef=entropy_coef), whole)
 
 
@@ -174,7 +174,7 @@ def test_padded_and_packed_are_the_same_numbers(function, level):
 @pairs(backend=BACKENDS, dtype=DTYPES, chunks=[1, 4])
 def test_weight_gradient_is_the_same_from_run_to_run(chunks, dtype, backend, monkeypatch):
     problem = token_problem(dtype, 130, 96, 777)
-    monkeypatch.setattr(loop, "workspace_bytes", lambda *_: -(-130 // chunks) * 777 * 4)
+    monkeypatch.setattr(sources, "workspace_bytes", lambda *_: -(-130 // chunks) * 777 * 4)
     results = [rows_of(problem, EVERY[:130], backend, entropy_coef=0.1) for _ in range(3)]
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_fast import DivergenceTerm, TeacherHead, TeacherTopK, linear_divergence
-from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.head.sources import DenseHead
 from tests import loss_cases
 from tests.loss_cases import ENGINES, call, make_case, options_for, relative_l2
 from tests.pairs import pairs
@@ -99,8 +99,10 @@ def test_one_pass_and_hidden_rows(monkeypatch):
     teacher, flat = teacher_of(case), case.hidden.reshape(B * L, -1).flip(0)
     term = DivergenceTerm(teacher, "reverse_kl", 1.0)
     seen = []
-    padded = LinearHead._rows_of
-    monkeypatch.setattr(LinearHead, "_rows_of", lambda s, c: (seen.append(c), padded(s, c))[1])
+    padded = DenseHead.chunk
+    monkeypatch.setattr(
+        DenseHead, "chunk", lambda s, c, **k: (seen.append(c), padded(s, c, **k))[1]
+    )
     a = call("linear", case, hidden=case.hidden.requires_grad_(), divergence=term)
     assert len(seen) == 1
     b = call("linear", case, hidden=flat, hidden_rows=rows, divergence=term)

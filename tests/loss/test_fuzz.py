@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
-from grpo_fast.kernels.head import loop as linear
+from grpo_fast.kernels.head import sources as linear
 from grpo_fast.kernels.head import support as head_support
 from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles

@@ -115,7 +115,7 @@ def test_padded_targets_and_chunks(monkeypatch):
 
     expected = run()
     assert expected[0].shape == (3, 40)
-    monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: 32 * V * 4)
+    monkeypatch.setattr("grpo_fast.kernels.head.sources.workspace_bytes", lambda *_: 32 * V * 4)
     for one, other in zip(run(), expected, strict=True):
         assert torch.equal(one, other)
 

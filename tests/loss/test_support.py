@@ -349,7 +349,7 @@ def test_what_is_masked_is_inert_and_nan_is_loud(form, backend, monkeypatch):
 
 def test_the_form_follows_from_the_sizes(monkeypatch):
     taken = []
-    for name in ("GatheredHead", "DenseHead"):
+    for name in ("GatheredSets", "ProductSets"):
         real = getattr(head_support, name)
         monkeypatch.setattr(
             head_support, name, lambda *x, real=real, **k: taken.append(real) or real(*x, **k)
@@ -359,7 +359,7 @@ def test_the_form_follows_from_the_sizes(monkeypatch):
         columns = (ids[:, None] + torch.arange(k)) % V
         support = Support(columns.flatten(), torch.arange(T + 1) * k)
         linear_logps(hidden, weight, ids, support=support)
-    assert [x.__name__ for x in taken] == ["GatheredHead", "DenseHead"]
+    assert [x.__name__ for x in taken] == ["GatheredSets", "ProductSets"]
 
 
 def test_large_sets_come_in_chunks(monkeypatch):

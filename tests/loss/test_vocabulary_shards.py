@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.kernels.head.loop import LinearHead
-from grpo_fast.kernels.head.vocabulary import VocabularyShard
+from grpo_fast.kernels.head.shards import ShardedHead, VocabularyShard
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform
 from tests import rank_server
@@ -115,7 +114,7 @@ def test_all_ranks_cut_the_same_chunks(monkeypatch):
         shard, weight = VocabularyShard(None, sizes, rank), torch.zeros(size, 4)
         route = head_route("torch", weight, is_shard=True)
         cut.append(
-            list(LinearHead(HeadTensors(hidden, weight, None), rows, route, shard=shard).chunks())
+            ShardedHead(HeadTensors(hidden, weight, None), rows, route, shard).chunks(stores=True)
         )
     assert len(cut[0]) > 5 and cut[0] == cut[1] == cut[2]
 

@@ -10,8 +10,8 @@ import torch
 import grpo_fast
 from grpo_fast import LossConfig
 from grpo_fast.kernels.gpu import coefficients, gradients, target_rows
-from grpo_fast.kernels.head import activity, loop
-from grpo_fast.kernels.head.loop import LinearHead
+from grpo_fast.kernels.head import sources
+from grpo_fast.kernels.head.terms import TokenLevel
 from grpo_fast.kernels.reference import final_logits
 from grpo_fast.kernels.types import Exponentials, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
@@ -248,15 +248,17 @@ def chunks_of(monkeypatch, budget):
     Return a list to which each pass over the head appends the list of its chunk sizes.
     """
     taken = []
-    original = LinearHead.chunks
+    original = sources.DenseHead.chunks
 
-    def chunks(self):
-        found = list(original(self))
+    def chunks(self, *, stores):
+        found = original(self, stores=stores)
         taken.append([c.stop - c.start for c in found])
-        return iter(found)
+        return found
 
-    monkeypatch.setattr(LinearHead, "chunks", chunks)
-    monkeypatch.setattr(loop, "workspace_bytes", lambda device, size=4, spared=0: budget + spared)
+    monkeypatch.setattr(sources.DenseHead, "chunks", chunks)
+    monkeypatch.setattr(
+        sources, "workspace_bytes", lambda device, size=4, spared=0: budget + spared
+    )
     return taken
 
 
@@ -296,7 +298,7 @@ def test_frozen_heads_and_filters_spare_nothing(monkeypatch):
     grpo_fast.linear_grpo_loss(hidden, trained, *given, **options, grad_filter=0.01)
     assert taken.pop() == [64, 6]
     few = weight[:500]  # with N > V/8, dW needs an fp32 sum in any case
-    monkeypatch.setattr(loop, "workspace_bytes", lambda d, s=4, spared=0: 0 + spared)
+    monkeypatch.setattr(sources, "workspace_bytes", lambda d, s=4, spared=0: 0 + spared)
     gradients_of(hidden, few, ids % 500, advantages)
     assert taken.pop() == [32, 32, 6]
 
@@ -312,7 +314,7 @@ def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0
     if is_chunked:
-        monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
+        monkeypatch.setattr(sources, "workspace_bytes", lambda *_: 0)
     found = gradients_of(hidden, weight, ids, advantages)
     exact = gradients_of(hidden.double(), weight.double(), ids, advantages, backend="torch")
     assert (found[1][active:] == 0).all()
@@ -335,7 +337,7 @@ def test_which_leaves_follow_the_advantage(name):
 
 def test_what_is_known_before_the_loop():
     terms = RowTerms(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0]))
-    assert activity.known_active(terms, LossConfig(), 0).tolist() == [True, False, False]
+    assert TokenLevel(terms, LossConfig()).mask(0).tolist() == [True, False, False]
     for more in (terms._replace(kl_weights=terms[0]), terms._replace(grad_entropy=terms[0])):
-        assert activity.known_active(more, LossConfig(), 0) is None
-    assert activity.known_active(terms, LossConfig(loss_type="kimi"), 0) is None
+        assert TokenLevel(more, LossConfig()).mask(0) is None
+    assert TokenLevel(terms, LossConfig(loss_type="kimi")).mask(0) is None

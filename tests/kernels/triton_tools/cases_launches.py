@@ -12,7 +12,7 @@ import torch
 import grpo_fast
 from grpo_fast import LossConfig, Support
 from grpo_fast.kernels.gpu import exponentials, gradients, linear, rows, support
-from grpo_fast.kernels.head import loop
+from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head import support as head_support
 from tests.loss_cases import make_case, options_for, run
 
@@ -87,7 +87,7 @@ def test_weights_are_held_or_computed_again(monkeypatch):
     held = run("linear", case, backend="triton")
     assert sweeps == ["store", "far"]
     sweeps.clear()
-    monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
+    monkeypatch.setattr(sources, "workspace_bytes", lambda *_: 0)
     again = run("linear", case, backend="triton")
     # In the forward pass, two chunks store nothing ("bare"). The third chunk stores its
     # exponentials, and recomputes the tiles that contain unlikely targets ("far"). The backward

@@ -16,16 +16,16 @@ the shards by one all-reduce of (N, H) after all chunks, at least in fp32.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 from grpo_fast.kernels import reference
-from grpo_fast.kernels.head.chunks import LogitChunks
-from grpo_fast.kernels.head.gradients import ChunkGradients
+from grpo_fast.kernels.head.sources import Chunk, DenseHead
+from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ChunkRows, LogitTransform, RowStats
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, RowStats, Wanted
 
 ELSEWHERE = -1  # local target id of a target in a different rank's shard
 
@@ -114,43 +114,58 @@ def unrounded_statistics(
     return lse.masked_fill(z.amax(-1) == -torch.inf, -torch.inf), logps, entropy
 
 
-class VocabularyChunks(LogitChunks):
-    """A chunk of logits of one vocabulary shard, with statistics over the full vocabulary."""
+class ShardedHead(DenseHead):
+    """One vocabulary shard of an LM head. Statistics and dH are those of the full head."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
+        self,
+        tensors: HeadTensors,
+        rows: ActiveRows,
+        route: Route,
+        shard: VocabularyShard,
+        **options: Any,
     ) -> None:
-        super().__init__(weight, bias, route)
+        self.shard = shard
+        super().__init__(tensors, rows, route, **options)
         # Do not compute loss and gradient in one kernel, because the ranks must exchange statistics
         # before the loss.
-        self.shard = shard
         self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
         if route.backend == "torch":
             self.row_logps = unrounded_statistics
 
-    def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
+    @property
+    def widest(self) -> int:
+        """Return the size of the largest shard."""
+        return max(self.shard.sizes)
+
+    def sums(self, wanted: Wanted, **options: Any) -> HeadSums:
+        """Create the sums of the gradients. dH is summed over all ranks."""
+        return super().sums(wanted, sum_hidden=self.shard.summed, **options)
+
+    def logps(
+        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+    ) -> RowStats:
         """Compute the statistics of this shard, and combine them with those of other shards."""
-        h, target_ids, transform = at
-        z = self.raw_logits(h, cached=cached)[: target_ids.shape[0]]
-        own = self.shard.own(target_ids)
+        z = self.logits(at, cached=cached)[: at.target_ids.shape[0]]
+        own = self.shard.own(at.target_ids)
         if z.shape[1]:
-            stats = self.row_logps(z, own, transform, return_entropy=return_entropy)
+            stats = self.row_logps(z, own, at.transform, return_entropy=return_entropy)
         else:
             # A shard without columns has the lse log 0 = -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
-        return self.shard.join_ranks(stats, target_ids)
+        return self.shard.join_ranks(stats, at.target_ids)
 
     def gradients(
-        self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
         """Compute the d-logits of this shard's columns, without communication."""
-        h, target_ids, transform = at
-        z = self.raw_logits(h, cached=cached)
-        d = self._gradient(h.shape[0])
-        count = target_ids.shape[0]
+        assert at.hidden is not None
+        z = self.logits(at, cached=cached)
+        d = self._gradient(at.hidden.shape[0])
+        count = at.target_ids.shape[0]
         if z.shape[1]:
-            own = self.shard.own(target_ids)
-            self.kernels.row_grad_(z[:count], own, known, g, g_entropy, transform, out=d[:count])
+            own = self.shard.own(at.target_ids)
+            self.kernels.row_grad_(z[:count], own, known, g, g_entropy, at.transform, out=d[:count])
         return ChunkGradients(d)

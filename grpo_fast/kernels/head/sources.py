@@ -1,0 +1,596 @@
+"""Sources of logits: a dense LM head, and logits that the caller gives.
+
+A `RowSource` forms the logits of some rows, and takes back the gradient with respect to them. It
+processes its rows in chunks, whose logits are in its workspace. There are four kinds of sources:
+
+    DenseHead    hidden states and an LM head (this module). `ExponentialHead` stores exponentials.
+    ShardedHead  a DenseHead whose vocabulary is sharded over ranks (shards.py)
+    TokenSets    the ids that a truncating sampler kept for each row (support.py)
+    GivenLogits  logits that the caller gives (this module)
+
+A DenseHead forms the logits of a chunk by hidden·Wᵀ, in fp32. Its gradients are dH = d·W and
+dW += dᵀ·hidden, with d-logits d (sums.py). By default, the logp and dH of a row depend only on that
+row, W and its scalars, bit for bit:
+
+- On a CPU, the matrix product of csrc ensures this. In fp64, without AVX2 and FMA, and with
+  GRPO_FAST_GEMM=vendor, torch computes the products. The last bits may then depend on the number of
+  rows and of threads.
+- On a GPU, a Triton kernel ensures it for logps. The vendor's GEMM computes dH there, and its bits
+  were not compared between batch sizes.
+
+The workspace holds one chunk. `workspace_bytes()` limits its size for any number of rows. 16-bit
+weights also need an fp32 dW. On a GPU, all rows may instead form a single chunk, which needs no
+fp32 dW. This is done if it takes no more memory than a smaller chunk and an fp32 dW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.products import is_full_precision, matmul_logits
+from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
+from grpo_fast.kernels.route import Kernels, Route
+from grpo_fast.kernels.types import (
+    ActiveRows,
+    Coefficients,
+    Exponentials,
+    HeadTensors,
+    LogitTransform,
+    RowLoss,
+    RowStats,
+    Wanted,
+    pad_rows,
+    padded,
+)
+from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+
+# A 16-bit dW is computed from exponentials only if the number of targets is at most this fraction
+# of the vocabulary size. If the targets of a row of dW nearly cancel the rest, the row is computed
+# a second time (see gpu/target_rows.py). More targets could cause too many such rows.
+TARGET_SHARE = 1 / 8
+# Rows of a buffer for exponentials are padded to a multiple of this number of elements (128 bytes
+# in 16 bits), so that they are aligned.
+ROW_ELEMENTS = 64
+# Size in bytes of a block of given logits on the CPU. A block of this size stays in the CPU cache,
+# so that the kernel can read it quickly a second time.
+CPU_BLOCK_BYTES = 4 << 20
+
+
+class Chunk(NamedTuple):
+    """C rows of a source."""
+
+    rows: slice | Tensor  # positions among the rows of the source
+    target_ids: Tensor  # (C,) int64; token sets: the position of each target in its set
+    transform: LogitTransform
+    hidden: Tensor | None = None  # (padded C, H) of a dense head
+
+
+class RowSource(Protocol):
+    """Rows of logits that are formed chunk by chunk.
+
+    Attributes:
+        rows: the active rows whose logits the source forms.
+        kernels: the kernels of the backend.
+        on_gpu: whether the host should not wait for the values of a chunk.
+        chunk_rows: number of rows of each chunk but the last.
+        skips: whether the sums of the source can leave rows out.
+        has_entropy_gradient: whether `gradients` accepts coefficients of the entropies.
+    """
+
+    rows: ActiveRows
+    kernels: Kernels
+    on_gpu: bool
+    chunk_rows: int
+    skips: bool
+    has_entropy_gradient: bool
+
+    def chunks(self, *, stores: bool) -> list[slice]:
+        """Return the chunks. Without `stores`, no logits of these chunks are needed later."""
+
+    def spread(self, x: Any, fill: int = 0) -> Any:
+        """Convert one value per active row to one value per row of the source. None stays None."""
+
+    def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Concatenate per-row results of all chunks, and return those of the active rows."""
+
+    def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
+        """Return the rows at these positions. `stores` is the argument of `logps`."""
+
+    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
+        """Form the raw logits of a chunk, (padded C, V), or (1, nnz) for token sets.
+
+        With `cached`, the workspace already contains them.
+        """
+
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool) -> RowStats:
+        """Compute the statistics of a chunk. With `stores`, keep its logits for `gradients`."""
+
+    def loss(
+        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
+    ) -> tuple[ChunkGradients, RowLoss]:
+        """Compute the statistics, a token-level loss and its d-logits."""
+
+    def gradients(
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+    ) -> ChunkGradients:
+        """Compute the d-logits of Σ g·logp + g_entropy·entropy from known statistics."""
+
+    def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
+        """Take back the gradient of a chunk. Rows that are not in `keep` have d-logits of 0."""
+
+    def flops(self, wanted: Wanted) -> int:
+        """Return the number of flops of the gradient products of all rows."""
+
+    def release(self) -> None:
+        """Release the workspace, so that the next call can reuse it."""
+
+
+class DenseHead:
+    """A dense LM head. It stores the logits of a chunk in fp32.
+
+    A row kernel overwrites the logits with d-logits (4 bytes per logit). On a GPU, it writes 16-bit
+    d-logits to a second buffer (6 bytes per logit).
+
+    Args:
+        tensors: hidden, weight and bias.
+        rows: targets, logit transform, and the rows of `hidden` that predict the targets.
+        route: the selected kernels.
+        needs_d_weight: whether dW will be computed.
+        in_parts: whether dW is a sum in fp32, so that a single chunk must not round it.
+        filters: whether the sums skip columns of small gradients, which needs an fp32 dW.
+        buffers: number of fp32 buffers in the workspace. The second holds a teacher's logits.
+    """
+
+    has_entropy_gradient = True
+    skips = True
+
+    def __init__(
+        self,
+        tensors: HeadTensors,
+        rows: ActiveRows,
+        route: Route,
+        *,
+        needs_d_weight: bool = False,
+        in_parts: bool = False,
+        filters: bool = False,
+        buffers: int = 1,
+    ) -> None:
+        self.tensors = tensors
+        self.hidden, self.weight, self.bias = tensors
+        self.rows = rows
+        self.kernels = route.kernels
+        self.buffers = buffers
+        self.num_rows = rows.target_ids.shape[0]
+        self.on_gpu = self.weight.is_cuda or route.backend == "triton"
+        # On a GPU, the gradient GEMMs of a 16-bit weight need 16-bit d-logits. The row kernel then
+        # writes d-logits in 16 bits, so that they are rounded only once.
+        self.has_16_bit_gradient = self.on_gpu and not is_full_precision(self.weight)
+        # Compute loss and d-logits in one row kernel only if there is no `head_logps`. Passes
+        # without gradients use `head_logps`. If gradient passes used the row kernel, their logps
+        # would differ in the last bits.
+        self.in_one_pass = route.kernels.head_logps is None
+        self.dtype = self._stored_dtype(route)
+        self.d_weight_16_bit = self.on_gpu and not in_parts and self._allows_16_bit_d_weight()
+        spares = needs_d_weight and self.d_weight_16_bit and not filters
+        self.chunk_rows = self._chunk_rows(spares)
+        self.max_rows = padded(min(self.chunk_rows, self.num_rows))
+        self._workspace: Tensor | None = None
+        self._gradient_16_bit: Tensor | None = None
+
+    def _stored_dtype(self, route: Route) -> torch.dtype:
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def _allows_16_bit_d_weight(self) -> bool:
+        """Return whether a GPU may write dW in 16 bits if all rows form one chunk."""
+        return self.has_16_bit_gradient
+
+    @property
+    def bytes_per_logit(self) -> int:
+        gradient_bytes = self.weight.dtype.itemsize if self.has_16_bit_gradient else 0
+        return self.buffers * self.dtype.itemsize + gradient_bytes
+
+    @property
+    def widest(self) -> int:
+        """Return the number of columns that determines the size of a chunk."""
+        return self.weight.shape[0]
+
+    def _chunk_rows(self, spares: bool) -> int:
+        """Return the number of rows per chunk.
+
+        All rows form one chunk if this takes no more memory than several chunks and their fp32 dW.
+        Otherwise, chunks have equal size and fit into the workspace. Ranks that share a vocabulary
+        use the size of the largest shard, so that they run the same number of collective calls.
+        """
+        bytes_per_logit = self.bytes_per_logit
+        device = self.weight.device
+        row_bytes = max(self.widest, 1) * bytes_per_logit
+        # A single chunk does not need an fp32 dW, so its logits may use the memory that the fp32 dW
+        # would take.
+        spared = 4 * self.weight.numel() if spares else 0
+        if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
+            return max(padded(self.num_rows), padded(1))
+        most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
+        # Divide the rows evenly, because a small last chunk would need a full pass over W and dW
+        # for a few rows.
+        chunks = -(-self.num_rows // most) or 1
+        return max(padded(-(-self.num_rows // chunks)), padded(1))
+
+    def sums(self, wanted: Wanted, **options: Any) -> HeadSums:
+        """Create the sums of the gradients of this head. `options` are arguments of `HeadSums`."""
+        return HeadSums(
+            self.tensors, wanted, self.kernels.gradients, repeats=self.rows.repeats,
+            is_single_chunk=self.num_rows <= self.chunk_rows
+            and (self.d_weight_16_bit or not self.on_gpu),
+            **options,
+        )  # fmt: skip
+
+    # ---- Rows and chunks
+
+    def flops(self, wanted: Wanted) -> int:
+        """Return the number of flops of the gradient products of all rows."""
+        return 2 * self.num_rows * self.weight.numel() * (wanted.hidden + wanted.weight)
+
+    def chunks(self, *, stores: bool) -> list[slice]:
+        """Return the chunks. Without `stores`, no logits of these chunks are needed later."""
+        count = self.num_rows
+        # `head_logps` stores no logits, so its memory does not grow with the number of rows.
+        if not stores and self.kernels.head_logps is not None:
+            return [slice(0, count)] if count else []
+        step = self.chunk_rows
+        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+    def spread(self, x: Any, fill: int = 0) -> Any:
+        """Return x, because the rows of a head are the active rows."""
+        return x
+
+    def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Concatenate the results of all chunks."""
+        return concatenated(parts, self.hidden)
+
+    def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
+        """Return the rows at these positions.
+
+        If logits are stored, the rows are padded with zeros to a multiple of ROW_MULTIPLE rows.
+        """
+        at = self._hidden_rows(index)
+        h = self.hidden[at] if isinstance(at, slice) else self.hidden.index_select(0, at)
+        h = pad_rows(h).contiguous() if stores or self.kernels.head_logps is None else h
+        return Chunk(index, self.rows.target_ids[index], self.rows.transform.rows(index), h)
+
+    def _hidden_rows(self, index: slice | Tensor) -> slice | Tensor:
+        """Return the rows of `hidden` that predict the targets at these positions."""
+        of_rows = self.rows.hidden_index
+        return index if of_rows is None else of_rows[index]
+
+    # ---- Memory
+
+    def workspace(self, rows: int, buffer: int = 0) -> Tensor:
+        """Return one of the buffers for the logits of a chunk, (rows, V)."""
+        if self._workspace is None:
+            # Allocate the workspace once, for the largest chunk, so that smaller chunks can use a
+            # part of it.
+            count = self.buffers * self.max_rows
+            self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
+        return self._workspace[buffer * self.max_rows :][:rows]
+
+    def release(self) -> None:
+        """Release the workspace, so that the next call can reuse it."""
+        give_back_workspace(self._workspace)
+        self._workspace = self._gradient_16_bit = None
+
+    def _gradient(self, rows: int) -> Tensor:
+        """Return the buffer to which d-logits are written, (rows, V)."""
+        if not self.has_16_bit_gradient:
+            return self.workspace(rows)
+        if self._gradient_16_bit is None:
+            self._gradient_16_bit = self.weight.new_empty((self.max_rows, self.weight.shape[0]))
+        return self._gradient_16_bit[:rows]
+
+    # ---- Logits and their gradient
+
+    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
+        """Form the raw logits h·Wᵀ + bias in the workspace, (padded C, V) fp32.
+
+        If the weight has no rows, as in an empty vocabulary shard, there is nothing to multiply.
+        """
+        assert at.hidden is not None
+        z = self.workspace(at.hidden.shape[0])
+        if cached:
+            return z
+        if self.weight.shape[0]:
+            matmul_logits(at.hidden, self.weight, out=z)
+        if self.bias is not None:
+            z.add_(self.bias)
+        return z
+
+    def logps(
+        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+    ) -> RowStats:
+        """Compute the lse, logp and entropy of the C rows."""
+        targets = at.target_ids
+        count = targets.shape[0]
+        head_logps = self.kernels.head_logps
+        if head_logps is None:
+            # Exclude the padding rows, which only the GEMM needs.
+            z = self.logits(at, cached=cached)[:count]
+            return self.kernels.row_logps(z, targets, at.transform, return_entropy=return_entropy)
+        assert at.hidden is not None
+        out = self.workspace(at.hidden.shape[0])[:count] if stores else None
+        return head_logps(
+            at.hidden[:count], self.weight, self.bias, targets, at.transform,
+            return_entropy=return_entropy, logits_out=out,
+        )  # fmt: skip
+
+    def loss(
+        self,
+        at: Chunk,
+        terms: RowTerms,
+        config: LossConfig,
+        *,
+        return_entropy: bool,
+        cached: bool = False,
+    ) -> tuple[ChunkGradients, RowLoss]:
+        """Compute the loss of the C rows and their d-logits."""
+        if self.in_one_pass:
+            assert at.hidden is not None
+            count = at.target_ids.shape[0]
+            d = self._gradient(at.hidden.shape[0])
+            z = self.logits(at, cached=cached)
+            part = self.kernels.row_loss_(
+                z[:count], d[:count], at.target_ids, terms, config, at.transform,
+                return_entropy=return_entropy,
+            )  # fmt: skip
+            return ChunkGradients(d), part
+        # Compute the statistics, the loss and the gradient one after the other.
+        stats = self.logps(at, return_entropy=return_entropy, cached=cached)
+        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
+        gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
+        return gradients, RowLoss(*stats, losses, g)
+
+    def gradients(
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+    ) -> ChunkGradients:
+        """Compute the d-logits of Σ g·logp + g_entropy·entropy from known statistics."""
+        assert at.hidden is not None
+        if not cached:
+            self.logps(at, return_entropy=False)
+        count = at.target_ids.shape[0]
+        z = self.workspace(at.hidden.shape[0])
+        d = self._gradient(at.hidden.shape[0])
+        self.kernels.row_grad_(
+            z[:count], at.target_ids, known, g, g_entropy, at.transform, out=d[:count]
+        )
+        return ChunkGradients(d)
+
+    def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
+        """Add the gradients of a chunk to dH, dW and db."""
+        assert at.hidden is not None
+        rows = self._hidden_rows(at.rows)
+        sums.add(rows, at.hidden, d_logits, len(at.target_ids), keep)
+
+
+class ExponentialHead(DenseHead):
+    """A dense LM head that stores exponentials E instead of logits.
+
+    The epilogue of the GEMM writes them once, in 2 bytes per logit in 16 bits and 4 in fp32. The
+    d-logits are E times a factor per row, so no row kernel runs. gpu/exponentials.py defines E and
+    the factors.
+    """
+
+    has_entropy_gradient = False  # E determines only the gradient of the logps
+
+    def _stored_dtype(self, route: Route) -> torch.dtype:
+        assert route.exponentials is not None
+        self.in_one_pass = False
+        self._filled: Exponentials | None = None
+        return route.exponentials
+
+    @property
+    def bytes_per_logit(self) -> int:
+        return self.dtype.itemsize
+
+    def _allows_16_bit_d_weight(self) -> bool:
+        """Return whether a GPU may write dW in 16 bits if all rows form one chunk."""
+        is_small = padded(self.num_rows) <= TARGET_SHARE * self.weight.shape[0]
+        return self.kernels.gradients is not None and is_small
+
+    def workspace(self, rows: int, buffer: int = 0) -> Tensor:
+        """Return the buffer for the exponentials of a chunk, (rows, V)."""
+        vocab = self.weight.shape[0]
+        if self._workspace is None:
+            # Round up the row length, so that rows are aligned for TMA stores and vector loads.
+            columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
+            self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
+        return self._workspace[:rows, :vocab]
+
+    def _fill(self, at: Chunk, *, return_entropy: bool, known: RowStats | None = None) -> RowStats:
+        """Write the exponentials of a chunk to the workspace. Return its row statistics."""
+        assert at.hidden is not None and self.kernels.head_exponentials is not None
+        count = at.target_ids.shape[0]
+        self._filled = self.kernels.head_exponentials(
+            at.hidden[:count], self.weight, self.bias, at.target_ids, at.transform,
+            self.workspace(at.hidden.shape[0])[:count], known=known, return_entropy=return_entropy,
+        )  # fmt: skip
+        return self._filled.stats
+
+    def logps(
+        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+    ) -> RowStats:
+        """Compute the lse, logp and entropy of the C rows."""
+        if stores:
+            return self._fill(at, return_entropy=return_entropy)
+        return super().logps(at, return_entropy=return_entropy, stores=False)
+
+    def gradients(
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+    ) -> ChunkGradients:
+        """Return exponentials, and coefficients that convert them to the d-logits of Σ g·logp."""
+        assert g_entropy is None and at.hidden is not None
+        if not cached:
+            self._fill(at, return_entropy=False, known=known)
+        filled = self._filled
+        assert filled is not None
+        matrix = self.workspace(at.hidden.shape[0])
+        if self.kernels.gradients is None:
+            # On a CPU, compute the coefficients with torch, and pad them with zeros.
+            assert filled.unit is not None and filled.target_unit is not None
+            by_row, by_target = (
+                pad_rows(torch.where(g == 0, 0.0, g * x)) for x in (filled.unit, filled.target_unit)
+            )
+        else:
+            by_row, by_target = self.kernels.gradients.times(g, filled, at.transform, len(matrix))
+        dominant = filled.dominant
+        errors = None if dominant is None else dominant.rounding_errors(matrix)
+        return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, errors))
+
+
+class LogitSums:
+    """The gradient with respect to given logits, (N, V). The row kernels write it.
+
+    Args:
+        logits: (N, V).
+        out: (N, V) buffer of the gradient, which may be `logits`; None: it is allocated.
+    """
+
+    def __init__(self, logits: Tensor, out: Tensor | None) -> None:
+        self.logits = logits
+        self.out = out
+        self.is_wanted = False
+        self.is_filled = False  # whether every row of `out` has been written
+
+    def start(self, wanted: Wanted) -> LogitSums:
+        """Begin a new gradient."""
+        self.is_wanted = any(wanted)
+        self.is_filled = False
+        return self
+
+    def buffer(self) -> Tensor:
+        """Return the gradient. The caller must write all rows if `is_filled` is False."""
+        if self.out is None:
+            self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
+        return self.out
+
+    def filtered_shares(self) -> None:
+        """Return None, because no column of given logits is skipped."""
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Return (d-logits,)."""
+        return (self.buffer() if self.is_wanted else self.logits.new_empty(0),)
+
+
+class GivenLogits:
+    """Logits that the caller gives.
+
+    The row kernels process all N rows, in blocks. Rows without a target get zero gradients.
+
+    Args:
+        logits: (N, V), with contiguous rows.
+        rows: the active rows.
+        route: the kernels of the backend.
+        sums: the gradient, to which the row kernels write.
+    """
+
+    has_entropy_gradient = True
+    skips = False
+    on_gpu = True  # no row is left out, so no values are needed
+    chunk_rows = 1
+
+    def __init__(self, logits: Tensor, rows: ActiveRows, route: Route, sums: LogitSums) -> None:
+        self.given = logits
+        self.rows = rows
+        self.kernels = route.kernels
+        self.sums = sums
+        # Rows without a target have an id that is in no vocabulary.
+        self.targets = rows.to_rows(rows.target_ids, fill=-1)
+        self.transform = rows.transform
+        if isinstance(self.transform.temperature, Tensor):
+            temperature = rows.to_rows(self.transform.temperature, fill=1)
+            self.transform = self.transform._replace(temperature=temperature)
+
+    def flops(self, wanted: Wanted) -> int:
+        """Return 0, because no matrix products follow."""
+        return 0
+
+    def chunks(self, *, stores: bool) -> list[slice]:
+        """Return blocks of rows that stay in the cache of a CPU."""
+        rows = step = self.given.shape[0]
+        if self.given.device.type == "cpu":
+            row_bytes = max(self.given.shape[1] * self.given.element_size(), 1)
+            # Use at least 16 rows per block, even if the block then exceeds CPU_BLOCK_BYTES.
+            step = max(CPU_BLOCK_BYTES // row_bytes, 16)
+        return [slice(i, min(i + step, rows)) for i in range(0, rows, max(step, 1))]
+
+    def spread(self, x: Any, fill: int = 0) -> Any:
+        """Convert one value per active row to one value per row."""
+        return self.rows.to_rows(x, fill)
+
+    def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Concatenate the results of all blocks, and select the active rows."""
+        return tuple(map(self.rows.active, concatenated(parts, self.given)))
+
+    def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
+        """Return the rows at these positions."""
+        return Chunk(index, self.targets[index], self.transform.rows(index))
+
+    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
+        """Return the given logits of a block."""
+        return self.given[at.rows]
+
+    def logps(
+        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+    ) -> RowStats:
+        """Compute the lse, logp and entropy of the rows of a block."""
+        return self.kernels.row_logps(
+            self.given[at.rows], at.target_ids, at.transform, return_entropy=return_entropy
+        )
+
+    def loss(
+        self,
+        at: Chunk,
+        terms: RowTerms,
+        config: LossConfig,
+        *,
+        return_entropy: bool,
+        cached: bool = False,
+    ) -> tuple[ChunkGradients, RowLoss]:
+        """Compute the loss of the rows of a block, and write their d-logits."""
+        out = self._out(at)
+        part = self.kernels.row_loss_(
+            self.given[at.rows], out, at.target_ids, terms, config, at.transform,
+            return_entropy=return_entropy,
+        )  # fmt: skip
+        return ChunkGradients(out), part
+
+    def gradients(
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+    ) -> ChunkGradients:
+        """Write the d-logits of Σ g·logp + g_entropy·entropy of the rows of a block."""
+        out = self._out(at)
+        z = self.given[at.rows]
+        self.kernels.row_grad_(z, at.target_ids, known, g, g_entropy, at.transform, out=out)
+        return ChunkGradients(out)
+
+    def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
+        """Do nothing, because the row kernels have written the gradient already."""
+
+    def release(self) -> None:
+        """Do nothing, because there is no workspace."""
+
+    def _out(self, at: Chunk) -> Tensor:
+        self.sums.is_filled = True  # every block is written
+        return self.sums.buffer()[at.rows]
+
+
+def concatenated(parts: Sequence[tuple[Any, ...]], like: Tensor) -> tuple[Any, ...]:
+    """Concatenate the results of all chunks. Return empty tensors if there are no chunks."""
+    if not parts:
+        return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))

@@ -1,0 +1,212 @@
+"""Terms of the loss: from the logits and the statistics of rows to the loss and its d-logits.
+
+    TokenLevel   a token-level policy loss with its KL and its entropy bonus. The coefficients of a
+                 row depend on that row only, so one pass computes loss and gradient.
+    Known        Σ (g·logp + g_entropy·entropy) with known coefficients. Sequence-level losses and
+                 the backward pass of logps use it after a first pass.
+    Divergences  Σ weights·D, the divergences from a teacher (divergence.py)
+    Sum          a sum of two terms, whose d-logits are added before the matrix products
+
+A term has the values of all its rows. The driver selects the rows of a source with `map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_fast.kernels.head.sources import Chunk, RowSource
+from grpo_fast.kernels.head.sums import ChunkGradients
+from grpo_fast.kernels.types import RowLoss, RowStats, pick
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.losses import OBJECTIVES
+
+# On a GPU, the host reads the number of active rows only if the gradient GEMMs of all rows take at
+# least this many flops, about 1 ms on an H100. For smaller GEMMs, skipping rows does not save
+# enough time to pay for the launches that count the rows and for the wait.
+READ_FROM = 7e11
+
+
+class Step(NamedTuple):
+    """The gradient of a term in one chunk."""
+
+    d_logits: ChunkGradients | None  # None: no gradient is needed
+    g: Tensor  # (C,) coefficients; a row whose coefficients are all 0 has no gradient
+    g_entropy: Tensor | None = None  # (C,)
+
+    def active(self) -> Tensor:
+        """Return a mask of the rows with a nonzero coefficient, (C,) bool."""
+        return active_rows(self.g, self.g_entropy)
+
+
+class RowTerm(Protocol):
+    """A term of the loss.
+
+    Attributes:
+        needs_all_rows: whether a row without gradient must be computed, because it has a value.
+        may_hide_nan: whether a row that `mask` excludes may have the coefficient NaN.
+        goes_back: whether the last chunk comes first, because its logits may be stored.
+    """
+
+    needs_all_rows: bool
+    may_hide_nan: bool
+    goes_back: bool
+
+    def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> RowTerm:
+        """Return the term with the values of the rows of a source."""
+
+    def mask(self, flops: float) -> Tensor | None:
+        """Return a mask of the rows that can have a gradient, (T,) bool. None: all, or unknown.
+
+        `flops` is the number of flops of the gradient products of all rows.
+        """
+
+    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+        """Compute the values of a chunk and its d-logits."""
+
+
+class TokenLevel:
+    """A token-level loss. After the pass, `parts` has the `RowLoss` of each chunk.
+
+    Args:
+        terms: the per-row inputs of the loss.
+        config: the loss.
+    """
+
+    needs_all_rows = True
+    may_hide_nan = True
+    goes_back = False
+
+    def __init__(self, terms: RowTerms, config: LossConfig) -> None:
+        self.terms = terms
+        self.config = config
+        self.parts: list[RowLoss] = []
+
+    def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> TokenLevel:
+        """Return the term with the values of the rows of a source."""
+        term = TokenLevel(self.terms.map(select), self.config)
+        term.parts = self.parts
+        return term
+
+    def mask(self, flops: float) -> Tensor | None:
+        """Return a mask of the rows that may have a nonzero coefficient, whatever their logp is.
+
+        On a GPU, rows are selected by advantages and weights, which are known before the pass. A
+        row may also have the coefficient 0 because of its logp (by clipping). Such a row stays in
+        the GEMMs as zeros, because finding it would make the host wait for the GPU.
+        """
+        # Keep rows with advantage 0 if there is a KL or entropy term, which also gives them a
+        # gradient.
+        terms = self.terms
+        has_more = terms.kl_weights is not None or terms.grad_entropy is not None
+        if has_more or not OBJECTIVES[self.config.loss_type].follows_advantage:
+            return None
+        if not saves_time(terms.advantages, flops):
+            return None
+        return torch.logical_and(terms.advantages, terms.policy_weights)
+
+    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+        """Compute statistics, losses and d-logits of a chunk."""
+        assert isinstance(at.rows, slice)
+        here = self.terms.rows(at.rows)
+        d, part = source.loss(
+            at, here, self.config, return_entropy=self.config.needs_entropy, cached=cached
+        )
+        self.parts.append(part)
+        return Step(d, part.grad_logps, here.grad_entropy)
+
+
+class Known:
+    """Σ (g·logp + g_entropy·entropy) with known coefficients.
+
+    Args:
+        g: (T,).
+        g_entropy: (T,), or None.
+        stats: (lse, logps, entropy) of all rows. The entropy may be None without `g_entropy`.
+    """
+
+    needs_all_rows = False
+    may_hide_nan = False
+    goes_back = True
+
+    def __init__(self, g: Tensor, g_entropy: Tensor | None, stats: RowStats) -> None:
+        self.g = g
+        self.g_entropy = g_entropy
+        self.stats = stats
+
+    def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Known:
+        """Return the term with the values of the rows of a source."""
+        values = self.g, self.g_entropy, *self.stats
+        g, g_entropy, lse, logps, entropy = (None if x is None else select(x) for x in values)
+        assert g is not None and lse is not None and logps is not None
+        return Known(g, g_entropy, (lse, logps, entropy))
+
+    def mask(self, flops: float) -> Tensor | None:
+        """Return a mask of the rows with a nonzero coefficient."""
+        return active_rows(self.g, self.g_entropy) if saves_time(self.g, flops) else None
+
+    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+        """Compute the d-logits of a chunk from the known statistics."""
+        g, g_entropy = pick(at.rows, self.g, self.g_entropy)
+        known = pick(at.rows, *self.stats)
+        d = source.gradients(at, known, g, g_entropy, cached=cached)
+        return Step(d, g, g_entropy)
+
+
+class Sum:
+    """The sum of two terms. The first must leave the logits of a chunk for the second."""
+
+    may_hide_nan = False
+
+    def __init__(self, first: RowTerm, second: RowTerm) -> None:
+        self.first = first
+        self.second = second
+        self.needs_all_rows = first.needs_all_rows or second.needs_all_rows
+        self.goes_back = second.goes_back
+
+    def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Sum:
+        """Return the sum with the values of the rows of a source."""
+        return Sum(self.first.map(select, source), self.second.map(select, source))
+
+    def mask(self, flops: float) -> Tensor | None:
+        """Return None. Whether a row has a gradient is known after the pass."""
+        return None
+
+    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+        """Add the d-logits of both terms."""
+        a = self.first.step(source, at, cached=cached)
+        b = self.second.step(source, at, cached=True)
+        if a.d_logits is None or b.d_logits is None:
+            return b if a.d_logits is None else a
+        count = len(at.target_ids) if a.d_logits.matrix.dim() == 2 else len(a.d_logits.matrix)
+        a.d_logits.matrix[:count] += b.d_logits.matrix[:count]
+        g = (a.active() | b.active()).float()
+        return Step(a.d_logits, g)
+
+
+def sum_of(first: RowTerm | None, second: RowTerm) -> RowTerm:
+    """Return the sum of two terms, of which the first may be None."""
+    return second if first is None else Sum(first, second)
+
+
+def saves_time(x: Tensor, flops: float) -> bool:
+    """Return whether skipping rows can save time.
+
+    `x` is any tensor on the device of the gradient GEMMs. `flops` is the number of flops of these
+    GEMMs for all rows.
+    """
+    return not x.is_cuda or flops >= READ_FROM
+
+
+def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """Return a mask of the rows with a nonzero coefficient, (T,) bool."""
+    return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:  # (T,) each
+    """Return Σ weights·values, 0-d fp64. Rows with weight 0 add nothing, even if they are NaN."""
+    return torch.where(weights == 0, 0.0, weights.double() * values.double()).sum()

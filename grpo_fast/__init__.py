@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from grpo_fast.loss.api import linear_logps as linear_logps
     from grpo_fast.loss.api import logits_grpo_loss as logits_grpo_loss
     from grpo_fast.loss.api import logits_logps as logits_logps
-    from grpo_fast.loss.call import LossOutput as LossOutput
     from grpo_fast.loss.divergence import linear_divergence as linear_divergence
+    from grpo_fast.loss.entry import LossOutput as LossOutput
     from grpo_fast.objective.advantages import group_advantages as group_advantages
     from grpo_fast.objective.config import LossConfig as LossConfig
     from grpo_fast.objective.corrections import Correction as Correction
@@ -29,7 +29,7 @@ _HOMES = {
     "Correction": "objective.corrections",
     "DivergenceTerm": "kernels.teachers",
     "LossConfig": "objective.config",
-    "LossOutput": "loss.call",
+    "LossOutput": "loss.entry",
     "Support": "kernels.support",
     "TeacherHead": "kernels.teachers",
     "TeacherTopK": "kernels.teachers",

@@ -25,9 +25,7 @@ from benchmarks.gpu.report import table
 from benchmarks.options import new_parser
 from grpo_fast import LossConfig, Support, linear_logps
 from grpo_fast.loss import autograd
-from grpo_fast.loss.arguments import BatchInputs, Options
-from grpo_fast.loss.batch import TokenBatch
-from grpo_fast.loss.passes import linear_loss
+from grpo_fast.loss.call import Call
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -73,23 +71,23 @@ class Case(NamedTuple):
             linear_logps(hidden, weight, new(self.rows, dtype=torch.int64), backend="triton")
             return
         shape = (8, self.rows // 8) if self.mask else (self.rows,)
-        inputs = BatchInputs(
-            new(*shape, dtype=torch.int64), new(8, dtype=torch.float32),
+        support = None
+        if self.support:
+            ids = new(self.rows * SET_SIZE, dtype=torch.int32)
+            support = Support(ids, new(self.rows + 1, dtype=torch.int64))
+        tensors = hidden, weight, None
+        call = Call(
+            tensors=tensors, like=new(*shape, dtype=torch.int64), backend="triton",
+            config=LossConfig(loss_type=self.loss_type, beta=self.beta),
+            advantages=new(8, dtype=torch.float32), support=support,
             completion_mask=new(*shape, dtype=torch.bool) if self.mask else None,
             cu_seqlens=None if self.mask else new(9, dtype=torch.int32),
             old_logps=new(*shape, dtype=torch.float32),
             ref_logps=new(*shape, dtype=torch.float32) if self.beta else None,
             num_items_in_batch=self.rows,
         )  # fmt: skip
-        config = LossConfig(loss_type=self.loss_type, beta=self.beta)
-        tensors = hidden, weight, None
-        support = None
-        if self.support:
-            ids = new(self.rows * SET_SIZE, dtype=torch.int32)
-            support = Support(ids, new(self.rows + 1, dtype=torch.int64))
-        options = Options([*self.wants, False], "triton", support=support)
-        batch = TokenBatch.build(tensors, options, config, inputs)
-        result = linear_loss(*tensors, batch=batch, options=options)
+        call.wanted = (*self.wants, False)
+        result = autograd.loss_from_logits(call.find_tokens(), tensors)
         for gradient in result.gradients:
             if gradient.numel():
                 autograd.scale_(gradient, result.loss)

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
-from grpo_fast.loss import call, checks
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
-from grpo_fast.loss.autograd import needs_gradient
-from grpo_fast.loss.call import LossOutput as LossOutput
+from grpo_fast.loss import checks, entry
+from grpo_fast.loss.autograd import loss_from_logits, loss_from_logps
+from grpo_fast.loss.call import Call
 from grpo_fast.loss.divergence import checked_term
+from grpo_fast.loss.entry import LossOutput as LossOutput
 from grpo_fast.loss.ranks import Agreement
 from grpo_fast.loss.value_checks import raise_pending
 from grpo_fast.objective.config import LossConfig
 
 
-@call.public
+@entry.public
 def linear_logps(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -105,16 +105,18 @@ def linear_logps(
     """
     with Agreement(group) as ranks:
         raise_pending()
-        tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
+        tensors = entry.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        options = RowOptions(
-            target_ids, temperature, softcap, logit_scale, return_entropy, entropy_over, backend,
-            support, hidden_rows, ranks.shard(tensors[1]),
+        call = Call(
+            tensors=tensors, like=target_ids, temperature=temperature, softcap=softcap,
+            logit_scale=logit_scale, return_entropy=return_entropy, entropy_over=entropy_over,
+            backend=backend, support=support, hidden_rows=hidden_rows,
+            shard=ranks.shard(tensors[1]),
         )  # fmt: skip
-        return call.logps(tensors, options, ranks)
+        return entry.logps(call, ranks)
 
 
-@call.public
+@entry.public
 def logits_logps(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
@@ -169,14 +171,15 @@ def logits_logps(
     """
     raise_pending()
     checks.logits(logits, target_ids)
-    options = RowOptions(
-        target_ids, temperature, softcap, logit_scale, return_entropy, entropy_over, backend,
-        support,
+    call = Call(
+        tensors=(_logit_rows(logits),), like=target_ids, temperature=temperature, softcap=softcap,
+        logit_scale=logit_scale, return_entropy=return_entropy, entropy_over=entropy_over,
+        backend=backend, support=support,
     )  # fmt: skip
-    return call.logps((_logit_rows(logits),), options)
+    return entry.logps(call)
 
 
-@call.public
+@entry.public
 def grpo_loss(
     logps: Tensor,  # (B, L) or (T,)
     advantages: Tensor,  # (B,) or the shape of logps
@@ -243,15 +246,17 @@ def grpo_loss(
     """
     raise_pending()
     checks.given_logps(logps, entropy, config)
-    tensors = logps.reshape(-1), None if entropy is None else entropy.reshape(-1)
-    inputs = BatchInputs(
-        logps, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
-        num_items_in_batch, num_completions_in_batch,
+    call = Call(
+        tensors=(logps.reshape(-1), None if entropy is None else entropy.reshape(-1)), like=logps,
+        config=config, advantages=advantages, completion_mask=completion_mask,
+        cu_seqlens=cu_seqlens, old_logps=old_logps, ref_logps=ref_logps,
+        sampling_logps=sampling_logps, num_items_in_batch=num_items_in_batch,
+        num_completions_in_batch=num_completions_in_batch,
     )  # fmt: skip
-    return call.loss("given_logps", tensors, Options([True, True]), config, inputs)
+    return entry.loss(loss_from_logps, call)
 
 
-@call.public
+@entry.public
 def linear_grpo_loss(
     hidden: Tensor,  # (B, L, H) or (T, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -373,21 +378,22 @@ def linear_grpo_loss(
     """
     with Agreement(group) as ranks:
         raise_pending()
-        tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
+        tensors = entry.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         term = checked_term(divergence, tensors[1], target_ids, ranks, support)
-        options = Options(
-            needs_gradient(*tensors), backend, validate, hidden_rows, grad_filter, support,
-            ranks.shard(tensors[1]), divergence=term,
+        call = Call(
+            tensors=tensors, like=target_ids, config=config, advantages=advantages,
+            completion_mask=completion_mask, cu_seqlens=cu_seqlens, old_logps=old_logps,
+            ref_logps=ref_logps, sampling_logps=sampling_logps,
+            num_items_in_batch=num_items_in_batch,
+            num_completions_in_batch=num_completions_in_batch, hidden_rows=hidden_rows,
+            support=support, grad_filter=grad_filter, divergence=term, backend=backend,
+            validate=validate, shard=ranks.shard(tensors[1]),
         )  # fmt: skip
-        inputs = BatchInputs(
-            target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
-            sampling_logps, num_items_in_batch, num_completions_in_batch,
-        )  # fmt: skip
-        return call.loss("linear", tensors, options, config, inputs, ranks=ranks)
+        return entry.loss(loss_from_logits, call, ranks)
 
 
-@call.public
+@entry.public
 def logits_grpo_loss(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
@@ -469,15 +475,17 @@ def logits_grpo_loss(
     """
     raise_pending()
     checks.logits(logits, target_ids)
-    tensors = (_logit_rows(logits),)
+    flat = _logit_rows(logits)
     if inplace:
-        checks.inplace(logits, *tensors)
-    options = Options(needs_gradient(logits), backend, validate, support=support, inplace=inplace)
-    inputs = BatchInputs(
-        target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
-        num_items_in_batch, num_completions_in_batch,
+        checks.inplace(logits, flat)
+    call = Call(
+        tensors=(flat,), like=target_ids, config=config, advantages=advantages,
+        completion_mask=completion_mask, cu_seqlens=cu_seqlens, old_logps=old_logps,
+        ref_logps=ref_logps, sampling_logps=sampling_logps, num_items_in_batch=num_items_in_batch,
+        num_completions_in_batch=num_completions_in_batch, support=support, inplace=inplace,
+        backend=backend, validate=validate,
     )  # fmt: skip
-    return call.loss("logits", tensors, options, config, inputs)
+    return entry.loss(loss_from_logits, call)
 
 
 def _logit_rows(logits: Tensor) -> Tensor:

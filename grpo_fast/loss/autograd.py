@@ -1,67 +1,220 @@
-"""Autograd functions of the losses and logps.
+"""Losses and logps with their gradients, and the two autograd functions.
 
-A loss computes its gradients in the forward pass. The first backward multiplies these gradients by
-the upstream scalar and returns the same tensors, so that autograd stores them as `.grad` without a
-copy. A second backward (`retain_graph=True`) computes the gradients again.
+A loss computes its gradients in the forward pass, for an upstream gradient of 1. The first backward
+multiplies these gradients by the upstream scalar and returns the same tensors, so that autograd
+stores them as `.grad` without a copy. A second backward (`retain_graph=True`) computes the
+gradients again.
 
-The forward pass of logps caches the logits, or their exponentials, for as many rows as fit into the
-workspace. The first backward uses the cache and recomputes the logits of the remaining rows.
-Forward and backward of `linear_logps` together then cost 6·N·V·H flops if all logits are cached,
-and 8·N·V·H if none are.
+The forward pass of logps stores the logits, or their exponentials, for as many rows as fit into the
+workspace. The first backward uses them and recomputes the logits of the remaining rows. Forward and
+backward of `linear_logps` together then cost 6·N·V·H flops if all logits are stored, and 8·N·V·H if
+none are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
-from grpo_fast.kernels.head.terms import Known
-from grpo_fast.kernels.route import head_route, rows_route, unavailable
-from grpo_fast.kernels.types import ActiveRows, Context, HeadTensors, RowStats, Wanted
+from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.head.divergence import Divergences, buffers_of
+from grpo_fast.kernels.head.driver import Driver
+from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
+from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
+from grpo_fast.kernels.route import unavailable
+from grpo_fast.kernels.teachers import Divergence
+from grpo_fast.kernels.types import Context
 from grpo_fast.loss import values
-from grpo_fast.loss.arguments import RowOptions, RowTensors
-from grpo_fast.loss.batch import active_target_rows
-from grpo_fast.loss.passes import LossResult, kernel_precision
-from grpo_fast.loss.value_checks import ValueChecks
+from grpo_fast.loss.call import Call, RowTensors
+from grpo_fast.objective.coefficients import row_terms, token_loss
+from grpo_fast.objective.tokens import Tokens
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
+UNCHANGED = nullcontext()
 
 
-def needs_gradient(*tensors: Tensor | None) -> list[bool]:
-    """Return, for each tensor of a call, whether autograd needs its gradient."""
-    on = torch.is_grad_enabled()
-    return [on and x is not None and x.requires_grad for x in tensors]
+class LossResult(NamedTuple):
+    """Loss, logps and gradients of a call, for all N rows."""
+
+    loss: Tensor  # 0-d
+    logps: Tensor  # (N,); the divergences in `linear_divergence`
+    entropy: Tensor | None  # (N,)
+    gradients: tuple[Tensor, ...]  # (0,) if not needed
+    # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of the vocabulary
+    # columns that were kept
+    filtered: Tensor | None = None
+    divergence: Tensor | None = None  # (N,) divergence from the teacher
+    # For each gradient, the factor by which it must be multiplied; None: all factors are 1.
+    units: tuple[Tensor, ...] | None = None
 
 
-Tensors = Sequence[Tensor | None]
-Gradients = list[tuple[Tensor | None, Tensor | None]]
+def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context that disables autocast, so that kernels compute in the input dtypes."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return UNCHANGED
+
+
+# ---- Losses
+
+
+def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
+    """Compute a loss from hidden states or logits.
+
+    The gradients are (d-hidden, d-weight, d-bias), or (d-logits,). With `inplace`, the gradient
+    overwrites the logits.
+    """
+    first = tensors[0]
+    refuse("grad_filter", first, call.grad_filter)
+    refuse("validate", first, call.validate, "auto")
+    wanted = call.of_head
+    config = call.config
+    assert config is not None
+    # 1. In fp16, scale the weights up, so that the gradients do not underflow. The gradients of an
+    # LM head are summed in fp32, and `rescaled` rounds them once.
+    is_half = needs_scaling(first.dtype)
+    tokens = call.scaled_tokens() if is_half and any(wanted) else call.tokens
+    # 2. Create the driver, and the divergence from a teacher if there is one.
+    route = call.route(tensors)
+    term = call.divergence
+    divergences = None
+    if term is not None:
+        support = call.rows.support
+        divergences = Divergences(
+            term.teacher, Divergence(term.kind, term.beta), term.coef * tokens.token_weights,
+            route, has_gradient=any(wanted),
+            set_rows=support.row_index if support is not None and call.full_entropy else None,
+        )  # fmt: skip
+    driver = call.driver(
+        tensors, route, entropy_gradient=config.entropy_coef != 0, keep_fp32=is_half,
+        buffers=1 if term is None else buffers_of(term.teacher, has_policy=True),
+    )  # fmt: skip
+    # 3. Compute the loss and its gradients.
+    with kernel_precision(first.device):
+        result = driven(call, driver, tokens, divergences)
+    unit = tokens.unit
+    if unit is None:
+        return result
+    if len(tensors) == 1:
+        return result._replace(loss=result.loss / unit, units=(1 / unit,))
+    return rescaled(result, unit, first.dtype)
+
+
+def driven(
+    call: Call, driver: Driver, tokens: Tokens, divergences: Divergences | None
+) -> LossResult:
+    """Compute a loss and its gradients with a driver.
+
+    A token-level loss needs one pass, because each row's gradient depends only on that row. Other
+    losses first compute the logps of all rows, and then the gradients in a second pass.
+    """
+    config = call.config
+    assert config is not None
+    wanted = call.of_head
+    terms = row_terms(tokens, config)
+    if any(wanted) and terms is not None and driver.num_rows:
+        # 1. Compute losses and gradients of a token-level loss in one pass.
+        rows, gradients = driver.token_level(TokenLevel(terms, config), divergences, wanted)
+        logps = rows.logps
+        entropy = rows.entropy
+        values.check_logps(logps, call.checks)
+        loss = rows.losses.sum(dtype=torch.float64)
+        if terms.grad_entropy is not None and entropy is not None:
+            loss = loss + (terms.grad_entropy * entropy).sum(dtype=torch.float64)
+        loss = loss.float()
+    else:
+        # 2. Other losses need the logps of all rows before they can compute a gradient. A call
+        # without gradients also uses this path.
+        stats = driver.logps(return_entropy=config.needs_entropy, stores=any(wanted))
+        _, logps, entropy = stats
+        values.check_logps(logps, call.checks)
+        result = token_loss(logps, entropy, tokens, config)
+        loss = result.loss
+        known = Known(result.grad_logps, result.grad_entropy, stats)
+        term = sum_of(divergences, known) if any(wanted) else divergences or known
+        gradients = driver.gradients(term, wanted)
+    # 3. Add the divergence, and expand the results from the active rows to all rows.
+    spread = call.rows.to_rows
+    each = None
+    if divergences is not None:
+        loss = loss + weighted_sum(divergences.weights, divergences.values).to(loss.dtype)
+        each = spread(divergences.values)
+    return LossResult(loss, spread(logps), spread(entropy), gradients, driver.filtered, each)
+
+
+def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
+    """Compute the loss from given logps. The gradients are (dL/dlogp, dL/dentropy)."""
+    rows = call.rows
+    config = call.config
+    assert config is not None
+    logps, entropy = tensors
+    # Compute in fp32. Copy the inputs, because an output must not share memory with an input.
+    # Otherwise, an in-place change of the input would change the output.
+    lp = rows.active(logps).to(torch.float32, copy=True)
+    h = None if entropy is None else rows.active(entropy).to(torch.float32, copy=True)
+    values.check_logps(lp, call.checks, values.NO_FINITE_LOGP)
+    result = token_loss(lp, h, call.tokens, config)
+    has_bonus = result.grad_entropy is not None
+    d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else lp.new_empty(0)
+    gradients = rows.to_rows(result.grad_logps), d_entropy
+    return LossResult(result.loss, rows.to_rows(lp), rows.to_rows(h), gradients)
+
+
+def divergence_loss(call: Call, tensors: RowTensors, weights: Tensor) -> LossResult:
+    """Compute the loss Σ weights·D and its gradients, where D is the divergence of a row."""
+    wanted = call.of_head
+    term = call.divergence
+    assert term is not None
+    is_half = any(wanted) and needs_scaling(tensors[0].dtype)
+    # In fp16, scale the weights by a power of two, so that the gradients do not underflow.
+    unit = weight_unit(weights) if is_half else None
+    weights = weights if unit is None else weights * unit
+    route = call.route(tensors)
+    divergences = Divergences(
+        term.teacher, Divergence(term.kind, term.beta), weights, route, has_gradient=any(wanted)
+    )
+    with kernel_precision(tensors[0].device):
+        driver = call.driver(
+            tensors, route, entropy_gradient=False, keep_fp32=is_half,
+            buffers=buffers_of(term.teacher, has_policy=False),
+        )  # fmt: skip
+        gradients = driver.gradients(divergences, wanted)
+    loss = weighted_sum(weights, divergences.values).to(weights.dtype)
+    result = LossResult(loss, divergences.values, None, gradients)
+    return result if unit is None else rescaled(result, unit, tensors[0].dtype)
+
+
+def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
+    """Divide the loss by `unit`, and round each gradient to `dtype`.
+
+    The token weights of the call were multiplied by `unit`, so loss and gradients contain this
+    factor. Each gradient is also scaled by a power of two, so that its largest element fits the
+    range of `dtype`. The `units` of the result undo both scales in the backward pass.
+    """
+    pairs = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
+    gradients = tuple(x for x, _ in pairs)
+    units = tuple(x / unit for _, x in pairs)
+    return result._replace(loss=result.loss / unit, gradients=gradients, units=units)
+
+
+Run = Callable[[Call, RowTensors], LossResult]
 # Type of the five outputs of a loss: loss, logps, entropies, metrics of grad_filter, divergences.
 LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# ---- Losses: gradients are computed in the forward pass
-
 
 class LossFunction(torch.autograd.Function):
-    """Autograd function of a loss, which computes the gradients in its forward pass.
-
-    Args:
-        run: computes the loss and its gradients, `run(*tensors) -> LossResult`.
-        overwrites: True if `run` writes the gradient over its only tensor. A second backward pass
-            is then impossible, because the input has been overwritten.
-        inputs: the differentiable tensors.
-    """
+    """Autograd function of a loss, which computes the gradients in its forward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Context, run: Callable[..., LossResult], overwrites: bool, *inputs: Tensor | None
-    ) -> LossValues:
-        tensors = tuple(None if x is None else x.detach() for x in inputs)
-        result = run(*tensors)
-        if not overwrites:
+    def forward(ctx: Context, run: Run, call: Call, *inputs: Tensor | None) -> LossValues:
+        tensors: RowTensors = tuple(None if x is None else x.detach() for x in inputs)
+        result = run(call, tensors)
+        if not call.inplace:
             ctx.save_for_backward(*tensors)
         elif result.gradients[0].numel():
             # Increment the version counter of the logits, because autograd does not see that the
@@ -70,10 +223,11 @@ class LossFunction(torch.autograd.Function):
             torch.autograd.graph.increment_version([x for x in inputs if x is not None])
         ctx.set_materialize_grads(False)
         ctx.run = run
-        ctx.overwrites = overwrites
+        ctx.call = call
+        ctx.shapes = [None if x is None else x.shape for x in inputs]
         # Store the gradients as an attribute. With save_for_backward, autograd would keep a second
         # reference and copy the gradients when they become .grad.
-        ctx.gradients = with_units(tensors, result.gradients, result.units)
+        ctx.result = result.gradients, result.units
         outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         return outputs
@@ -82,64 +236,34 @@ class LossFunction(torch.autograd.Function):
     def backward(
         ctx: Context, grad_loss: Tensor | None, *unused: None
     ) -> tuple[Tensor | None, ...]:
-        def recompute() -> Gradients:
-            if ctx.overwrites:
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_DOUBLE_BACKWARD)
+        needs = ctx.needs_input_grad[2:]
+        if grad_loss is None:
+            return (None,) * (2 + len(needs))
+        # Use the stored gradients only once. Autograd stores these tensors as `.grad`, so
+        # multiplying them in place in a second backward would change `.grad`. Compute the gradients
+        # again instead.
+        stored = ctx.result
+        ctx.result = None
+        if stored is None:
+            if ctx.call.inplace:
                 raise RuntimeError(OVERWRITTEN)
-            result = ctx.run(*ctx.saved_tensors)
-            return with_units(ctx.saved_tensors, result.gradients, result.units)
-
-        return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], recompute)
+            again = ctx.run(ctx.call, ctx.saved_tensors)
+            stored = again.gradients, again.units
+        gradients, units = stored
+        scaled_ones: list[Tensor | None] = []
+        for i, (x, shape, need) in enumerate(zip(gradients, ctx.shapes, needs, strict=True)):
+            # A gradient that is not needed is an empty tensor.
+            if not need or x.shape != shape:
+                scaled_ones.append(None)
+                continue
+            upstream = grad_loss if units is None else grad_loss * units[i]
+            scaled_ones.append(scale_(x.detach(), upstream))
+        return None, None, *scaled_ones
 
 
 apply_loss: Callable[..., LossValues] = LossFunction.apply
-
-
-def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
-    """Return one pair (gradient, unit) for each tensor of a call.
-
-    The unit is a power of two by which the backward pass must multiply the gradient. None means
-    that the unit is 1. A gradient that is not needed, which is an empty tensor in `gradients`, is
-    None in the result.
-    """
-    factors: Tensors = [None] * len(gradients)
-    if units is not None and units.numel():
-        factors = units.detach().unbind()
-    return [
-        (x.detach() if like is not None and x is not None and x.shape == like.shape else None, unit)
-        for like, x, unit in zip(tensors, gradients, factors, strict=True)
-    ]
-
-
-def scaled_gradients(
-    ctx: Context,
-    grad_loss: Tensor | None,
-    needs_grad: tuple[bool, ...],
-    recompute: Callable[[], Gradients],
-) -> list[Tensor | None]:
-    """Return the gradients of a loss, multiplied by the upstream gradient.
-
-    Args:
-        ctx: the autograd context. `ctx.gradients` holds the gradients of the forward pass until the
-            first call.
-        grad_loss: 0-d, the upstream gradient. None if autograd needs no gradient of the loss.
-        needs_grad: for each tensor, whether autograd needs its gradient.
-        recompute: computes the gradients again for a second backward.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(NO_DOUBLE_BACKWARD)
-    if grad_loss is None:
-        return [None] * len(needs_grad)
-    # Use the stored gradients only once. Autograd stores these tensors as `.grad`, so multiplying
-    # them in place in a second backward would change `.grad`. Compute the gradients again instead.
-    gradients = ctx.gradients
-    ctx.gradients = None
-    gradients = recompute() if gradients is None else gradients
-    return [
-        scale_(x, grad_loss if unit is None else grad_loss * unit)
-        if need and x is not None
-        else None
-        for (x, unit), need in zip(gradients, needs_grad, strict=True)
-    ]
 
 
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
@@ -149,7 +273,7 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """
     # Call item() only on plain CPU tensors. On a GPU tensor, it would wait for the GPU. A subclass
     # of Tensor, as autograd passes it while it is traced, has no value.
-    if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
+    if type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
     if on_gpu and unavailable("triton", "cuda") is None:
@@ -159,146 +283,41 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     return gradient.mul_(upstream)
 
 
-# ---- Logps: gradients are computed in the backward pass
-
-
-TargetRows = tuple[ActiveRows, Tensor | None, ValueChecks]  # the result of `active_target_rows`
-
-
-class LogpsPass:
-    """Forward and backward pass of one call of `linear_logps` or `logits_logps`.
-
-    Only rows with a target, the active rows, are computed.
-
-    Args:
-        tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
-        options: options of the call, such as targets, temperature and backend.
-        places: the result of `active_target_rows`. None: compute it.
-        entropy_gradient: True if the backward pass receives a gradient for the entropies.
-        wanted: for each tensor, True if it needs a gradient.
-    """
-
-    def __init__(
-        self,
-        tensors: RowTensors,
-        options: RowOptions,
-        places: TargetRows | None = None,
-        *,
-        entropy_gradient: bool = False,
-        wanted: Sequence[bool] = (),
-    ) -> None:
-        self.options = options
-        self.device = tensors[0].device
-        self.rows, self.left_out, self.checks = places or active_target_rows(
-            tensors, options, wanted
-        )
-        self.driver: Driver
-        full_entropy = options.entropy_over_vocabulary and self.rows.support is not None
-        # A call from given logits has one tensor. A call from hidden states has three: the hidden
-        # states, the weight and the bias.
-        if len(tensors) == 1:
-            route = rows_route(options.backend, tensors[0])
-            self.driver = logits_driver(
-                tensors[0], None, self.rows, route, full_entropy=full_entropy
-            )
-            return
-        head = HeadTensors(*tensors)
-        route = head_route(options.backend, head.weight, is_shard=options.shard is not None)
-        # fp32 exponentials and logits take the same memory, but only logits can give the gradient
-        # of the entropies. Store logits if entropies are returned.
-        stores_logits = (
-            options.return_entropy
-            and route.exponentials == torch.float32
-            and self.rows.support is None
-        )
-        self.driver = linear_driver(
-            head, self.rows, route, shard=options.shard, full_entropy=full_entropy,
-            entropy_gradient=entropy_gradient or stores_logits,
-            needs_d_weight=len(wanted) > 1 and wanted[1],
-        )  # fmt: skip
-
-    def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
-        """Compute the logps of all rows, and their entropies if requested.
-
-        Args:
-            keep: whether to cache logits for the backward pass.
-
-        Returns:
-            (logps, entropy, lse) of all N rows, and the statistics of the T active rows.
-        """
-        with kernel_precision(self.device):
-            stats = self.driver.logps(return_entropy=self.options.return_entropy, stores=keep)
-        lse, logps, entropy = stats
-        logps = self._selected(logps)
-        # Check the logps, because an infinite logp is the only sign of a target whose logit is
-        # -inf.
-        values.check_logps(logps, self.checks)
-        spread = self.rows.to_rows
-        flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
-        return (spread(logps), flat, spread(lse)), stats
-
-    def gradients(
-        self,
-        stats: RowStats,
-        d_logps: Tensor | None,
-        d_entropy: Tensor | None,
-        wanted: Sequence[bool],
-    ) -> tuple[Tensor, ...]:
-        """Compute the gradients of the call's tensors from the gradients of its outputs.
-
-        Args:
-            stats: the statistics of the active rows from the forward pass.
-            d_logps: (N,), gradient of the loss with respect to the logps, or None.
-            d_entropy: (N,), gradient of the loss with respect to the entropies, or None.
-            wanted: for each tensor, whether it needs a gradient.
-        """
-        g, g_entropy = (
-            None if d is None else self._selected(self.rows.active(d).float())
-            for d in (d_logps, d_entropy)
-        )
-        if g is None:
-            assert g_entropy is not None
-            g = torch.zeros_like(g_entropy)
-        of_head = Wanted(*wanted, *[False] * (3 - len(wanted)))
-        with kernel_precision(self.device):
-            return self.driver.gradients(Known(g, g_entropy, stats), of_head)
-
-    def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
-        """Return the statistics of the active rows, from the outputs of the forward pass."""
-        active = self.rows.active
-        return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
-
-    def _selected(self, x: Tensor) -> Tensor:
-        """Set the rows of x that have no target to 0.
-
-        Such rows exist only if `active_target_rows` has kept them.
-        """
-        return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
+# ---- Logps
 
 
 class LogpsFunction(torch.autograd.Function):
-    """Autograd function of logps.
+    """Autograd function of logps, which computes the gradients in its backward pass.
 
-    The first backward pass uses the logits that the forward pass has cached. Later backward passes
+    The first backward pass uses the logits that the forward pass has stored. Later backward passes
     compute all logits again.
     """
 
     @staticmethod
-    def forward(
-        ctx: Context,
-        options: RowOptions,
-        places: TargetRows,
-        wanted: Sequence[bool],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = tuple(None if x is None else x.detach() for x in tensors)
-        work = LogpsPass(tensors, options, places, wanted=wanted)
-        outputs, stats = work.outputs(keep=any(wanted))
+    def forward(ctx: Context, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        tensors: RowTensors = tuple(None if x is None else x.detach() for x in inputs)
+        stores = any(call.wanted)
+        route = call.route(tensors)
+        # fp32 exponentials and logits take the same memory, but only logits can give the gradient
+        # of the entropies. Store logits if entropies are returned.
+        stores_logits = call.return_entropy and route.exponentials == torch.float32
+        driver = call.driver(
+            tensors, route, entropy_gradient=stores_logits and call.rows.support is None
+        )
+        with kernel_precision(tensors[0].device):
+            lse, logps, entropy = driver.logps(return_entropy=call.return_entropy, stores=stores)
+        logps = with_targets(call, logps)
+        # Check the logps, because an infinite logp is the only sign of a target whose logit is
+        # -inf.
+        values.check_logps(logps, call.checks)
+        spread = call.rows.to_rows
+        flat = lse.new_empty(0) if entropy is None else spread(with_targets(call, entropy))
+        outputs = spread(logps), flat, spread(lse)
         ctx.set_materialize_grads(False)
-        ctx.options = options
-        ctx.places = places
-        ctx.cached = (work, stats) if any(wanted) and work.driver.num_rows else None
-        ctx.save_for_backward(*tensors, *outputs)
+        ctx.call = call
+        ctx.driver = driver if stores and driver.num_rows else None
+        if stores:
+            ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs
 
@@ -308,36 +327,47 @@ class LogpsFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
-        needs = ctx.needs_input_grad[3:]
+        call = ctx.call
+        needs = ctx.needs_input_grad[1:]
         if d_logps is None and d_entropy is None:
-            return (None,) * (3 + len(needs))
-        # Read the saved tensors even if the cache makes them unnecessary. Autograd then raises an
-        # error if one of them was modified after the forward pass.
+            return (None,) * (1 + len(needs))
+        # 1. Read the saved tensors even if the stored logits make them unnecessary. Autograd then
+        # raises an error if one of them was modified after the forward pass.
         saved = ctx.saved_tensors
-        cached = ctx.cached
-        ctx.cached = None
-        if (
-            cached is not None
-            and d_entropy is not None
-            and not cached[0].driver.has_entropy_gradient
-        ):
-            # The cache holds exponentials, but the gradient of the entropies needs the logits.
-            # Compute the logits again.
-            cached = None
-        if cached is None:
-            tensors = saved[:-3]
-            outputs = saved[-3:]
-            work = LogpsPass(
-                tensors, ctx.options, ctx.places, entropy_gradient=d_entropy is not None,
-                wanted=needs,
-            )  # fmt: skip
-            cached = work, work.saved_stats(*outputs)
-        work, stats = cached
-        gradients = work.gradients(stats, d_logps, d_entropy, needs)
+        tensors = saved[:-3]
+        logps, entropy, lse = saved[-3:]
+        driver = ctx.driver
+        ctx.driver = None
+        has_entropy = d_entropy is not None
+        if driver is None or (has_entropy and not driver.has_entropy_gradient):
+            # Form the logits again. The stored exponentials cannot give the gradient of the
+            # entropies.
+            route = call.route(tensors)
+            driver = call.driver(tensors, route, entropy_gradient=has_entropy)
+        # 2. Compute the gradients from the statistics of the active rows.
+        active = call.rows.active
+        stats = active(lse), active(logps), active(entropy) if call.return_entropy else None
+        g, g_entropy = (
+            None if d is None else with_targets(call, active(d).float())
+            for d in (d_logps, d_entropy)
+        )
+        if g is None:
+            assert g_entropy is not None
+            g = torch.zeros_like(g_entropy)
+        with kernel_precision(lse.device):
+            gradients = driver.gradients(Known(g, g_entropy, stats), call.of_head)
         # Autograd expects None for a gradient that is not needed, but `gradients` then contains an
         # empty tensor.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
-        return None, None, None, *needed
+        return None, *needed
 
 
 apply_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = LogpsFunction.apply
+
+
+def with_targets(call: Call, x: Tensor) -> Tensor:
+    """Set the rows of x that have no target to 0.
+
+    Such rows exist only if `Call.find_targets` has kept them.
+    """
+    return x if call.left_out is None else torch.where(call.left_out, 0.0, x)

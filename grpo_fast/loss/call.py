@@ -1,202 +1,396 @@
-"""The steps that the public loss and logps functions have in common."""
+"""`Call`: one call of a public loss or logps function.
+
+A public function builds a `Call` once from its arguments. The call checks them (checks.py), and
+converts a padded or packed batch of N token rows to its T active rows. Masked rows are removed
+before any computation, so that their values cannot affect a result. The caller's per-token tensors
+are copied, because metrics are computed later, when the caller may have changed the tensors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import sys
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import unknown_keyword
-from grpo_fast.kernels.types import detached
-from grpo_fast.loss import autograd, checks
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
-from grpo_fast.loss.batch import TokenBatch, active_target_rows
-from grpo_fast.loss.passes import LossResult, linear_loss, logits_loss, logps_loss
-from grpo_fast.loss.ranks import NO_GROUP, Agreement, local_rows
+from grpo_fast.kernels.gpu.capture import is_capturing, refuse
+from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
+from grpo_fast.kernels.head.shards import VocabularyShard
+from grpo_fast.kernels.head.sums import weight_unit
+from grpo_fast.kernels.head.terms import saves_time
+from grpo_fast.kernels.route import Route, head_route, rows_route
+from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.teachers import DivergenceTerm
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
+from grpo_fast.loss import values
+from grpo_fast.loss.support_rows import support_rows
+from grpo_fast.loss.value_checks import ValueChecks
+from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.tokens import Tokens
 
-P = ParamSpec("P")
-R = TypeVar("R")
-untraced: Callable[[Callable[P, R]], Callable[P, R]] = functools.cache(torch.compiler.disable)
-LOSSES: dict[str, Callable[..., LossResult]] = {
-    "linear": linear_loss, "logits": logits_loss, "given_logps": logps_loss,
-}  # fmt: skip
-FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
+RowTensors = tuple[Any, ...]
+# Maximum size of hidden states that a call of `linear_logps` may copy to avoid a GPU sync. A longer
+# call takes so long on a GPU that the sync does not matter.
+MOVED_BYTES = 128 << 20
 
 
-def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function, so that torch.compile calls it outside of its graphs.
-
-    If a call has an unknown keyword, the decorated function raises an error that suggests the
-    nearest known keyword.
-    """
-    name = function.__name__
-    parameters = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            # Raise an error to break the graph. With fullgraph=True, the user sees the error.
-            # Otherwise, dynamo runs this wrapper again without tracing.
-            raise RuntimeError(
-                f"{name}() cannot be in a graph of torch.compile; compile without fullgraph=True"
-            )
-        unknown = next((x for x in keywords if x not in parameters), None)
-        if unknown is not None:
-            raise _unknown_keyword(name, unknown, parameters)
-        # Disable tracing of the function only if torch._dynamo has been imported. If it has not,
-        # nothing is being compiled, and importing torch._dynamo here would take seconds.
-        call = untraced(function) if "torch._dynamo" in sys.modules else function
-        return call(*args, **keywords)
-
-    return wrapper
-
-
-def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
-    """Return the error for a keyword that a public function does not have."""
-    if word in LossConfig.__dataclass_fields__ and "config" in known:
-        return TypeError(
-            f"{name}() got an unexpected keyword argument {word!r}; it is an option of the "
-            f"config: pass LossConfig({word}=...)"
-        )
-    return unknown_keyword(name, word, known)
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOutput:
-    """Result of a loss function.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Call:
+    """One call of a public function, with the arguments under their public names.
 
     Attributes:
-        loss: 0-d, fp32. The loss. Its gradients flow to `hidden`, `weight` and `bias`, to logits,
-            or to logps and entropy, depending on the function.
-        logps: the shape of target_ids, fp32, detached. Log-probabilities of the targets; 0 at
-            masked tokens.
-        entropy: the shape of target_ids, fp32, detached. Entropy of each row. None if the config
-            does not need entropies.
-        divergence: the shape of target_ids, fp32, detached. Divergence of each row from the
-            teacher. None if the call has no `divergence`. The metric "divergence" is its mean.
-
-    Example:
-        >>> import torch
-        >>> from grpo_fast import LossConfig, grpo_loss
-        >>> out = grpo_loss(torch.rand(2, 5).log(), torch.ones(2), LossConfig())
-        >>> float(out.metrics["ratio/mean"])
-        1.0
+        tensors: the differentiable tensors, flattened to N rows. They are (hidden, weight, bias),
+            (logits,) or (logps, entropy). A shard has its own rows of weight and bias. They are
+            dropped when the computation begins.
+        like: (B, L) or (T,): target_ids, or the logps of `grpo_loss`.
+        shard: this rank's part of the vocabulary.
+        wanted: for each of the tensors, whether autograd needs its gradient.
+        rows: the active rows, set by `find_tokens` or `find_targets`.
+        tokens: the inputs of the loss for the active tokens, set by `find_tokens`.
+        left_out: (T,) bool mask of rows without a target that `find_targets` has kept, or None.
     """
 
-    loss: Tensor
-    logps: Tensor
-    entropy: Tensor | None
-    divergence: Tensor | None
-    _metrics_of: Callable[..., dict[str, Tensor]] = dataclasses.field(repr=False)
-    _more: dict[str, Tensor] = dataclasses.field(repr=False)
-    _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
+    tensors: RowTensors
+    like: Tensor
+    shard: VocabularyShard | None = None
+    backend: str = "auto"
+    validate: str = "auto"
+    hidden_rows: Tensor | None = None
+    support: Support | None = None
+    # Arguments of the losses.
+    config: LossConfig | None = None
+    advantages: Tensor | None = None
+    completion_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    sampling_logps: Tensor | None = None
+    num_items_in_batch: Total | None = None
+    num_completions_in_batch: Total | None = None
+    grad_filter: float | None = None
+    divergence: DivergenceTerm | None = None
+    inplace: bool = False
+    # Arguments of the logps.
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    return_entropy: bool = False
+    entropy_over: str = "support"
+
+    def __post_init__(self) -> None:
+        on = torch.is_grad_enabled()
+        self.wanted = tuple(on and x is not None and x.requires_grad for x in self.tensors)
+        self.checks = ValueChecks(self.validate)
+        self.rows: ActiveRows
+        self.tokens: Tokens
+        self.left_out: Tensor | None = None
 
     @property
-    def metrics(self) -> dict[str, Tensor]:
-        """Return the metrics of the call under the names that TRL uses.
+    def has_logits(self) -> bool:
+        """Return whether logps are computed from logits, and not given."""
+        return len(self.tensors) != 2
 
-        The values are 0-d fp32 tensors on the device of the loss. They are computed on first
-        access.
+    @property
+    def transform(self) -> LogitTransform:
+        """Return the transform from raw logits to the logits of the softmax."""
+        x = self if self.config is None else self.config
+        temperature = x.temperature if self.has_logits else 1.0
+        return LogitTransform(x.logit_scale, x.softcap, temperature)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Return V, the number of logits of a row."""
+        if self.shard is not None:
+            return self.shard.vocabulary
+        return len(self.tensors[1]) if len(self.tensors) == 3 else int(self.tensors[0].shape[1])
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.return_entropy if self.config is None else self.config.needs_entropy
+
+    @property
+    def full_entropy(self) -> bool:
+        """Return whether token sets restrict the logps, but not the entropies."""
+        over = self.entropy_over if self.config is None else self.config.entropy_over
+        return self.needs_entropy and over == "vocabulary" and self.rows.support is not None
+
+    # ---- Active rows
+
+    def find_tokens(self) -> Call:
+        """Find the active tokens of a loss, and check the values of the arguments."""
+        config = self.config
+        assert config is not None
+        # 1. Find the completion and the length of each active token.
+        like = self.like
+        cu = self.cu_seqlens
+        count = like.shape[0] if cu is None else cu.shape[0] - 1
+        index = self._unmasked()
+        lengths, segments = self._segments(count)
+        if index is not None:
+            segments = segments.index_select(0, index)
+            # The length of a completion is the number of its active tokens. Find the first token of
+            # each completion by a binary search, because the segments are in ascending order.
+            # bincount would cost two GPU syncs.
+            numbers = torch.arange(count + 1, device=like.device)
+            lengths = torch.searchsorted(segments, numbers).diff()
+        # 2. Collect the inputs of the loss, and check their values.
+        self.tokens = tokens = self._tokens(config, index, lengths, segments)
+        transform = self.transform
+        if isinstance(transform.temperature, Tensor):
+            temperature = selected(transform.temperature, index)
+            transform = transform._replace(temperature=temperature)
+        values.check_numbers(
+            self.checks, values.LOGPS_RULES if self.has_logits else values.RULES,
+            advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
+            sampling_logps=tokens.sampling_logps, temperature=transform.temperature,
+        )  # fmt: skip
+        ids = segments
+        if self.has_logits:
+            end = self.vocabulary_size
+            expected = f"ids in [0, {end}) at the active tokens"
+            ids = selected(like, index, torch.int64)
+            ids = values.checked_ids("target_ids", ids, end, self.checks, expected=expected)
+        self.rows = self._rows(index, ids, transform)
+        return self
+
+    def find_targets(self) -> Call:
+        """Find the rows of `linear_logps` or `logits_logps` that have a target.
+
+        Usually, rows with target -100 are removed. On a GPU this costs a sync, because the host
+        needs the number of remaining rows. If all rows are kept instead, `left_out` marks the rows
+        with target -100, whose results must be set to 0. All rows are kept in three cases:
+
+        - A CUDA graph is captured. The number of rows must then not depend on the values of
+          targets.
+        - The logits are given on a GPU. The row kernels process all rows in any case.
+        - The Triton kernels compute logps without a gradient. They skip each block of rows that
+          contains no target. In a large call, the rows with target -100 are moved to the end first.
         """
-        if not self._metrics:
-            entropy = None if self.entropy is None else self.entropy.reshape(-1)
-            self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy) | self._more)
-        return self._metrics
+        flat = self.like.reshape(-1)
+        is_ignored = flat == values.IGNORED_TARGET
+        takes_all = flat.is_cuda and len(self.tensors) == 1 and self.support is None
+        takes_all = takes_all or is_capturing(flat)
+        skips = not (takes_all or any(self.wanted)) and self._skips_blocks()
+        index: Tensor | None = None
+        ignored: Tensor | None = is_ignored
+        if not (takes_all or skips):
+            index = unless_all(~is_ignored)
+            ignored = None
+        elif skips and saves_time(flat, 2 * len(flat) * self.tensors[1].numel()):
+            # Sort bytes, because torch does not sort bool tensors on every device.
+            order = is_ignored.view(torch.uint8).sort(stable=True)
+            index = order.indices
+            ignored = order.values.view(torch.bool)
+
+        def valid(x: Tensor, fill: float) -> Tensor:
+            return x if ignored is None else torch.where(ignored, fill, x)
+
+        transform = self.transform
+        if isinstance(transform.temperature, Tensor):
+            temperatures = valid(selected(transform.temperature, index), 1)
+            values.check_numbers(self.checks, temperature=temperatures)
+            transform = transform._replace(temperature=temperatures)
+        end = self.vocabulary_size
+        expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
+        ids = valid(selected(flat, index, torch.int64), 0)
+        ids = values.checked_ids("target_ids", ids, end, self.checks, expected=expected)
+        self.left_out = ignored
+        self.rows = self._rows(index, valid(ids, -1) if skips else ids, transform)
+        return self
+
+    def find_all_rows(self) -> Call:
+        """Take all rows of `linear_divergence`.
+
+        The kernels expect a target in every row, but a divergence has no targets. Each row gets a
+        dummy target, which is the first id of its set, or 0 without a support.
+        """
+        like = self.like
+        ids = torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
+        support = self.support
+        if support is not None and len(support.ids):
+            ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
+        self.rows = self._rows(None, ids, self.transform)
+        self.checks.send()
+        return self
+
+    def _skips_blocks(self) -> bool:
+        """Return whether a pass without gradient skips each block of rows without a target."""
+        hidden = self.tensors[0]
+        if not hidden.is_cuda or len(self.tensors) == 1 or hidden.nbytes > MOVED_BYTES:
+            return False
+        # `hidden_rows` may be invalid in rows without a target.
+        others = (self.support, self.hidden_rows, self.shard)
+        is_plain = all(x is None for x in others)
+        return is_plain and head_route(self.backend, self.tensors[1]).backend == "triton"
+
+    def _rows(
+        self,
+        index: Tensor | None,  # (T,) int64
+        target_ids: Tensor,  # (T,)
+        transform: LogitTransform,
+    ) -> ActiveRows:
+        """Return the active rows in the form that the kernels expect."""
+        support = None
+        if self.support is not None:
+            end = self.vocabulary_size
+            support = support_rows(self.support, index, target_ids, end, self.checks)
+        predicting = index
+        if self.hidden_rows is not None:
+            end = len(self.tensors[0])
+            predicting = values.checked_ids(
+                "hidden_rows", selected(self.hidden_rows, index, torch.int64), end, self.checks,
+                kind="rows", expected=f"rows in [0, {end}) at the active tokens",
+            )  # fmt: skip
+        repeats = self.hidden_rows is not None
+        count = self.like.numel()
+        return ActiveRows(count, index, target_ids, transform, predicting, repeats, support)
+
+    def _unmasked(self) -> Tensor | None:
+        """Return the indices of the tokens that the mask keeps, or None if it keeps all."""
+        mask = self.completion_mask
+        if mask is None:
+            return None
+        refuse("completion_mask", mask, mask)
+        flat = mask.reshape(-1)
+        if flat.dtype != torch.bool:
+            values.check_numbers(self.checks, completion_mask=flat)
+            flat = flat != 0
+        return unless_all(flat)
+
+    def _segments(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the number of rows of each completion (B,), and the completion of each row."""
+        device = self.like.device
+        num_rows = self.like.numel()
+        if self.cu_seqlens is None:
+            length = num_rows // max(count, 1)
+            lengths = torch.full((count,), length, dtype=torch.int64, device=device)
+            return lengths, torch.arange(count, device=device).repeat_interleave(length)
+        cu = values.checked_offsets(self.cu_seqlens.long(), num_rows, self.checks)
+        rows = torch.arange(num_rows, device=device)
+        # With right=True, an empty completion gets no row. With only the inner offsets, the index
+        # of a completion is less than B even if the offsets on a GPU are invalid.
+        return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
+
+    def _tokens(
+        self, config: LossConfig, index: Tensor | None, lengths: Tensor, segments: Tensor
+    ) -> Tokens:
+        """Return the inputs of the loss for the active tokens."""
+        # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
+        items = self.num_items_in_batch
+        device = lengths.device
+        by_prompt = config.aggregation == "prompt_mean"
+        if not by_prompt:
+            items = values.checked_total("num_items_in_batch", items, device, self.checks)
+        elif isinstance(items, Tensor):
+            items = items.detach().to(device, non_blocking=device.type == "cuda").double()
+            values.check_numbers(self.checks, num_items_in_batch=items)
+        completions = values.checked_total(
+            "num_completions_in_batch", self.num_completions_in_batch, device, self.checks
+        )
+        # 2. Compute the weight of every token.
+        weights = step_weights(
+            str(config.aggregation), lengths, segments.shape[0],
+            max_completion_length=config.max_completion_length, num_items_in_batch=items,
+            num_completions_in_batch=completions, group_size=config.group_size,
+        )[segments]  # fmt: skip
+        # If the loss is averaged over prompts, average the entropy bonus with the same weights.
+        # Otherwise, average it over tokens.
+        entropy_weight: float | Tensor | None = None
+        if by_prompt:
+            entropy_weight = weights
+        elif items is not None:
+            entropy_weight = 1.0 / items
+        # 3. Expand advantages to one per token.
+        advantages = self.advantages
+        assert advantages is not None
+        if advantages.dim() == 1 and advantages.shape[0] == lengths.shape[0]:
+            advantages = advantages.detach().float()[segments]
+        else:
+            advantages = selected(advantages, index)
+        old, ref, sampling = (
+            None if x is None else selected(x, index)
+            for x in (self.old_logps, self.ref_logps, self.sampling_logps)
+        )
+        return Tokens(advantages, weights, entropy_weight, lengths, segments, old, ref, sampling)
+
+    # ---- Kernels
+
+    def scaled_tokens(self) -> Tokens:
+        """Return the tokens with weights scaled up, so that fp16 gradients do not underflow.
+
+        The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is
+        stored in `Tokens.unit`, so that the loss and the gradients can be divided by it later.
+        """
+        tokens = self.tokens
+        unit = weight_unit(tokens.token_weights)
+        return tokens._replace(token_weights=tokens.token_weights * unit, unit=unit)
+
+    def route(self, tensors: RowTensors) -> Route:
+        """Return the kernels for the tensors of the call.
+
+        Divergences need rows of logits, as a vocabulary shard does. They cannot use the kernels
+        that compute logps directly from hidden states.
+        """
+        if len(tensors) == 1:
+            return rows_route(self.backend, tensors[0])
+        needs_rows = self.shard is not None or self.divergence is not None
+        return head_route(self.backend, tensors[1], is_shard=needs_rows)
+
+    def driver(
+        self,
+        tensors: RowTensors,
+        route: Route,
+        *,
+        entropy_gradient: bool,
+        keep_fp32: bool = False,
+        buffers: int = 1,
+    ) -> Driver:
+        """Create the driver of a pass over the active rows.
+
+        Args:
+            tensors: `self.tensors` without autograd history.
+            route: the result of `route`.
+            entropy_gradient: whether the coefficients will include dL/dentropy.
+            keep_fp32: return gradients in the dtype of their sums, at least fp32.
+            buffers: number of buffers for the logits of a chunk.
+        """
+        if len(tensors) == 1:
+            out = tensors[0] if self.inplace else None
+            return logits_driver(tensors[0], out, self.rows, route, full_entropy=self.full_entropy)
+        return linear_driver(
+            HeadTensors(*tensors), self.rows, route, shard=self.shard,
+            entropy_gradient=entropy_gradient, full_entropy=self.full_entropy, keep_fp32=keep_fp32,
+            needs_d_weight=self.wanted[1], tolerance=self.grad_filter, buffers=buffers,
+            adds_terms=self.divergence is not None,
+        )  # fmt: skip
+
+    @property
+    def of_head(self) -> Wanted:
+        """Return which gradients the driver must compute."""
+        return Wanted(*self.wanted, *[False] * (3 - len(self.wanted)))
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return one value per row in the layout of the targets."""
+        return x if self.like.dim() == 1 else x.reshape(self.like.shape)
 
 
-def head_tensors(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the shapes of an LM head, and return the tensors that this rank uses.
+def selected(x: Tensor, index: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the active elements of x, which has N elements, as a flat tensor.
 
-    A weight that FSDP2 has sharded is gathered, which is a collective call.
-
-    Returns:
-        hidden (N, H), weight (V, H) and bias (V,) or None. With a tensor-parallel group, weight and
-        bias have only the vocabulary rows of this rank.
+    A float result is a copy of x. An int64 result may share memory with x, so the caller must pass
+    it to `checked_ids`, which returns a copy.
     """
-    # Gather the tensors before the shape checks, because a DTensor fails these checks.
-    weight = local_rows("lm_head_weight", weight, ranks.group)
-    bias = local_rows("bias", bias, ranks.group)
-    checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
-    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
+    x = x.detach().reshape(-1)
+    if index is None:
+        # Copy float tensors even if they have the requested dtype. The metrics are computed later,
+        # when the caller may have changed x.
+        return x.to(dtype, copy=dtype != torch.int64)
+    return x.index_select(0, index).to(dtype)
 
 
-def loss(
-    name: str,
-    tensors: tuple[Tensor | None, ...],
-    options: Options,
-    config: LossConfig,
-    inputs: BatchInputs,
-    ranks: Agreement = NO_GROUP,
-) -> LossOutput:
-    """Compute one of the losses in `LOSSES`.
-
-    Args:
-        name: the loss: "linear", "logits" or "given_logps".
-        tensors: the differentiable tensors, flattened to N rows. They are (hidden, weight, bias),
-            (logits,) or (logps, entropy), depending on the loss.
-        options: options of the call that are not part of the config, such as the backend.
-        config: the options of the loss.
-        inputs: tensors per token and per completion, in the caller's layout.
-        ranks: the tensor-parallel ranks that make the same call.
-    """
-    # 1. Check the arguments.
-    checks.options(options, inputs.like)
-    checks.tokens(config, inputs, has_logits=name != "given_logps")
-    # 2. Compute the loss.
-    batch = TokenBatch.build(tensors, options, config, inputs)
-    # Ranks that share a head must make the same call. Compare their calls before the first
-    # collective operation of the head, which would otherwise deadlock or mix different batches.
-    numbers: tuple[object, ...] = (config.key,)
-    if (term := options.divergence) is not None:
-        numbers += (*term[1:], *getattr(term.teacher, "transform", ()))
-    ranks.check_agreement(tensors, batch.rows.target_ids, options.wanted, options.backend, numbers)
-    run = partial(LOSSES[name], batch=batch, options=options)
-    outputs = autograd.apply_loss(run, options.inplace, *tensors)
-    # 3. Add the metrics of grad_filter and of the divergence, and reshape the outputs to the layout
-    # of the call.
-    value, logps, entropy, filtered, divergence = outputs
-    like = inputs.like
-    more: dict[str, Tensor] = {}
-    if filtered is not None:
-        more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
-    if divergence is not None:
-        # Inactive tokens have a divergence of 0, so the sum over all tokens is also the sum over
-        # the active tokens.
-        total = divergence.detach().sum(dtype=torch.float64).float()
-        more["divergence"] = total / max(len(batch.rows.target_ids), 1)
-    shaped = _shaped(detached(logps), like)
-    entropy, divergence = (
-        None if x is None else _shaped(detached(x), like) for x in (entropy, divergence)
-    )
-    return LossOutput(value, shaped, entropy, divergence, batch.metrics, more)
-
-
-def logps(
-    tensors: tuple[Tensor | None, ...],  # (hidden, weight, bias), or (logits,)
-    options: RowOptions,
-    ranks: Agreement = NO_GROUP,
-) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
-    """Compute logps and, if requested, entropies, in the layout of the targets."""
-    checks.row_options(options)
-    wanted = autograd.needs_gradient(*tensors)
-    rows = active_target_rows(tensors, options, wanted)
-    numbers = (*options.transform, options.return_entropy)
-    ranks.check_agreement(tensors, rows[0].target_ids, wanted, options.backend, numbers)
-    flat, entropy, _ = autograd.apply_logps(options, rows, wanted, *tensors)
-    like = options.target_ids
-    shaped = _shaped(flat, like)
-    return (shaped, _shaped(entropy, like)) if options.return_entropy else shaped
-
-
-def _shaped(x: Tensor, like: Tensor) -> Tensor:
-    return x if like.dim() == 1 else x.reshape(like.shape)
+def unless_all(is_active: Tensor) -> Tensor | None:
+    """Return the indices of the active rows, or None if all rows are active."""
+    index = is_active.nonzero().squeeze(1)
+    return None if len(index) == len(is_active) else index

@@ -13,7 +13,7 @@ from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.types import LogitTransform
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
+from grpo_fast.loss.call import Call
 from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.loss.values import TOTALS
 from grpo_fast.objective.aggregation import LEAST_TOTAL
@@ -35,6 +35,11 @@ KINDS = {  # the allowed dtypes for each description in a message
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
+# The arguments of a loss whose gradients are never computed.
+CONSTANT = (
+    "advantages", "completion_mask", "cu_seqlens", "old_logps", "ref_logps", "sampling_logps",
+    "num_items_in_batch", "num_completions_in_batch",
+)  # fmt: skip
 
 
 def tensor(
@@ -187,25 +192,22 @@ def temperature(x: float | Tensor, like: Tensor | None) -> None:
         number("temperature", x, "a finite number > 0", lambda x: x > 0)
 
 
-def row_options(options: RowOptions) -> None:
-    """Check the options of `linear_logps` and `logits_logps`."""
-    transform(options.transform, options.target_ids)
-    choice("entropy_over", options.entropy_over, CHOICES["entropy_over"])
-    choice("backend", options.backend, BACKENDS)
-    support(options.support, options.target_ids, is_shard=options.shard is not None)
+def logps(call: Call) -> None:
+    """Check the arguments of `linear_logps` and `logits_logps`."""
+    transform(call.transform, call.like)
+    choice("entropy_over", call.entropy_over, CHOICES["entropy_over"])
+    choice("backend", call.backend, BACKENDS)
+    support(call.support, call.like, is_shard=call.shard is not None)
 
 
-def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
-    """Check the per-token and per-completion tensors of a loss call, and the config.
+def loss(call: Call) -> None:
+    """Check the arguments of a loss.
 
-    The shapes of the tensors must fit the padded or packed layout of `inputs.like`.
-
-    Args:
-        config: the options of the loss.
-        inputs: the tensors to check.
-        has_logits: True if the loss function computes logps from logits. It then reads the
-            temperature of the config, so a temperature tensor is checked, too.
+    The shapes of the tensors must fit the padded or packed layout of `call.like`.
     """
+    options(call)
+    config = call.config
+    assert config is not None
     is_config(config)
     # 1. Reject an exact KL, which only trainers support.
     if config.kl_estimator in EXACT:
@@ -213,39 +215,40 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         kind = EXACT[config.kl_estimator]
         came = f"{config.kl_estimator!r}; add linear_divergence(..., kind={kind!r}) to the loss"
         raise argument_error("kl_estimator", expected, came)
-    like = inputs.like
-    advantages = inputs.advantages
-    cu_seqlens = inputs.cu_seqlens
+    like = call.like
+    advantages = call.advantages
+    cu_seqlens = call.cu_seqlens
     # 2. Check the shapes of mask, offsets, advantages and logps.
-    like_logps("completion_mask", inputs.completion_mask, like, MASK)
+    like_logps("completion_mask", call.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensor("advantages", advantages, same_device=("the logps", like))
+    assert advantages is not None
     if tuple(advantages.shape) not in ((count,), tuple(like.shape)):
         expected = f"shape (B,) = ({count},) or one per token {tuple(like.shape)}"
         raise argument_error("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
-        like_logps(name, getattr(inputs, name), like)
+        like_logps(name, getattr(call, name), like)
     # 3. Check that no input requires grad. Its gradient is not computed, so the caller probably
     # forgot .detach() and expects a gradient.
-    for name, x in zip(BatchInputs._fields[1:], inputs[1:], strict=True):
-        constant(name, x)
+    for name in CONSTANT:
+        constant(name, getattr(call, name))
     # 4. Check the arguments that the config requires or forbids.
     reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
-    if inputs.sampling_logps is None and reading and config.corrections != DEFAULT:
+    if call.sampling_logps is None and reading and config.corrections != DEFAULT:
         why = "these corrections read the sampler's logps; pass sampling_logps"
         raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
-    if has_logits:
+    if call.has_logits:
         temperature(config.temperature, like)
-    if config.uses_reference and inputs.ref_logps is None:
+    if config.uses_reference and call.ref_logps is None:
         why = "the KL needs the reference's logps; pass ref_logps"
         raise conflict("ref_logps=None", f"beta={config.beta}", why)
-    if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
+    if call.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
         why = "its beta weighs the step from old_logps; pass ref_logps=None"
         raise conflict("ref_logps", f"loss_type={config.loss_type!r}", why)
     # 5. Check the totals of the optimizer step.
     for name in ("num_items_in_batch", "num_completions_in_batch"):
-        value = getattr(inputs, name)
+        value = getattr(call, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
             _prompt_items(value, count, config)
         elif isinstance(value, Tensor) and value.numel() != 1:
@@ -254,11 +257,11 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
             number(name, value, TOTALS, lambda x: x >= LEAST_TOTAL)
 
 
-def options(x: Options, target_ids: Tensor) -> None:
+def options(x: Call) -> None:
     """Check the options of a loss call that are not part of the config."""
     choice("backend", x.backend, BACKENDS)
     choice("validate", x.validate, VALIDATE)
-    support(x.support, target_ids, is_shard=x.shard is not None)
+    support(x.support, x.like, is_shard=x.shard is not None)
     if x.grad_filter is None:
         return
     number("grad_filter", x.grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)

@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
-from grpo_fast.kernels.head.divergence import Divergences, buffers_of
-from grpo_fast.kernels.head.driver import linear_driver
-from grpo_fast.kernels.head.sums import needs_scaling, weight_unit
-from grpo_fast.kernels.head.terms import weighted_sum
-from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.support import Support
-from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
-from grpo_fast.loss import autograd, call, checks
-from grpo_fast.loss.arguments import Options, RowTensors
-from grpo_fast.loss.batch import ActiveTokens
-from grpo_fast.loss.passes import LossResult, kernel_precision, rescaled
+from grpo_fast.kernels.teachers import DivergenceTerm, Teacher, TeacherHead, TeacherTopK
+from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.loss import checks, entry
+from grpo_fast.loss.autograd import apply_loss, divergence_loss
+from grpo_fast.loss.call import Call
 from grpo_fast.loss.ranks import Agreement, local_rows
 from grpo_fast.loss.value_checks import ValueChecks, raise_pending
 from grpo_fast.loss.values import check_numbers
@@ -44,7 +38,7 @@ class DivergenceOutput(NamedTuple):
     values: Tensor  # (N,) or (B, L)
 
 
-@call.public
+@entry.public
 def linear_divergence(
     hidden: Tensor,  # (N, H) or (B, L, H)
     lm_head_weight: Tensor,  # (V, H)
@@ -137,68 +131,30 @@ def linear_divergence(
     with Agreement(group) as ranks:
         raise_pending()
         # 1. Check the student, the teacher and the options.
-        tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
+        tensors = entry.head_tensors(hidden, lm_head_weight, bias, ranks)
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         # Pass `like` in place of target_ids, because only its shape and device matter here.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
-        transform = LogitTransform(logit_scale, softcap, temperature)
-        checks.transform(transform)
+        checks.transform(LogitTransform(logit_scale, softcap, temperature))
         term = DivergenceTerm(teacher, kind, beta=beta)
-        options = Options(
-            autograd.needs_gradient(*tensors), backend, hidden_rows=hidden_rows, support=support,
+        call = Call(
+            tensors=tensors, like=like, backend=backend, hidden_rows=hidden_rows, support=support,
             divergence=checked_term(term, tensors[1], like, ranks, support),
-            shard=ranks.shard(tensors[1]),
+            shard=ranks.shard(tensors[1]), temperature=temperature, softcap=softcap,
+            logit_scale=logit_scale,
         )  # fmt: skip
-        checks.options(options, like)
-        # 2. Prepare the rows of the pass, and check that the other ranks make the same call.
-        rows = _rows(tensors, options, transform, like)
-        run = partial(
-            compute_divergence, rows=rows, weights=_weights(weights, like, hidden.dtype),
-            options=options,
-        )  # fmt: skip
-        numbers = (kind, beta, *transform)
-        ranks.check_agreement(tensors, rows.target_ids, options.wanted, backend, numbers)
+        checks.options(call)
+        # 2. Prepare the rows, and check that the other ranks make the same call.
+        call.find_all_rows()
+        of_rows = _weights(weights, like, hidden.dtype)
+        numbers = (kind, beta, *call.transform)
+        ids = call.rows.target_ids
+        ranks.check_agreement(tensors, ids, call.wanted, backend, numbers)
         # 3. Compute the divergence with autograd.
-        loss, each, *_ = autograd.apply_loss(run, False, *tensors)
+        call.tensors = ()
+        run = partial(divergence_loss, weights=of_rows)
+        loss, each, *_ = apply_loss(run, call, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
-
-
-def compute_divergence(
-    hidden: Tensor,  # (R, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    *,
-    rows: ActiveRows,
-    weights: Tensor,  # (T,)
-    options: Options,
-) -> LossResult:
-    """Compute the loss Σ weights·D and its gradients, where D is the divergence of a row.
-
-    In the result, `gradients` is (d-hidden, d-weight, d-bias), and `logps` contains the divergence
-    of each row instead of log-probabilities.
-    """
-    wanted = Wanted(*options.wanted)
-    term = options.divergence
-    assert term is not None
-    # 1. In fp16, scale the weights by a power of two, so that the gradients do not underflow.
-    is_half = any(wanted) and needs_scaling(hidden.dtype)
-    unit = weight_unit(weights) if is_half else None
-    weights = weights if unit is None else weights * unit
-    route = head_route(options.backend, weight, is_shard=True)
-    # 2. Compute the divergences and their gradients.
-    divergences = Divergences(
-        term.teacher, Divergence(term.kind, term.beta), weights, route, has_gradient=any(wanted)
-    )
-    with kernel_precision(hidden.device):
-        driver = linear_driver(
-            HeadTensors(hidden, weight, bias), rows, route, shard=options.shard, keep_fp32=is_half,
-            needs_d_weight=wanted.weight, buffers=buffers_of(term.teacher, has_policy=False),
-            adds_terms=True,
-        )  # fmt: skip
-        gradients = driver.gradients(divergences, wanted)
-    each = divergences.values
-    result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
-    return result if unit is None else rescaled(result, unit, hidden.dtype)
 
 
 def checked_term(
@@ -317,24 +273,6 @@ def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
     expected = "one row for each of the student's, "
     require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
     return x.reshape(-1, x.shape[-1])
-
-
-def _rows(
-    tensors: RowTensors, options: Options, transform: LogitTransform, like: Tensor
-) -> ActiveRows:
-    """Return an `ActiveRows` that contains all rows.
-
-    The kernels expect a target in every row, but a divergence has no targets. Each row therefore
-    gets a dummy target, which is the first id of its set, or 0 without a support.
-    """
-    ids = torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
-    support = options.support
-    if support is not None and len(support.ids):
-        ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
-    places = ActiveTokens(len(ids), None, ids, ids, ValueChecks("auto"))
-    rows = places.rows(ids, transform, tensors, options)
-    places.checks.send()
-    return rows
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -168,7 +168,7 @@ class Agreement:
         self,
         tensors: Sequence[Tensor | None],  # (hidden, weight, bias)
         target_ids: Tensor,  # (T,) of the active rows
-        wanted: list[bool],
+        wanted: Sequence[bool],
         backend: str,
         numbers: tuple[object, ...],
     ) -> None:
@@ -196,7 +196,7 @@ class Agreement:
             "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
             "bias": "None" if bias is None else "a tensor",
             "target_ids": f"{len(target_ids)} active ones with checksum {checksum(target_ids)}",
-            "requires_grad": f"{wanted} of hidden, weight and bias",
+            "requires_grad": f"{list(wanted)} of hidden, weight and bias",
             "config": f"numbers with checksum {zlib.crc32(text.encode())}",
             "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
         }

@@ -12,8 +12,7 @@ import torch
 
 import grpo_fast
 from grpo_fast.loss import value_checks
-from grpo_fast.loss.arguments import BatchInputs, Options
-from grpo_fast.loss.batch import TokenBatch
+from grpo_fast.loss.call import Call
 from grpo_fast.loss.value_checks import ValueChecks
 from grpo_fast.loss.values import checked_offsets
 from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
@@ -61,11 +60,12 @@ def late(monkeypatch):
 def tokens_of(cu, mask=None, validate="auto"):
     """Build the batch of a call with T logps of 0, and return its tokens."""
     like = torch.zeros(T)
-    inputs = BatchInputs(like, torch.ones(len(cu) - 1), mask, cu)
-    options = Options([True, True], validate=validate)
-    batch = TokenBatch.build((like, None), options, grpo_fast.LossConfig(), inputs)
-    batch.checks.send()
-    return batch.tokens
+    call = Call(
+        tensors=(like, None), like=like, config=grpo_fast.LossConfig(), validate=validate,
+        advantages=torch.ones(len(cu) - 1), completion_mask=mask, cu_seqlens=cu,
+    )  # fmt: skip
+    call.find_tokens().checks.send()
+    return call.tokens
 
 
 @pairs(offsets=BAD_OFFSETS, dtype=[torch.int64, torch.int32], has_mask=[False, True])

@@ -14,7 +14,7 @@ from grpo_fast import linear_logps
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.configs import LinearConfig
 from grpo_fast.kernels.types import LogitTransform
-from grpo_fast.loss import batch
+from grpo_fast.loss import call
 from tests.kernels.formulas import final, statistics
 from tests.kernels.test_head import HEAD_KERNELS, check_gradient, problem, raw_of, weigh
 from tests.kernels.triton_tools.interpreter import only_memory_of
@@ -173,8 +173,8 @@ def test_blocks_without_a_target(monkeypatch, blocks, sorts, computed):
         swept.append(int((partial[1] != 0).sum()))
 
     monkeypatch.setattr(linear, "sweep", spy)
-    monkeypatch.setattr(batch, "_skips_blocks", lambda *_: True)
-    monkeypatch.setattr(batch, "saves_time", lambda *_: sorts)
+    monkeypatch.setattr(call.Call, "_skips_blocks", lambda *_: True)
+    monkeypatch.setattr(call, "saves_time", lambda *_: sorts)
     assert all(map(torch.equal, run(), expected)) and swept == [computed]
     hidden.requires_grad_()
     assert all(map(torch.equal, run(), expected)) and swept == [computed, 36]

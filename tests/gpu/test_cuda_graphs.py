@@ -22,7 +22,7 @@ from grpo_fast import (
     logits_logps,
 )
 from grpo_fast.kernels import route as backends
-from grpo_fast.kernels.head import chunks, products
+from grpo_fast.kernels.head import products, sources
 from tests.pairs import pairs
 
 T, H, V, B = 24, 32, 96, 3
@@ -111,7 +111,7 @@ def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     # With these limits, the small sizes of this test use the code path of large sizes, in which a
     # single product writes dW in 16 bits.
-    monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
+    monkeypatch.setattr(sources, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)
     finish(linear_grpo_loss(*leaves, ids(), rand(B), config, bias=bias, **tokens()), *leaves, bias)
@@ -158,12 +158,12 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     # Disable the value checks, because they copy numbers to pinned host memory, which needs a GPU.
     monkeypatch.setattr("grpo_fast.loss.value_checks.ValueChecks.send", lambda self: None)
     # Skip rows even if the GEMMs are small.
-    monkeypatch.setattr("grpo_fast.kernels.head.activity.READ_FROM", 0)
+    monkeypatch.setattr("grpo_fast.kernels.head.terms.READ_FROM", 0)
 
     def copy_to_host_async(x):  # pinned memory needs a GPU
         raise RuntimeError("to the host")
 
-    monkeypatch.setattr("grpo_fast.kernels.head.activity.copy_to_host_async", copy_to_host_async)
+    monkeypatch.setattr("grpo_fast.kernels.head.driver.copy_to_host_async", copy_to_host_async)
     for call in (
         lambda: linear_logps(*head(), ids()),
         lambda: linear_grpo_loss(*head(), ids(), rand(B), LossConfig(), **tokens(ref_logps=None)),
@@ -201,10 +201,11 @@ def test_a_capture_computes_what_a_normal_call_skips(monkeypatch, return_entropy
         return [*results, *found, loss, *torch.autograd.grad(loss, leaves)]
 
     expected = run()
-    for module in ("loss.batch", "loss.value_checks", "kernels.head.activity"):
+    for module in ("loss.call", "loss.value_checks", "kernels.head.driver"):
         monkeypatch.setattr(f"grpo_fast.{module}.is_capturing", lambda x: True)
     monkeypatch.setattr(
-        "grpo_fast.kernels.head.loop.active_rows", lambda g, _: torch.ones_like(g, dtype=torch.bool)
+        "grpo_fast.kernels.head.terms.active_rows",
+        lambda g, _: torch.ones_like(g, dtype=torch.bool),
     )
     for actual, want in zip(run(), expected, strict=True):
         torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-6)

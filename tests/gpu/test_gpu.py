@@ -199,7 +199,7 @@ def test_a_nan_is_seen_in_an_active_row_only(without_advantage, read_from, monke
     The other rows of dH keep their bits. Only element 0 may change, because the GPU sets it to NaN
     if a skipped row has a NaN. If the row is masked out, its NaN changes no gradient.
     """
-    monkeypatch.setattr("grpo_fast.kernels.head.activity.READ_FROM", read_from)
+    monkeypatch.setattr("grpo_fast.kernels.head.terms.READ_FROM", read_from)
     row = 130
     inputs = [x.to(DEVICE) for x in problem(300, 64, 5000)]
     inputs[3][row : row + without_advantage] = 0.0

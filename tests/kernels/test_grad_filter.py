@@ -11,7 +11,7 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels.head.sums import column_masses, heavy_columns
+from grpo_fast.kernels.head.products import column_masses, heavy_columns
 from tests.loss_cases import BACKENDS, IS_INTERPRETER
 from tests.pairs import pairs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.kernels.head import sources
+from grpo_fast.kernels.head import given, sources
 from tests.loss_cases import BACKENDS, LAYOUTS, LEVELS, check, make_case, options_for
 from tests.pairs import pairs
 
@@ -41,5 +41,5 @@ def test_blocks_of_given_logits(backend, level, monkeypatch):
     Every block has different coefficients and entropy gradients. If the code used those of a
     different block, the test would fail.
     """
-    monkeypatch.setattr(sources, "CPU_BLOCK_BYTES", 1)
+    monkeypatch.setattr(given, "CPU_BLOCK_BYTES", 1)
     check("logits", many_rows(GAPS, "grpo", level, entropy_coef=0.3), backend=backend)

@@ -2,7 +2,7 @@
 
     source  forms the logits of a chunk (sources.py, shards.py, support.py)
     term    computes loss and d-logits from them (terms.py, divergence.py)
-    sums    accumulate dH, dW and db, or the gradient of given logits (sums.py, sources.py)
+    sums    accumulate dH, dW and db, or the gradient of given logits (sums.py, given.py)
 
 Nothing of size (N, V) exists unless the caller gives it. With V columns and hidden size H, the cost
 of T rows is 6·T·V·H flops if one pass computes loss and gradient, as for token-level losses and for
@@ -20,16 +20,11 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.head.given import GivenLogits, GivenSets, LogitSums
 from grpo_fast.kernels.head.shards import ShardedHead, VocabularyShard
-from grpo_fast.kernels.head.sources import (
-    DenseHead,
-    ExponentialHead,
-    GivenLogits,
-    LogitSums,
-    RowSource,
-)
+from grpo_fast.kernels.head.sources import DenseHead, ExponentialHead, RowSource
 from grpo_fast.kernels.head.sums import HeadSums, should_gather
-from grpo_fast.kernels.head.support import GivenSets, TokenSets, sets_of_head
+from grpo_fast.kernels.head.support import TokenSets, sets_of_head
 from grpo_fast.kernels.head.terms import Known, RowTerm, Sum, TokenLevel, sum_of
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowLoss, RowStats, Wanted

@@ -1,4 +1,7 @@
-"""The three matrix products of a chunk. The dtype and the device determine the GEMM."""
+"""The three matrix products of a chunk, and the columns that they may skip.
+
+The dtype and the device determine the GEMM.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ WIDEN_ROWS = 16384
 NARROW_FROM = 16 << 20
 # Number of rows of exponentials that are converted to fp32 at a time, to limit temporary memory.
 COLUMN_SUM_ROWS = 64
+# Number of rows of d-logits whose masses are computed at a time, to limit temporary memory.
+MASS_ROWS = 64
 
 
 def is_full_precision(x: Tensor) -> bool:
@@ -175,3 +180,36 @@ def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
         parts[:, i] = left
         left = left - parts[:, i].float()
     return torch.mm(matrix.t(), parts, out_dtype=torch.float32).sum(1)
+
+
+def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the mass Σ_t |scale_t·d_tj| of every column of d-logits (C, V), as (V,) fp64."""
+    masses = torch.zeros(d.shape[1], dtype=torch.float64, device=d.device)
+    for start in range(0, d.shape[0], MASS_ROWS):
+        block = widened(d[start : start + MASS_ROWS]).abs()
+        if scale is not None:
+            block = block * scale[start : start + MASS_ROWS, None].abs()
+        # Sum in fp32 within a block and in fp64 across blocks.
+        masses += block.sum(0, dtype=torch.float32)
+    return masses
+
+
+def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the columns that the filter keeps.
+
+    Args:
+        masses: (V,) Σ|d-logits| of each column.
+        tolerance: share of the sum of all masses that may be skipped.
+
+    Returns:
+        The indices of the kept columns, (n,) in ascending order; the sum of the masses of the
+        skipped columns, 0-d; and the sum of all masses, 0-d.
+    """
+    # If a mass is NaN, the total is NaN, and no column satisfies the comparison below. No column is
+    # skipped then, so the NaN stays visible in the gradients.
+    lightest, order = masses.sort()
+    summed = lightest.cumsum(0)
+    total = summed[-1]
+    out = int((summed <= tolerance * total).sum())
+    dropped = summed[out - 1] if out else torch.zeros_like(total)
+    return order[out:].sort().values, dropped, total

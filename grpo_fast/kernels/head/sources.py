@@ -1,4 +1,4 @@
-"""Sources of logits: a dense LM head, and logits that the caller gives.
+"""Sources of logits: the protocol, and a dense LM head.
 
 A `RowSource` forms the logits of some rows, and takes back the gradient with respect to them. It
 processes its rows in chunks, whose logits are in its workspace. There are four kinds of sources:
@@ -6,7 +6,7 @@ processes its rows in chunks, whose logits are in its workspace. There are four 
     DenseHead    hidden states and an LM head (this module). `ExponentialHead` stores exponentials.
     ShardedHead  a DenseHead whose vocabulary is sharded over ranks (shards.py)
     TokenSets    the ids that a truncating sampler kept for each row (support.py)
-    GivenLogits  logits that the caller gives (this module)
+    GivenLogits  logits that the caller gives (given.py)
 
 A DenseHead forms the logits of a chunk by hidden·Wᵀ, in fp32. Its gradients are dH = d·W and
 dW += dᵀ·hidden, with d-logits d (sums.py). By default, the logp and dH of a row depend only on that
@@ -57,9 +57,6 @@ TARGET_SHARE = 1 / 8
 # Rows of a buffer for exponentials are padded to a multiple of this number of elements (128 bytes
 # in 16 bits), so that they are aligned.
 ROW_ELEMENTS = 64
-# Size in bytes of a block of given logits on the CPU. A block of this size stays in the CPU cache,
-# so that the kernel can read it quickly a second time.
-CPU_BLOCK_BYTES = 4 << 20
 
 
 class Chunk(NamedTuple):
@@ -448,143 +445,6 @@ class ExponentialHead(DenseHead):
         dominant = filled.dominant
         errors = None if dominant is None else dominant.rounding_errors(matrix)
         return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, errors))
-
-
-class LogitSums:
-    """The gradient with respect to given logits, (N, V). The row kernels write it.
-
-    Args:
-        logits: (N, V).
-        out: (N, V) buffer of the gradient, which may be `logits`; None: it is allocated.
-    """
-
-    def __init__(self, logits: Tensor, out: Tensor | None) -> None:
-        self.logits = logits
-        self.out = out
-        self.is_wanted = False
-        self.is_filled = False  # whether every row of `out` has been written
-
-    def start(self, wanted: Wanted) -> LogitSums:
-        """Begin a new gradient."""
-        self.is_wanted = any(wanted)
-        self.is_filled = False
-        return self
-
-    def buffer(self) -> Tensor:
-        """Return the gradient. The caller must write all rows if `is_filled` is False."""
-        if self.out is None:
-            self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
-        return self.out
-
-    def filtered_shares(self) -> None:
-        """Return None, because no column of given logits is skipped."""
-
-    def finish(self) -> tuple[Tensor, ...]:
-        """Return (d-logits,)."""
-        return (self.buffer() if self.is_wanted else self.logits.new_empty(0),)
-
-
-class GivenLogits:
-    """Logits that the caller gives.
-
-    The row kernels process all N rows, in blocks. Rows without a target get zero gradients.
-
-    Args:
-        logits: (N, V), with contiguous rows.
-        rows: the active rows.
-        route: the kernels of the backend.
-        sums: the gradient, to which the row kernels write.
-    """
-
-    has_entropy_gradient = True
-    skips = False
-    on_gpu = True  # no row is left out, so no values are needed
-    chunk_rows = 1
-
-    def __init__(self, logits: Tensor, rows: ActiveRows, route: Route, sums: LogitSums) -> None:
-        self.given = logits
-        self.rows = rows
-        self.kernels = route.kernels
-        self.sums = sums
-        # Rows without a target have an id that is in no vocabulary.
-        self.targets = rows.to_rows(rows.target_ids, fill=-1)
-        self.transform = rows.transform
-        if isinstance(self.transform.temperature, Tensor):
-            temperature = rows.to_rows(self.transform.temperature, fill=1)
-            self.transform = self.transform._replace(temperature=temperature)
-
-    def flops(self, wanted: Wanted) -> int:
-        """Return 0, because no matrix products follow."""
-        return 0
-
-    def chunks(self, *, stores: bool) -> list[slice]:
-        """Return blocks of rows that stay in the cache of a CPU."""
-        rows = step = self.given.shape[0]
-        if self.given.device.type == "cpu":
-            row_bytes = max(self.given.shape[1] * self.given.element_size(), 1)
-            # Use at least 16 rows per block, even if the block then exceeds CPU_BLOCK_BYTES.
-            step = max(CPU_BLOCK_BYTES // row_bytes, 16)
-        return [slice(i, min(i + step, rows)) for i in range(0, rows, max(step, 1))]
-
-    def spread(self, x: Any, fill: int = 0) -> Any:
-        """Convert one value per active row to one value per row."""
-        return self.rows.to_rows(x, fill)
-
-    def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Concatenate the results of all blocks, and select the active rows."""
-        return tuple(map(self.rows.active, concatenated(parts, self.given)))
-
-    def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
-        """Return the rows at these positions."""
-        return Chunk(index, self.targets[index], self.transform.rows(index))
-
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        """Return the given logits of a block."""
-        return self.given[at.rows]
-
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
-    ) -> RowStats:
-        """Compute the lse, logp and entropy of the rows of a block."""
-        return self.kernels.row_logps(
-            self.given[at.rows], at.target_ids, at.transform, return_entropy=return_entropy
-        )
-
-    def loss(
-        self,
-        at: Chunk,
-        terms: RowTerms,
-        config: LossConfig,
-        *,
-        return_entropy: bool,
-        cached: bool = False,
-    ) -> tuple[ChunkGradients, RowLoss]:
-        """Compute the loss of the rows of a block, and write their d-logits."""
-        out = self._out(at)
-        part = self.kernels.row_loss_(
-            self.given[at.rows], out, at.target_ids, terms, config, at.transform,
-            return_entropy=return_entropy,
-        )  # fmt: skip
-        return ChunkGradients(out), part
-
-    def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
-    ) -> ChunkGradients:
-        """Write the d-logits of Σ g·logp + g_entropy·entropy of the rows of a block."""
-        out = self._out(at)
-        z = self.given[at.rows]
-        self.kernels.row_grad_(z, at.target_ids, known, g, g_entropy, at.transform, out=out)
-        return ChunkGradients(out)
-
-    def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
-        """Do nothing, because the row kernels have written the gradient already."""
-
-    def release(self) -> None:
-        """Do nothing, because there is no workspace."""
-
-    def _out(self, at: Chunk) -> Tensor:
-        self.sums.is_filled = True  # every block is written
-        return self.sums.buffer()[at.rows]
 
 
 def concatenated(parts: Sequence[tuple[Any, ...]], like: Tensor) -> tuple[Any, ...]:

@@ -31,6 +31,8 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
+    column_masses,
+    heavy_columns,
     matmul_d_hidden,
     weighted_column_sum,
     weighted_product,
@@ -45,7 +47,6 @@ from grpo_fast.kernels.types import (
     pad_rows,
     padded,
     scaled_rows,
-    widened,
 )
 from grpo_fast.kernels.workspace import zeros
 
@@ -58,8 +59,6 @@ GATHER_BLOCKS = 16
 # Skip columns only if the share of the kept columns is less than this value. Otherwise, gathering
 # the kept columns costs more time than the smaller GEMMs save.
 WORTH_BELOW = 0.6
-# Number of rows of d-logits whose masses are computed at a time, to limit temporary memory.
-MASS_ROWS = 64
 # Exponent that bounds stored fp16 gradients: they are scaled so that their largest element is less
 # than 2^13. This leaves a factor of 8 below the fp16 maximum (2^16).
 TOP_EXPONENT = 13
@@ -431,39 +430,6 @@ def move_to_front_(x: Tensor, keep: Tensor) -> Tensor:
 def should_gather(keep: Tensor, count: int) -> bool:
     """Return whether copying the active rows (`keep`, of `count` rows) saves time."""
     return keep.shape[0] < GATHER_BELOW * count
-
-
-def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return the mass Σ_t |scale_t·d_tj| of every column of d-logits (C, V), as (V,) fp64."""
-    masses = torch.zeros(d.shape[1], dtype=torch.float64, device=d.device)
-    for start in range(0, d.shape[0], MASS_ROWS):
-        block = widened(d[start : start + MASS_ROWS]).abs()
-        if scale is not None:
-            block = block * scale[start : start + MASS_ROWS, None].abs()
-        # Sum in fp32 within a block and in fp64 across blocks.
-        masses += block.sum(0, dtype=torch.float32)
-    return masses
-
-
-def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Select the columns that the filter keeps.
-
-    Args:
-        masses: (V,) Σ|d-logits| of each column.
-        tolerance: share of the sum of all masses that may be skipped.
-
-    Returns:
-        The indices of the kept columns, (n,) in ascending order; the sum of the masses of the
-        skipped columns, 0-d; and the sum of all masses, 0-d.
-    """
-    # If a mass is NaN, the total is NaN, and no column satisfies the comparison below. No column is
-    # skipped then, so the NaN stays visible in the gradients.
-    lightest, order = masses.sort()
-    summed = lightest.cumsum(0)
-    total = summed[-1]
-    out = int((summed <= tolerance * total).sum())
-    dropped = summed[out - 1] if out else torch.zeros_like(total)
-    return order[out:].sort().values, dropped, total
 
 
 def needs_scaling(dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ these logits:
 
     GatheredSets  gathers the rows of W for the ids in the sets
     ProductSets   multiplies by all of W, which is cheaper if the sets are large
-    GivenSets     looks the logits up in logits that the caller gives
+    GivenSets     looks the logits up in logits that the caller gives (given.py)
 
 Rows without a set use the sources of sources.py.
 """
@@ -249,30 +249,6 @@ class ProductSets(GatheredSets):
             at = support.rows[first:end] - start, support.ids[first:end]
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
         give_back_workspace(workspace)
-
-
-class GivenSets(TokenSets):
-    """Token sets whose logits the caller gives, (N, V)."""
-
-    def __init__(self, logits: Tensor, rows: ActiveRows, route: Route) -> None:
-        super().__init__(rows, route)
-        self.given = logits
-        index = self.rows.active_index
-        # Without an index, the active rows are all rows of the given logits, in order.
-        index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
-        self.at = index[self.support.rows], self.support.ids
-
-    def raw(self) -> Tensor:
-        """Return the logits at the ids of every set, (nnz,)."""
-        return self.given[self.at].to(torch.promote_types(self.given.dtype, torch.float32))
-
-    def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
-        """Add the d-logits of the rows to the gradient."""
-        out: Tensor = sums.buffer()
-        if not sums.is_filled:
-            out.zero_()
-        sums.is_filled = True
-        out[self.at] += d_logits.matrix.to(out.dtype)
 
 
 def sets_of_head(tensors: HeadTensors, rows: ActiveRows, route: Route) -> GatheredSets:

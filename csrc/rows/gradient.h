@@ -41,6 +41,8 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   if (g == 0 && g_entropy == 0) return write_zeros(out, columns.count);
   const RowTransform transform = chunk.transform(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
+  // The only column of a row has the probability 1 for every logit, so its gradient is exactly 0.
+  if (columns.count == 1 && logp == 0) return write_zeros(out, 1);
   const bool has_target = columns.target >= 0;
   // Read the target logit now, because the loop may overwrite it.
   const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;

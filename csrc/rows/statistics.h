@@ -50,7 +50,9 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
                               : t - log_total;
   // Set e * t to its limit 0 if the target's logit is -inf, because 0 * -inf is NaN.
   const double entropy = log_total - (sums.moment + (e == 0 ? 0 : e * t)) / total;
-  row.entropy = entropy < 0 ? 0 : entropy;
+  // If no other id has a probability, the entropy is exactly 0, and the difference is rounding.
+  const bool is_certain = z_target && sums.rest == 0 && e > 0;
+  row.entropy = entropy < 0 || is_certain ? 0 : entropy;
   return row;
 }
 

@@ -36,6 +36,7 @@ class Rule(NamedTuple):
     high: float = sys.float_info.max  # the greatest allowed value
     # Converts the values before they are compared with `low` and `high`.
     convert: Callable[[Tensor], Tensor] = lambda x: x
+    hint: str = ""  # the usual cause of a value above `high`
 
     def judge(self, name: str, x: Tensor | None, low: float, high: float) -> str:
         """Return an error message if a converted value is not allowed, and "" if all are.
@@ -55,7 +56,8 @@ class Rule(NamedTuple):
             pairs = zip(x.tolist(), self.convert(x).tolist(), strict=True)
             bad = [value for value, number in pairs if not self.low <= number <= self.high]
             got = f"{bad[0]:g} ({len(bad)} of {x.numel()} values)"
-        return f"{name}: expected {self.expected}, got {got}"
+        hint = self.hint if high > self.high else ""
+        return f"{name}: expected {self.expected}, got {got}{hint}"
 
 
 LEAST = math.ulp(0.0)  # the least number > 0
@@ -78,12 +80,20 @@ RULES: Rules = {
 # limit for logps, because `grpo_loss` also accepts log-densities of continuous actions, which may
 # be positive.
 ROUNDING = 1e-2  # a log-probability that is rounded to 16 bits may be this much above 0
+ROUNDED = (
+    ". The usual cause is a log_softmax of logits in 16 bits: compute it in fp32, or clamp the "
+    "values at 0"
+)
 _LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
 LOGPS_RULES = RULES | {
-    "old_logps": Rule(_LOGPS, "positive numbers, or NaN", -math.inf, ROUNDING),
-    "ref_logps": Rule(f"finite {_LOGPS}", "positive numbers, NaN or inf", high=ROUNDING),
+    "old_logps": Rule(_LOGPS, "positive numbers, or NaN", -math.inf, ROUNDING, hint=ROUNDED),
+    "ref_logps": Rule(
+        f"finite {_LOGPS}", "positive numbers, NaN or inf", high=ROUNDING, hint=ROUNDED
+    ),
     # Allow NaN, which marks a token without a logp from the sampler.
-    "sampling_logps": Rule(_LOGPS, "positive numbers", -math.inf, ROUNDING, torch.nan_to_num),
+    "sampling_logps": Rule(
+        _LOGPS, "positive numbers", -math.inf, ROUNDING, torch.nan_to_num, hint=ROUNDED
+    ),
 }
 
 

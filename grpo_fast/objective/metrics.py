@@ -90,8 +90,11 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
     """
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
-    spread = mean(weights * weights)
-    size = torch.where(spread > 0, mean(weights).square() / spread, 0.0)
+    # Scale by a power of two, so that the squares of tiny weights do not underflow.
+    largest = weights.amax() if weights.numel() else weights.new_zeros(())
+    scaled = torch.ldexp(weights, -torch.frexp(largest).exponent.clamp(-100, 100))
+    spread = mean(scaled * scaled)
+    size = torch.where(spread > 0, mean(scaled).square() / spread, 0.0)
     values = mean((weights == 0).float()), mean(clipped), size
     return dict(zip(CORRECTION_METRICS, values, strict=True))
 

@@ -163,3 +163,30 @@ def test_a_row_with_one_allowed_token(backend):
     )  # fmt: skip
     out.loss.backward()
     assert (out.logps == 0).all() and (out.entropy == 0).all() and (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("V", [1, 40])
+@pytest.mark.parametrize(
+    "transform", [{}, {"temperature": 0.7}, {"softcap": 5.0}, {"logit_scale": 1.3}]
+)
+def test_a_row_whose_only_id_is_the_target_has_no_gradient(transform, V, backend):
+    """Check that logp, entropy and gradients are exactly 0 if there is only one id."""
+    g = torch.Generator().manual_seed(7)
+    leaves = [30 * torch.randn(6, 24, generator=g), torch.randn(V, 24, generator=g)]
+    leaves = [x.requires_grad_() for x in leaves]
+    ids = torch.randint(V, (6,), generator=g)
+    support = None if V == 1 else grpo_fast.Support(ids.clone(), torch.arange(7))
+    logps, entropy = grpo_fast.linear_logps(
+        *leaves, ids, support=support, return_entropy=True, backend=backend, **transform
+    )
+    (logps + 0.3 * entropy).sum().backward()
+    found = [logps.detach(), entropy.detach(), *(x.grad for x in leaves)]
+    config = grpo_fast.LossConfig(entropy_coef=0.1, **transform)
+    given = ids, torch.ones(1), config
+    cu = torch.tensor([0, 6])
+    out = grpo_fast.linear_grpo_loss(
+        *leaves, *given, cu_seqlens=cu, support=support, backend=backend
+    )
+    found += [out.logps, out.entropy, *torch.autograd.grad(out.loss, leaves)]
+    assert all((x == 0).all() for x in found)

@@ -135,6 +135,19 @@ def test_weights_and_metrics_of_corrections(
     assert found == pytest.approx([weights.count(0) / 4, clipped, size])
 
 
+def test_tiny_weights_have_an_effective_sample_size():
+    """Check the metric if all weights are so small that their squares underflow in fp32."""
+    config = grpo_fast.LossConfig("reinforce", corrections={"high": 3.0})
+    sampling = torch.tensor([[1e-25, 1e-25, 3e-25, 1e-30]]).log().neg() - 0.3
+    out = grpo_fast.grpo_loss(
+        torch.zeros(1, 4), torch.ones(1), config, old_logps=torch.full((1, 4), -0.3),
+        sampling_logps=sampling,
+    )  # fmt: skip
+    expected = 25 / (4 * 11)
+    found = float(out.metrics["sampling/effective_sample_size"])
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
 def test_sampling_correction_without_old_logps_is_a_constant(correction):
     """Check that the correction weight is a constant factor of the loss if old_logps is missing.

@@ -471,3 +471,12 @@ def test_known_keywords_are_built_as_before():
         grpo_fast.DivergenceTerm()
     with pytest.raises(TypeError, match="multiple values for argument 'loss_type'"):
         LossConfig("grpo", loss_type="dapo")
+
+
+def test_positive_logps_come_with_their_number_and_the_usual_cause():
+    given = torch.full((9,), -0.5)
+    given[2:4] = 0.07
+    call = dict(cu_seqlens=torch.tensor([0, 9]), old_logps=given)
+    args = torch.ones(9, 2), torch.ones(5, 2), torch.zeros(9, dtype=torch.int64), torch.ones(1)
+    with pytest.raises(ValueError, match=r"^old_logps: .*got 0.07 \(2 of 9 values\).* 16 bits"):
+        grpo_fast.linear_grpo_loss(*args, LossConfig(), **call)

@@ -355,7 +355,7 @@ def linear_driver(
     def new_sums(wanted: Wanted) -> HeadSums:
         return source.sums(
             wanted, in_parts=dense is not None and in_parts, keep_fp32=keep_fp32,
-            tolerance=tolerance,
+            tolerance=tolerance, overlaps=full_entropy and sets is not None,
         )  # fmt: skip
 
     return Driver(rows, dense, sets, new_sums, full_entropy=full_entropy and sets is not None)

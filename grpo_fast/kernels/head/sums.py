@@ -83,6 +83,7 @@ class HeadSums:
         wanted: which gradients to compute.
         kernels: the module gpu/gradients.py on a GPU, otherwise None.
         repeats: whether a row of `hidden` may predict several targets; its dH is then a sum.
+        overlaps: whether two sources add to dH of the same rows.
         is_single_chunk: whether all rows arrive in one call of `add`.
         in_parts: sum dH and dW in fp32 even if a single chunk could be rounded, because more terms
             follow, or because the result stays in fp32.
@@ -100,6 +101,7 @@ class HeadSums:
         kernels: Any = None,
         *,
         repeats: bool = False,
+        overlaps: bool = False,
         is_single_chunk: bool = False,
         in_parts: bool = False,
         keep_fp32: bool = False,
@@ -110,7 +112,7 @@ class HeadSums:
         self.hidden, self.weight, self.bias = tensors
         self.wanted = wanted
         self.kernels = kernels
-        self.repeats = repeats
+        self.repeats = repeats or overlaps
         self.keep_fp32 = keep_fp32
         self.in_parts = in_parts or keep_fp32
         self.is_single_chunk = is_single_chunk and not self.in_parts
@@ -119,7 +121,7 @@ class HeadSums:
         self.dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         # Keep dH in fp32 if more terms will be added to it, so that only the final result is
         # rounded.
-        stays = self.in_parts or repeats or sum_hidden is not None
+        stays = self.in_parts or self.repeats or sum_hidden is not None
         self.hidden_dtype = self.dtype if stays else self.hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
@@ -269,10 +271,13 @@ class HeadSums:
             if self.d_hidden is not None or self.repeats:
                 # Add the rows instead of copying them, because several targets may share a row of
                 # `hidden`.
-                assert rows is not None
-                total = slopes.new_zeros(self.hidden.shape)
-                self.d_hidden = total if self.d_hidden is None else self.d_hidden
-                add_rows_(self.d_hidden, rows, scaled_rows(slopes, g))
+                dh = scaled_rows(slopes, g)
+                if self.d_hidden is None:
+                    self.d_hidden = slopes.new_zeros(self.hidden.shape)
+                if rows is None:
+                    self.d_hidden += dh
+                else:
+                    add_rows_(self.d_hidden, rows, dh)
             else:
                 if self.kernels is None:
                     dh = scaled_rows(slopes, g).to(self.hidden_dtype)
@@ -299,14 +304,16 @@ class HeadSums:
     def _add_hidden(self, dh: Tensor, rows: slice | Tensor) -> None:
         """Write dH of some rows into the full dH, or add it if rows of `hidden` repeat."""
         # If one chunk contains all rows in order, its dH is the full dH.
-        if dh.shape[0] == self.hidden.shape[0] and isinstance(rows, slice):
+        is_all = dh.shape[0] == self.hidden.shape[0] and isinstance(rows, slice)
+        if is_all and self.d_hidden is None:
             self.d_hidden = dh.to(self.hidden_dtype)
             return
         if self.d_hidden is None:
             self.d_hidden = self.hidden.new_zeros(self.hidden.shape, dtype=self.hidden_dtype)
-        if self.repeats:
-            assert isinstance(rows, Tensor)
+        if self.repeats and isinstance(rows, Tensor):
             add_rows_(self.d_hidden, rows, dh.to(self.hidden_dtype))
+        elif self.repeats:
+            self.d_hidden[rows] += dh.to(self.hidden_dtype)
         else:
             self.d_hidden[rows] = dh.to(self.hidden_dtype)
 

@@ -127,8 +127,8 @@ def train(
     from grpo_fast.errors import SAVED, RunError, Stopped
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names
-    from grpo_fast.train.ranks.distributed import launched_rank
-    from grpo_fast.train.runs.folder import free_folder
+    from grpo_fast.train.folder import free_folder
+    from grpo_fast.train.ranks import launched_rank
 
     with print_errors(debug, RunError):
         words = settings or []
@@ -191,7 +191,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Export the model of a checkpoint in transformers format. A LoRA adapter is merged."""
-    from grpo_fast.train.runs.export import export as write
+    from grpo_fast.train.checkpoint import export as write
 
     with print_errors(debug, OSError):
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))

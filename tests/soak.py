@@ -25,11 +25,9 @@ from typing import Any
 import torch
 
 from grpo_fast.errors import RankError
-from grpo_fast.train import loop
+from grpo_fast.train import checkpoint, loop
+from grpo_fast.train.checkpoint import Stopping, problem_of
 from grpo_fast.train.report import report
-from grpo_fast.train.runs import checkpoint
-from grpo_fast.train.runs.checkpoint import problem_of
-from grpo_fast.train.runs.stopping import Stopping
 from tests.rank_server import free_port
 from tests.train.resuming import config_of, result, run
 

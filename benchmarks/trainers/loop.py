@@ -174,29 +174,32 @@ def our_step(policy: Policy, texts: list[str], shape: Shape) -> Callable[[], Non
     from grpo_fast.data import Example
     from grpo_fast.rewards import build_rewards
     from grpo_fast.rollout import build_engine
-    from grpo_fast.train.collect.groups import PromptQueue
-    from grpo_fast.train.collect.recorded import build_collector
+    from grpo_fast.train.collect import Advantages, Collector, PromptQueue
     from grpo_fast.train.config import RewardConfig
     from grpo_fast.train.config.recipes import load_recipe
     from grpo_fast.train.loop import make_step
     from grpo_fast.train.models.reference import Reference
-    from grpo_fast.train.update.trainer import Trainer
+    from grpo_fast.train.run import Run
 
     config = load_recipe("gsm8k-tiny", [
         f"rollout.group_size={shape.group}", f"rollout.prompts_per_step={shape.prompts}",
         f"rollout.max_new_tokens={shape.length}", "optim.lr=1e-6", "optim.warmup=0",
     ])  # fmt: skip
     watched = RewardConfig(name=f"{__name__}:reward", in_process=True)
-    trainer = Trainer(config, policy, Reference(policy, config.reference))
     queue = PromptQueue([Example(text, None, None) for text in texts])
     engine, rewards = build_engine(policy, config.rollout), build_rewards([watched])
-    collector = build_collector(config, policy, engine, rewards, queue)
+    weights = {each.name: each.weight for each in rewards.rewards}
+    advantages = Advantages(config.advantages, config.advantage_options, shape.group, weights)
+    collector = Collector(
+        config.rollout, policy, engine, rewards, queue, advantages, config.seed, config.steps
+    )
+    run = Run(config, policy, Reference(policy, config.reference), None, collector)
     count = 0
 
     def one_step() -> None:
         nonlocal count
         count += 1
-        make_step(count, collector, trainer)
+        make_step(count, run)
 
     return one_step
 

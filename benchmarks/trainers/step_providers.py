@@ -19,13 +19,13 @@ from grpo_fast import LossConfig, logits_grpo_loss
 from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import LENGTH
+from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.metrics.losses import LossMetrics
+from grpo_fast.train.metrics import LossMetrics
 from grpo_fast.train.models.adapters import with_new
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.gradients import accumulate
+from grpo_fast.train.update import accumulate
 
 LEARNING_RATE = 1e-9  # The weights hardly change, so every round does the same work.
 # Old logps minus current logps. These differences are the negative logs of the ratios. The first

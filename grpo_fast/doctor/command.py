@@ -21,7 +21,7 @@ from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.command import Source
-from grpo_fast.train.files import plain_json
+from grpo_fast.train.folder import plain_json
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
 # Keys of a run's `model` section that the doctor reads. trust_remote_code is excluded, because the

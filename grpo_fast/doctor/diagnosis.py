@@ -17,10 +17,10 @@ from grpo_fast.doctor.attempts import DTYPE, EOS, STALE, Case, Cause, attempts
 from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, build_engine, generate
 from grpo_fast.rollout.engine import NOISE, Seed
+from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import RunConfig, Section
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.update.batch import StepBatch
 
 # `own` is the mean difference between the trainer and the model's own forward pass. Rounding
 # explains a mean difference between engine and trainer of up to MARGIN times `own`.

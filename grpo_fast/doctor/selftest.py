@@ -23,8 +23,8 @@ from grpo_fast.doctor.diagnosis import DoctorSettings, examine_engine
 from grpo_fast.kernels import route
 from grpo_fast.rollout.engine import NOISE
 from grpo_fast.train import loop
+from grpo_fast.train.checkpoint import checkpoints_in
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.runs.checkpoint import checkpoints_in
 
 ERRORS = ("loss and logps against fp64", "gradients against fp64", "same bits again, and alone")
 BACKENDS = ("torch", "cpu", "triton")

@@ -1,29 +1,41 @@
-"""Top level of a training run. It loads the models, runs the steps and saves the result."""
+"""A training run from top to bottom: load, sample, score, update, log and save, in eight parts.
+
+All ranks run this program. Rank 0 prints and writes.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from grpo_fast.data.splits import Splits
+from grpo_fast.errors import require
 from grpo_fast.kernels import route
-from grpo_fast.rewards import scorer_for
-from grpo_fast.rollout import awake, build_engine, prompt_texts
-from grpo_fast.train.collect.collector import Collector
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples, scorer_for
+from grpo_fast.rewards.conventions import OURS, import_function
+from grpo_fast.rollout import awake, build_engine, check_prompts, encode_prompts, prompt_texts
+from grpo_fast.train import checkpoint, ranks
+from grpo_fast.train.collect import Advantages, Collector, PromptQueue
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.metrics.clock import Clock
-from grpo_fast.train.metrics.losses import finite
-from grpo_fast.train.ranks import distributed
+from grpo_fast.train.critic import load_critic
+from grpo_fast.train.evaluation.asking import asking_lines
+from grpo_fast.train.evaluation.evaluate import build_evaluation
+from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
+from grpo_fast.train.metrics import Clock, finite
+from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.reference import Reference, load_another
+from grpo_fast.train.optimizer import warm_start
 from grpo_fast.train.report.page import rows_of
-from grpo_fast.train.report.report import RunReport, closing_lines, opening_lines
-from grpo_fast.train.runs.build import Evaluation, build, load
-from grpo_fast.train.runs.export import save_models
-from grpo_fast.train.runs.resume import run_start
-from grpo_fast.train.runs.saving import Rows, Saver
-from grpo_fast.train.runs.stopping import Stopping
-from grpo_fast.train.update.trainer import Step, Trainer
+from grpo_fast.train.report.report import RunReport, check_trackers, closing_lines, opening_lines
+from grpo_fast.train.run import Rows, Run, Step
 
 log = logging.getLogger(__name__)
 
@@ -48,92 +60,230 @@ def train(config: RunConfig) -> dict[str, Any]:
         Stopped: a signal ended the run. This exception is a SystemExit.
     """
     started = time.perf_counter()
-    ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
-    with distributed.process_group(*ranks), run_start(config) as start:
+    launch = config.distributed, config.distributed_replicas, config.distributed_timeout
+    with ranks.process_group(*launch), checkpoint.opened(config) as (found, state):
         # 1. Load rewards, data and models. Invalid input raises an error here, before any step.
-        loaded = load(start)
-        policy = loaded.policy
-        stopping = Stopping()
-        report = RunReport(config.output_dir, config.log, config.steps, *start.logged)
-        if start.checkpoint is None:
-            start.enter_folder(report)
+        # Rewards and data load faster than models, so their errors appear early.
+        _be_deterministic(config.seed)
+        check_trackers(config.log.trackers)
+        warm = config.warm_start if found is None else None  # a checkpoint is saved after it
+        fits = warm is None or not config.is_sharded
+        require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
+        on_save = _on_save(config.checkpoint.on_save)
+        rewards, questions, settings = _load_inputs(config, state)
+        policy, another = _load_models(config, questions)
+        questions, splits, lines = _ask(config, questions, policy, rewards)
+        longest = config.rollout.max_new_tokens
+        evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
+        report = RunReport(config.output_dir, config.log, config.steps, *checkpoint.logged(state))
+        stopping = checkpoint.Stopping()
+        if found is None:
+            checkpoint.begin(config, None, report)
         with (
-            stopping.listening(policy.lm.base_model, policy.agreed),
+            stopping.listening(policy.lm.base_model),
             report,
             build_engine(policy, config.rollout) as engine,
         ):
-            saver = build(start, loaded, engine, report, stopping)
+            if warm is not None:
+                warm_start(policy, questions.train, warm, seed=config.seed, log=report.log)
+            # Build the reference after the warm start. A reference without a path is a copy of the
+            # policy, and the copy must include the warm start.
+            reference = Reference(policy, config.reference, another)
+            critic = load_critic(config.critic, config.model, policy)
+            size = config.rollout.group_size
+            weights = {reward.name: reward.weight for reward in rewards.rewards}
+            advantages = Advantages(config.advantages, config.advantage_options, size, weights)
+            collector = Collector(
+                config.rollout, policy, engine, rewards, PromptQueue(splits.train), advantages,
+                config.seed, config.steps,
+            )  # fmt: skip
+            run = Run(config, policy, reference, critic, collector)
+            saver = checkpoint.Checkpoints(run, report, config.checkpoint, settings, on_save)
+            if found is not None and state is not None:
+                saver.resume(found, state)
+                checkpoint.begin(config, found, report)
+                saver.mark()
+                report.note(f"resumed from {found}")
+            stopping.may_stop = lambda: not run.has_moved
             kernels = {
                 "backend": route.head_route("auto", policy.head.weight).backend,
                 "backend_fallback": route.fallback_reason(policy.device.type),
             }
-            report.note(*opening_lines(config.rollout, kernels, engine.fallback))
-            report.note(*loaded.asking)
-            with saver.saved_when_it_ends(), distributed.as_rank_error():
-                _make_steps(saver, loaded.evaluate, stopping)
-                summary = {
-                    "before": saver.state.before, "after": saver.state.after, **kernels,
-                    **saver.trainer.summary(),
-                    "seconds": time.perf_counter() - started,
-                }  # fmt: skip
-                with distributed.together():
-                    report.finish(summary)
+            report.note(*opening_lines(config.rollout, kernels, engine.fallback), *lines)
+
+            def evaluated(number: int) -> dict[str, float]:
+                """Return the metrics of an evaluation, or {} if none is due after this step."""
+                every = config.eval.every
+                if not (number in (0, config.steps) or (every and number % every == 0)):
+                    return {}
+                with awake(engine, policy, version=number):
+                    return evaluate(engine)
+
+            def log_step() -> None:
+                """Evaluate the model if due, and log the last finished step if it is not logged."""
+                rows = run.unlogged
+                if rows is None:
+                    return
+                result = evaluated(run.step)
+                ranks.from_main(lambda: _write(report, run.step, rows, result))
+                saver.mark(after=result or run.after, unlogged=None)
+
+            with saver.saved_when_it_ends():
+                if run.before is None:
+                    before = evaluated(0)
+                    ranks.from_main(lambda: report.log(0, before))
+                    saver.mark(before=before, after=before)
+                log_step()  # in a resumed run, the last finished step may not be logged yet
+                for number in range(run.step + 1, config.steps + 1):
+                    step, metrics = make_step(number, run)  # parts 2 to 6
+                    # 7. Record the step and its log rows first, so that an error in logging or
+                    # evaluation does not lose the step. Then evaluate and log the step.
+                    saver.mark(step=number, unlogged=_rows(step, metrics, run))
+                    log_step()
+                    # 8. Save a checkpoint if one is due.
+                    if saver.is_due():
+                        saver.save()
+                    stopping.raise_together()
+                # The last step is saved, too, so that the run can be extended.
+                if run.step and (config.checkpoint.every or config.checkpoint.every_minutes):
+                    saver.save()
+                summary = run.summary() | kernels | {"seconds": time.perf_counter() - started}
+                ranks.from_main(lambda: report.finish(summary))
                 if config.log.save_model:
-                    save_models(policy, saver.trainer.critic, config.model, report.folder)
+                    checkpoint.save_models(policy, critic, config.model, report.folder)
             report.note(*closing_lines(report.folder, config.has_code))
         return summary
 
 
-def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
-    """Evaluate the model before training, and then run, log and save all remaining steps."""
-    trainer = saver.trainer
-    collector = saver.collector
-    if saver.state.before is None:
-        before = _evaluated(0, saver, evaluate)
-        saver.report.log(0, before)
-        saver.mark(before=before, after=before)
-    _log(saver, evaluate)  # in a resumed run, the last finished step may not be logged yet
-    for number in range(saver.state.step + 1, saver.config.steps + 1):
-        step, metrics = make_step(number, collector, trainer)  # parts 2 to 6
-        # 7. Record the step and its log rows first, so that an error in logging or evaluation does
-        # not lose the step. Then evaluate the model if an evaluation is due, and log the step.
-        saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
-        _log(saver, evaluate)
-        # 8. Save a checkpoint if one is due.
-        if saver.is_due():
-            saver.save()
-        with distributed.together():
-            stopping.raise_if_asked()
-
-
-def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
-    """Run one training step, and return the step and its metrics. All ranks must call this.
+def make_step(number: int, run: Run) -> tuple[Step, dict[str, float]]:
+    """Run one training step, and return the step and its metrics.
 
     Args:
         number: number of the step, counted from 1.
-        collector: the object that samples and scores completions.
-        trainer: the object that updates the weights.
+        run: the run.
     """
     clock = Clock()
+    collector = run.collector
     # 2. Sample G completions of each prompt. 3. Score the completions. 4. Compute advantages.
-    collected = collector.next(number, clock)
+    samples, metrics = collector.next(number, clock)
     # 5. Pack the samples into micro-batches. With rollout.ahead, start sampling for the next step.
-    step = trainer.pack(number, clock, collected)
+    step = run.pack(number, clock, samples, metrics)
     collector.begin_ahead(number, clock)
     # 6. Update the weights: hidden states → fused loss → backward → gradient clipping → optimizer.
-    for minibatch in trainer.minibatches(step):
-        trainer.update(step, minibatch)
+    for minibatch in run.minibatches(step):
+        run.update(step, minibatch)
     clock.lap("train")
     collector.settle_ahead(clock)
-    return step, trainer.finish(step)
+    return step, run.finish(step)
 
 
-def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Return the log rows of a step: its metrics and, if due, its table of completions.
+# ------------------------------------------------------------------------------ Parts of part 1
+def _be_deterministic(seed: int) -> None:
+    """Seed torch, and request deterministic operations on a GPU."""
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # By default, deterministic mode also fills every new buffer of torch.empty. Turn this off,
+        # because it costs an extra pass over memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
-    All ranks must call this function.
+
+def _on_save(name: str | None) -> Callable[[Path], object] | None:
+    """Import the function that `checkpoint.on_save` names."""
+    if name is None:
+        return None
+    try:
+        return import_function(name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("rewards:", "checkpoint.on_save:", 1)) from error
+
+
+def _load_inputs(
+    config: RunConfig, state: checkpoint.State | None
+) -> tuple[RewardSet, Splits, dict[str, Any]]:
+    """Load the rewards and the data, and check that all ranks and a resumed run have the same.
+
+    Returns:
+        The rewards, the data, and the settings with fingerprints of the files that they name.
     """
-    config = trainer.config
+    rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
+    splits = Splits(config.data, config.seed)
+    check_examples(rewards, splits.listed, "training")
+    prints = splits.fingerprints() | fingerprints(config)
+    settings = {**config.model_dump(mode="json"), FILES: prints}
+    check_ranks(settings)
+    if state is not None:
+        check_same(state.settings, settings, config.resume_allow)
+    return rewards, splits, settings
+
+
+def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
+    """Load the policy and, if `reference.path` is set, the reference."""
+    is_empty = config.is_sharded and not ranks.is_main()  # rank 0 sends the weights later
+    tokenizer = build_tokenizer(config.model, questions)
+    policy = load_policy(config.model, tokenizer, empty=is_empty)
+    policy.template_kwargs = config.data.template_kwargs
+    another = load_another(config.reference, config.model, policy)
+    if not config.is_sharded:
+        ranks.align(policy.model)
+    return policy, another
+
+
+def _ask(
+    config: RunConfig, questions: Splits, policy: Policy, rewards: RewardSet
+) -> tuple[Splits, Splits, list[str]]:
+    """Format the questions for the model, for example with its chat template.
+
+    Returns:
+        The data without few-shot examples in the prompts, the data with them, and log lines about
+        the format of the questions and the signatures of the rewards.
+
+    Raises:
+        ValueError: a prompt is too long for the model.
+    """
+    questions = questions.for_tokenizer(policy.tokenizer, encode_prompts)
+    splits = questions.with_shots(policy.tokenizer)
+    longest = config.rollout.max_new_tokens
+    _check_shots(policy, questions, splits.train, longest)
+    check_prompts(policy, [example.prompt for example in splits.listed], longest)
+    lines = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
+    lines += [
+        f"reward {reward.name}: called as {reward.convention} calls it"
+        for reward in rewards.rewards if reward.convention != OURS
+    ]  # fmt: skip
+    return questions, splits, lines
+
+
+def _check_shots(policy: Policy, questions: Splits, asked: Any, max_new_tokens: int) -> None:
+    """Raise a ValueError if `data.shots_tokens` leaves too little room for the longest question.
+
+    Prompts with worked examples are built when a step needs them. Without this check, a prompt that
+    is too long would end the run in the middle.
+
+    Args:
+        policy: the policy.
+        questions: the questions without worked examples.
+        asked: the training prompts with worked examples, as `ShotPrompts`.
+        max_new_tokens: largest number of sampled tokens.
+    """
+    shots = questions.data.shots_tokens
+    if shots is None or math.isinf(policy.positions):
+        return
+    prompts = sorted((e.prompt for e in questions.train), key=lambda prompt: len(str(prompt)))
+    ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
+    longest = max(map(len, ids))
+    # Some tokenizers need one more token between two examples. This adds less than 1% of tokens.
+    room = int((policy.positions + 1 - longest - max_new_tokens) / 1.01)
+    expected = f"at most {room} with {max_new_tokens} new tokens and a question of {longest}"
+    limit = f"max_position_embeddings: {policy.positions}"
+    fits = shots <= room or asked.all_tokens() <= room
+    require(fits, "data.shots_tokens", f"{expected} ({limit})", shots)
+
+
+# ------------------------------------------------------------------------------ Parts of part 7
+def _rows(step: Step, metrics: dict[str, float], run: Run) -> Rows:
+    """Return the log rows of a step: its metrics and, if due, its table of completions."""
+    config = run.config
     number = step.number
     rows = Rows(finite(metrics), [])
     every = config.log.completions_every
@@ -142,35 +292,17 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
         groups = math.ceil(SHOWN / size)
         samples = step.batch.samples
         shown = samples[list(range(min(len(samples), groups * size)))]
-        examples = collector.examples_of(shown)
-        sent = prompt_texts(trainer.policy, [example.prompt for example in examples])
+        examples = run.collector.examples_of(shown)
+        sent = prompt_texts(run.policy, [example.prompt for example in examples])
         rows.completions = rows_of(
-            shown, step.batch.used_advantages(), examples, sent, trainer.policy.tokenizer,
+            shown, step.batch.used_advantages(), examples, sent, run.policy.tokenizer,
             partial(scorer_for, config.data.task), group_size=size,
         )  # fmt: skip
     return rows
 
 
-def _log(saver: Saver, evaluate: Evaluation) -> None:
-    """Evaluate the model if due, and log the last finished step, unless it is already logged."""
-    rows = saver.state.unlogged
-    if rows is None:
-        return
-    number = saver.state.step
-    report = saver.report
-    found = _evaluated(number, saver, evaluate)
-    with distributed.together():  # only rank 0 writes, and its error ends all ranks
-        if rows.completions:
-            report.completions(number, rows.completions)
-        report.log(number, finite(rows.metrics | found))
-    saver.mark(after=found or saver.state.after, unlogged=None)
-
-
-def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:
-    """Evaluate the model after a step and return the metrics, or {} if no evaluation is due."""
-    every = saver.config.eval.every
-    is_due = number in (0, saver.config.steps) or (every and number % every == 0)
-    if not is_due:
-        return {}
-    with awake(saver.collector.engine, saver.trainer.policy, version=number) as engine:
-        return evaluate(engine)
+def _write(report: RunReport, number: int, rows: Rows, found: dict[str, float]) -> None:
+    """Log the rows of a step, together with the metrics of its evaluation."""
+    if rows.completions:
+        report.completions(number, rows.completions)
+    report.log(number, finite(rows.metrics | found))

@@ -8,7 +8,7 @@ import torch
 from grpo_fast.attention.dispatch import Provider
 from grpo_fast.doctor import selftest
 from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
-from grpo_fast.train.runs import build
+from grpo_fast.train.checkpoint import Checkpoints
 
 CPU = torch.device("cpu")
 VALUES, GRADIENTS, BITS = selftest.ERRORS
@@ -82,12 +82,12 @@ def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):
 def test_a_rollout_and_a_checkpoint(monkeypatch):
     checks = list(selftest.run_checks(CPU))
     assert failed(checks) == [] and [c.error for c in checks][1] == 0
-    resume = build.resume
+    resume = Checkpoints.resume
 
-    def without_moments(start, saver):
-        resume(start, saver)
-        if start.checkpoint is not None:
-            saver.trainer.optimizer.adam.state.clear()
+    def without_moments(self, *arguments):
+        resume(self, *arguments)
+        for state in self.run.optimizer.adam.state.values():
+            state["exp_avg"].zero_()
 
-    monkeypatch.setattr(build, "resume", without_moments)
+    monkeypatch.setattr(Checkpoints, "resume", without_moments)
     assert selftest.resumed_differences() > 0

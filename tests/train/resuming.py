@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from grpo_fast.train import loop
+from grpo_fast.train.checkpoint import Stopping, begin
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report.page import read_parquet
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.runs.resume import Start
-from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.stopping import Stopping
 from tests.train.tiny_runs import is_timing
 
 TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "data.n_test=4",
@@ -24,7 +23,7 @@ TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "dat
         "log.completions_every=1", "tokens_per_microbatch=30"]  # fmt: skip
 
 
-RAISE_IF_ASKED = Stopping.raise_if_asked
+ASKING = {name: getattr(Stopping, name) for name in ("raise_if_asked", "raise_together")}
 
 
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
@@ -32,7 +31,7 @@ def opened(folder: Path, config: Any, **options: Any) -> RunReport:
     config = config.model_copy(update={"output_dir": str(folder)})
     report = RunReport(folder, config.log, config.steps, **options)
     folder.mkdir(parents=True, exist_ok=True)
-    Start(config).enter_folder(report)
+    begin(config, None, report)
     return report
 
 
@@ -75,11 +74,12 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 class Leave:
-    """Patch that sends SIGTERM to a run at the `at`-th call of `Stopping.raise_if_asked`.
+    """Patch that sends SIGTERM to a run at the `at`-th call of a method of `Stopping`.
 
-    A run calls `raise_if_asked` at each forward pass and at the end of each step. The attribute
-    `passes` counts the calls. Early calls, which the self-check and a warm start make before the
-    run can save a checkpoint, do not count. If `before` is True, only the early calls count.
+    A run calls `raise_if_asked` at each forward pass, with several ranks only in rollouts. It calls
+    `raise_together` at the end of each step. The attribute `passes` counts the calls. Early calls,
+    which the self-check and a warm start make before the run can save a checkpoint, do not count.
+    If `before` is True, only the early calls count.
     """
 
     def __init__(
@@ -87,13 +87,16 @@ class Leave:
     ) -> None:
         self.passes = 0
 
-        def ask(stopping: Stopping) -> None:
-            # A call is early if no `Saver` exists yet. A new `Saver` replaces `may_stop`.
-            has_saver = stopping.may_stop.__module__ == Saver.__module__
-            if has_saver != before:
-                self.passes += 1
-                if self.passes == at:
-                    stopping.number = signal.SIGTERM
-            RAISE_IF_ASKED(stopping)
+        def patched(name: str) -> Callable[[Stopping], None]:
+            def ask(stopping: Stopping) -> None:
+                # A call is early if the loop has not yet replaced `may_stop`.
+                if (stopping.may_stop.__module__ == loop.__name__) != before:
+                    self.passes += 1
+                    if self.passes == at:
+                        stopping.number = signal.SIGTERM
+                ASKING[name](stopping)
 
-        monkeypatch.setattr(Stopping, "raise_if_asked", ask)
+            return ask
+
+        for name in ASKING:
+            monkeypatch.setattr(Stopping, name, patched(name))

@@ -4,18 +4,20 @@ import signal
 import threading
 
 import pytest
+from safetensors.torch import load_file
 
 from grpo_fast.errors import EngineError, Stopped
 from grpo_fast.rollout.own.engine import TransformersEngine
+from grpo_fast.train import collect as collector
 from grpo_fast.train import loop
-from grpo_fast.train.collect import collector
-from grpo_fast.train.collect.collector import Collector
-from grpo_fast.train.runs.checkpoint import checkpoints_in, stored_in
-from grpo_fast.train.update.optimizer import Optimizer
+from grpo_fast.train.checkpoint import checkpoints_in
+from grpo_fast.train.collect import Collector
+from grpo_fast.train.optimizer import Optimizer
 from tests.train import rank_runs
 from tests.train.resuming import Leave, config_of, run
 from tests.train.tiny_runs import logged
 
+FILE = "model-00001-of-00001.safetensors"
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
 PROMPT_S = 60  # timeout in seconds of a wait for an update; no test takes this long
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 def holds(checkpoint):
     """Return True if a checkpoint contains completions that were sampled for the next step."""
-    return any(name.startswith("ahead.") for name in stored_in(checkpoint / "weights"))
+    return any(name.startswith("ahead.") for name in load_file(checkpoint / "weights" / FILE))
 
 
 class Apart(rank_runs.Apart):

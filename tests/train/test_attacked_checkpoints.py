@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.train.files import sha256_of
-from grpo_fast.train.runs import build, resume, saving
-from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
-from grpo_fast.train.runs.folder import locked
+from grpo_fast.train import checkpoint as module
+from grpo_fast.train import loop
+from grpo_fast.train.checkpoint import checkpoints_in, problem_of
+from grpo_fast.train.folder import locked, sha256_of
 from tests.command_line import invoke, refused
 from tests.train.resuming import run
 from tests.train.test_hostile_input import change_json
 
-FILE = "weights/00000.safetensors"
+FILE = "weights/model-00001-of-00001.safetensors"
 WORDS = ["steps=2", "checkpoint.every=1", "checkpoint.keep=9", "log.save_model=false",
          "eval.every=0", "log.completions_every=0", "optim.schedule=constant"]  # fmt: skip
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
@@ -226,7 +226,7 @@ def test_json_without_an_end(folder, newest, tmp_path, name):
     JSON.
     """
     deep = "[" * 10**6, '{"a":' * 10**6
-    for text in (*deep, "1" * 10**6, "", '{"format": 1e999}', '{"format": 8}', "null"):
+    for text in (*deep, "1" * 10**6, "", '{"format": 1e999}', '{"format": 9}', "null"):
         (newest / name).write_text(text)
         if name == "manifest.json":
             assert "cannot be read" in str(problem_of(newest)), text[:20]
@@ -291,20 +291,21 @@ def test_another_format_is_not_damage(folder, newest, tmp_path):
     A damaged checkpoint would be renamed, and the run would resume from an older checkpoint.
     """
     before = contents(folder / "checkpoints")
-    for was in (7, 9):
+    for was in (8, 10):
         text = json.dumps({"format": was, "step": 2, "anything": {}})
         (newest / "manifest.json").write_text(text)
-        is_refused(folder, f"format 8, which .* got format {was} in")
+        is_refused(folder, f"format 9, which .* got format {was} in")
         assert refused(invoke("export", str(newest), str(tmp_path / "out")), f"format {was}")
     assert contents(folder / "checkpoints").keys() == before.keys()
 
 
 def test_a_checkpoint_that_is_damaged_during_the_run_is_written_again(folder, newest):
     """Check that a damaged checkpoint of the same step does not prevent saving."""
-    tensors = load_file(newest / FILE)
+    part = Path(shutil.copytree(newest, folder / "part"))
+    (part / "manifest.json").unlink()
     (newest / "state.json").write_text("half")
-    again = write_checkpoint(folder, 2, tensors, lambda _: None)
-    assert again == newest and problem_of(newest) is None
+    module._finish(part, newest)
+    assert problem_of(newest) is None
     [aside] = newest.parent.glob("*.damaged-*")
     assert (aside / "state.json").read_text() == "half"
 
@@ -319,15 +320,15 @@ def test_a_run_does_not_begin_again_when_all_checkpoints_are_damaged(folder):
 
 def test_the_folder_is_locked_before_anyone_looks_and_free_at_the_end(folder, monkeypatch):
     with locked(folder), monkeypatch.context() as patched:
-        patched.setattr(resume, "_find_checkpoint", lambda *_: pytest.fail("the lock is held"))
+        patched.setattr(module, "_find", lambda *_: pytest.fail("the lock is held"))
         is_refused(folder, f"cannot use {folder}: another process is writing")
-    monkeypatch.setattr(build, "load_policy", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(loop, "load_policy", lambda *_, **__: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             run(folder, *WORDS, "resume=auto", "steps=3")
 
 
-@pytest.mark.parametrize("owner, name", [(build, "load_policy"), (resume, "read_tensors")])
+@pytest.mark.parametrize("owner, name", [(loop, "load_policy"), (module, "read_tensors")])
 def test_a_start_that_fails_changes_nothing(folder, monkeypatch, owner, name):
     """Check that a resume that fails while loading changes no file of the run.
 
@@ -353,6 +354,6 @@ def test_a_start_that_fails_changes_nothing(folder, monkeypatch, owner, name):
 )
 def test_too_little_memory_is_not_the_checkpoints_fault(tmp_path, error):
     """Check that an out-of-memory error while a checkpoint is loaded is raised unchanged."""
-    with pytest.raises(type(error)) as raised, saving.refused("resume", tmp_path):
+    with pytest.raises(type(error)) as raised, module.refused("resume", tmp_path):
         raise error
     assert raised.value is error

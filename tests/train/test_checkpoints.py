@@ -13,22 +13,20 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fast.errors import SAVED, Stopped
 from grpo_fast.rollout.own import engine as hf
-from grpo_fast.train import loop
+from grpo_fast.train import checkpoint, loop
+from grpo_fast.train import update as gradients
+from grpo_fast.train.checkpoint import Checkpoints, Stopping, checkpoints_in, problem_of
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.runs import checkpoint
-from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
-from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.stopping import Stopping
-from grpo_fast.train.update import gradients
 from tests.command_line import ROOT, invoke, refused
 from tests.train.resuming import Leave, config_of, run
 from tests.train.tiny_runs import adapted
 
-SHARD = "weights/00000.safetensors"
+SHARD = "weights/model-00001-of-00001.safetensors"
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
 KL = ["reference.kind=frozen", "loss.beta=0.1"]
 EVERY = ["checkpoint.every=1", "checkpoint.keep=3"]
@@ -157,8 +155,8 @@ def test_a_run_goes_on_without_its_log(tmp_path, monkeypatch):
 def test_an_adapter(tmp_path, monkeypatch):
     words = [*adapted(tmp_path), *KL, "log.completions_every=1"]
     check_everywhere(tmp_path, monkeypatch, (0.7,), *words, recipe="gsm8k-smollm2-1.7b")
-    [saved] = checkpoints_in(tmp_path / "left-0")
-    names = checkpoint.stored_in(saved / "weights")
+    saved = checkpoints_in(tmp_path / "left-0")[0]
+    names = load_file(saved / SHARD)
     others = "critic.head", "optimizer.critic.head", "random."
     assert all("lora_" in x or x.startswith(others)
                for x in names)  # fmt: skip
@@ -237,7 +235,7 @@ def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, mo
     real, calls = getattr(owner, name), []
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, dying)
-        patched.setattr(Saver, "_save_at_the_end", lambda *_: "")
+        patched.setattr(Checkpoints, "_save_at_the_end", lambda *_: "")
         with pytest.raises(Killed):
             run(tmp_path / "run", *EVERY)
     [left] = checkpoints_in(tmp_path / "run")
@@ -247,29 +245,33 @@ def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, mo
     assert not list(left.parent.glob(f"*{checkpoint.UNFINISHED}"))
 
 
-def test_a_changed_configuration_is_refused_with_the_difference(tmp_path, monkeypatch):
+def test_a_changed_configuration_is_refused_with_the_difference(tmp_path, monkeypatch, caplog):
     folder = tmp_path / "run"
     constant = "optim.schedule=constant"
     left_at(folder, monkeypatch, 20, constant)
-    with pytest.raises(ValueError, match=r"optim\.lr: 0\.\d+ → 0\.5\n  steps: 3 → 2$"):
+    said = r"optim\.lr: 0\.\d+ → 0\.5\n  only these keys may change: steps, eval, log, checkpoint"
+    with pytest.raises(ValueError, match=said):
         run(folder, "resume=auto", constant, "optim.lr=0.5", "steps=2")
     with pytest.raises(ValueError, match=r"rollout\.group_size: 4 → 2"):
         run(folder, "resume=auto", constant, "rollout.group_size=2")
     rows = run(folder, "resume=auto", constant, "steps=4", "checkpoint.every=1")["metrics"]
     assert rows[-1]["step"] == 4
+    with pytest.raises(ValueError, match="steps: expected at least 4 steps, which the run has"):
+        run(folder, "resume=auto", constant, "steps=3")
     left_at(tmp_path / "linear", monkeypatch, 20, "optim.schedule=linear")
-    with pytest.raises(ValueError, match="steps: 3 → 4"):  # learning rates depend on steps
-        run(tmp_path / "linear", "resume=auto", "optim.schedule=linear", "steps=4")
+    run(tmp_path / "linear", "resume=auto", "optim.schedule=linear", "steps=4")
+    assert "steps: 3 → 4 changes the learning rates of the remaining steps" in caplog.text
 
 
 def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
-    whole = run(tmp_path / "run", "resume=auto")
+    never = ["checkpoint.every_minutes=0", "resume=auto"]
+    whole = run(tmp_path / "run", *never)
     with pytest.raises(ValueError, match="occupied"):  # the run is finished and has no checkpoint
-        run(tmp_path / "run", "resume=auto")
+        run(tmp_path / "run", *never)
     early = tmp_path / "early"
     with monkeypatch.context() as patched:
         patched.setattr("grpo_fast.train.loop.make_step", Mock(side_effect=KeyboardInterrupt))
-        patched.setattr(Saver, "_save_at_the_end", lambda *_: "")  # as after kill -9
+        patched.setattr(Checkpoints, "_save_at_the_end", lambda *_: "")  # as after kill -9
         with pytest.raises(KeyboardInterrupt):
             run(early)
     (early / "metrics.jsonl").write_text('{"half": ')
@@ -279,6 +281,33 @@ def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
     (alien / "letter.txt").write_text("dear")
     with pytest.raises(ValueError, match="occupied"):
         run(alien, "resume=auto")
+
+
+def test_a_finished_run_is_extended(tmp_path):
+    """Check that a longer run has the same bits if it was first finished with fewer steps."""
+    words = ["optim.schedule=constant", "eval.every=1", "log.completions_every=1"]
+    whole = run(tmp_path / "whole", *words, "steps=4")
+    run(tmp_path / "run", *words, "steps=2")
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step_000002"]
+    same(run(tmp_path / "run", *words, "steps=4", "resume=auto"), whole)
+
+
+HOOK = """
+def saved(folder):
+    with open(folder.parent.parent / "saved.txt", "a") as file:
+        file.write(folder.name + "\\n" * (folder / "manifest.json").is_file())
+    raise KeyError("no bucket")
+"""
+
+
+def test_a_hook_gets_each_checkpoint_and_its_error_ends_no_run(tmp_path, caplog):
+    (tmp_path / "hook.py").write_text(HOOK)
+    words = ["steps=2", "checkpoint.every=1", f"checkpoint.on_save={tmp_path}/hook.py:saved"]
+    loop.train(config_of(tmp_path / "run", *words))
+    assert (tmp_path / "run" / "saved.txt").read_text() == "step_000001\nstep_000002\n"
+    assert caplog.text.count("checkpoint.on_save failed") == 2 and "no bucket" in caplog.text
+    with pytest.raises(ValueError, match="checkpoint.on_save: no such file: 'none.py'"):
+        run(tmp_path / "other", "checkpoint.on_save=none.py:saved")
 
 
 def test_a_signal_is_remembered_until_the_next_pass():

@@ -11,11 +11,10 @@ import torch
 from grpo_fast.data import Example
 from grpo_fast.rewards import RewardSet, WeightedReward
 from grpo_fast.rollout import Samples
-from grpo_fast.train.collect import collector as module
-from grpo_fast.train.collect.groups import PromptQueue, used_groups
-from grpo_fast.train.collect.recorded import build_collector
+from grpo_fast.train import collect as module
+from grpo_fast.train.collect import Advantages, Collector, PromptQueue, used_groups
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.metrics import Clock
 from tests.command_line import invoke, refused, write_recipe
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import table_of
@@ -57,9 +56,17 @@ class Found(NamedTuple):
     generated: int
 
 
+def collector_of(config, policy, rewards, queue):
+    size = config.rollout.group_size
+    advantages = Advantages(config.advantages, config.advantage_options, size, {})
+    return Collector(
+        config.rollout, policy, None, rewards, queue, advantages, config.seed, config.steps
+    )
+
+
 def collected(queue, rewards, config, step=1):
     policy = SimpleNamespace(tokenizer=None, template_kwargs={})  # keeps prompts as texts
-    collector, clock = build_collector(config, policy, None, rewards, queue), Clock()
+    collector, clock = collector_of(config, policy, rewards, queue), Clock()
     samples, metrics = collector.next(step, clock)
     prompts = [example.prompt for example in collector.examples_of(samples)]
     return Found(samples, metrics, prompts, clock.tokens["rollout"])
@@ -106,7 +113,7 @@ def test_without_it_nothing_is_dropped(asked):
 def test_a_run_warns_once_if_most_groups_have_equal_rewards(caplog, spread, warnings):
     policy = SimpleNamespace(tokenizer=None, template_kwargs={})
     rewards = by_table(spread)
-    collector = build_collector(configured(), policy, None, rewards, queue_of(3))
+    collector = collector_of(configured(), policy, rewards, queue_of(3))
     for step in range(1, 12):
         collector.next(step, Clock())
     assert sum("have equal rewards" in line for line in caplog.messages) == warnings

@@ -15,15 +15,16 @@ import signal
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from grpo_fast.errors import SAVED, EngineError, NonFiniteLogits, WriteError
-from grpo_fast.train.files import JsonLines
-from grpo_fast.train.runs.checkpoint import UNFINISHED, checkpoints_in, problem_of
-from grpo_fast.train.update import gradients
-from grpo_fast.train.update.optimizer import Optimizer
+from grpo_fast.train import update as gradients
+from grpo_fast.train.checkpoint import UNFINISHED, checkpoints_in, problem_of
+from grpo_fast.train.folder import JsonLines
+from grpo_fast.train.optimizer import Optimizer
 from tests.command_line import ROOT, invoke, refused, write_recipe
 from tests.pids import alive, wait_until
 from tests.train.resuming import Leave, config_of, opened, result, run
@@ -169,12 +170,19 @@ def test_a_line_is_complete_or_absent(tmp_path):
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
 
 
+def test_a_full_disk_that_cannot_be_truncated_gives_a_sentence(tmp_path):
+    file = JsonLines(tmp_path / "lines.jsonl")
+    file._file = Mock(write=Mock(side_effect=FULL), truncate=Mock(side_effect=FULL))
+    with pytest.raises(WriteError, match=r"lines\.jsonl: expected room for a line, got .*No space"):
+        file.append([{"a": 1}])
+
+
 # ---------------------------------------------------------------------------- Errors that end a run
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
-LOOP = "grpo_fast.train.loop"
-COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"
-LOSS, ADAM = "grpo_fast.train.update.gradients.packed_loss", "torch.optim.AdamW.step"
-SAVE = "grpo_fast.train.runs.checkpoint"
+EVALUATE = "grpo_fast.train.evaluation.evaluate.evaluate"
+COLLECTOR, REPORT = "grpo_fast.train.collect", "grpo_fast.train.report.report"
+LOSS, ADAM = "grpo_fast.train.update.packed_loss", "torch.optim.AdamW.step"
+SAVE = "grpo_fast.train.checkpoint"
 MU, EVERY = ["inner_iterations=2"], ["checkpoint.every=1"]
 TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=false", "eval.n=4",
          "tokens_per_microbatch=400"]  # fmt: skip
@@ -192,8 +200,8 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     "a reward's interrupt": (f"{COLLECTOR}.score", 2, KEY, BEFORE, 130),
     "an engine's error": (f"{COLLECTOR}.generate", 2, EngineError("gone"), BEFORE, 1),
     "no memory for one completion": (LOSS, (2, 99), torch.OutOfMemoryError("no"), BEFORE, 2),
-    "an interrupt of the first evaluation": (f"{LOOP}._evaluated", 1, KEY,
-                                             "saved in RUN/step_000000", 130),
+    "an interrupt of the first evaluation": (EVALUATE, 1, KEY, "saved in RUN/step_000000", 130),
+    "no memory in AdamW": (ADAM, 2, torch.OutOfMemoryError("no"), BEFORE, 1),
     # The error occurs between two updates of step 2, where a checkpoint would mix two steps.
     "an interrupt between updates": (LOSS, 4, KEY, NOTHING, 130, *MU),
     "a bug between updates": (LOSS, 4, RuntimeError("shape"), NEWEST, 1, *MU, *EVERY),
@@ -202,9 +210,9 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     # The error occurs after the updates of step 2. The checkpoint contains its unlogged rows.
     "a full disk for metrics": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
     "a bug in a tracker": (f"{REPORT}.RunReport._show", 3, TypeError("mine"), AFTER, 1),
-    "no memory while evaluating": (f"{LOOP}._evaluated", 3, MemoryError("no"), AFTER, 1),
+    "no memory while evaluating": (EVALUATE, 3, MemoryError("no"), AFTER, 1),
     # The error occurs while a checkpoint is saved.
-    "a full disk for a checkpoint": (f"{SAVE}.save_file", (2, 99), FULL, NEWEST, 1, *EVERY),
+    "a full disk for a checkpoint": ("safetensors.torch.save", (2, 99), FULL, NEWEST, 1, *EVERY),
     "an interrupt while saving": (f"{SAVE}._finish", 2, KEY, AFTER, 130, *EVERY),
     # The error occurs after the last step.
     "a full disk for the model": ("grpo_fast.train.models.policy.Policy.save", 1, FULL,

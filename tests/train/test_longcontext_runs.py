@@ -17,7 +17,6 @@ from grpo_fast.train.config import DataConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import loading
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.runs import build
 from tests.data import test_data
 from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 from tests.tiny import tiny_folder
@@ -133,7 +132,7 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default of `tokens_per_microbatch` depends on the memory of the machine. With 8 GiB the
     # whole batch fits into one micro-batch, which the assertions below expect.
-    monkeypatch.setattr("grpo_fast.train.update.budget.host_memory", lambda: 8 << 30)
+    monkeypatch.setattr("grpo_fast.train.batch.host_memory", lambda: 8 << 30)
     questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
     config = load_recipe("gsm8k-longcontext", [
@@ -165,7 +164,7 @@ def test_a_budget_for_all_worked_examples_is_accepted(tmp_path):
     for positions, error in ((5000, nullcontext()), (math.inf, nullcontext()), (90, refused)):
         policy = SimpleNamespace(tokenizer=tokenizer, positions=positions, template_kwargs={})
         with error:
-            build._check_shots(policy, plain, asked, 4)
+            loop._check_shots(policy, plain, asked, 4)
 
 
 # --------------------------------------------------------------------- Prompts with worked examples

@@ -7,15 +7,16 @@ import torch
 from safetensors.torch import load_file
 from torch.optim import AdamW
 
+from grpo_fast.train import batch as budget
 from grpo_fast.train import loop
+from grpo_fast.train import run as trainer
 from grpo_fast.train.config import KLConfig
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.critic import Critic, load_critic
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import KLWeight
+from grpo_fast.train.optimizer import Optimizer, schedule
 from grpo_fast.train.planning.memory_model import Shape, predict
-from grpo_fast.train.update import budget, trainer
-from grpo_fast.train.update.critic import Critic, load_critic
-from grpo_fast.train.update.optimizer import Optimizer, schedule
 from tests.train.tiny_runs import adapted, sort
 
 PPO = ["advantages=gae", "critic={bootstrap: false}"]

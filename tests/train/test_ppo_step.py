@@ -8,12 +8,11 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.rewards import RewardResult
-from grpo_fast.train.collect.advantages import token_rewards
+from grpo_fast.train.collect import token_rewards
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
+from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.critic import Critic, value_metrics
-from grpo_fast.train.update.gradients import token_weights
-from grpo_fast.train.update.precompute import precompute
+from grpo_fast.train.update import precompute, token_weights
 from tests import oracles
 from tests.pairs import pairs
 from tests.tiny import tiny_policy

@@ -15,10 +15,9 @@ from grpo_fast.rollout import Request, generate
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.samples import support_metrics
+from grpo_fast.train.metrics import support_metrics
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.gradients import policy_term
-from grpo_fast.train.update.precompute import precompute
+from grpo_fast.train.update import policy_term, precompute
 from tests.tiny import SYMBOLS, tiny_policy
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import accumulate, batch_of, logits_of, table_of

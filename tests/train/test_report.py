@@ -12,11 +12,11 @@ from grpo_fast.data import escape_control
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import validated
+from grpo_fast.train.folder import check_folder, free_folder, locked
 from grpo_fast.train.report import report as module
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.page import MOST_STEPS
 from grpo_fast.train.report.report import final_line
-from grpo_fast.train.runs.folder import check_folder, free_folder, locked
 from tests.train.resuming import opened
 from tests.train.test_completions import row
 from tests.train.test_train_config import MINIMAL
@@ -98,7 +98,7 @@ def test_progress_is_a_line_per_logged_step(tmp_path, monkeypatch):
     with logged_run(tmp_path / "a") as report:
         lines = report._stream.getvalue().splitlines()
     shown = "reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
-    assert lines[0] == f"step 1/40 · 0:00:00 left · {shown}"
+    assert lines[0] == f"step 1/40 · {shown}"
     assert lines[-1].startswith("step 40/40 · 0:00:00 left · reward 1.000")
     held_out = [line for line in lines if "held out" in line]
     said = "held out: reward 0.500 ± 0.050 · strict 20.0% ± 5.0 · lenient 40.0% ± 5.0"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.runs import build
 from tests.command_line import RECIPE, invoke, refused, write_recipe
 from tests.data.test_data import write_lines
 from tests.train.test_hostile_input import change_json
@@ -117,10 +117,7 @@ TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").
 @pytest.fixture
 def no_model(monkeypatch):
     """Make the test fail if the command loads a model."""
-    for name in (
-        "grpo_fast.train.runs.build.load_policy",
-        "grpo_fast.train.models.loading.load_policy",
-    ):
+    for name in ("grpo_fast.train.loop.load_policy", "grpo_fast.train.models.loading.load_policy"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
 
 
@@ -204,6 +201,6 @@ def test_nan_before_the_first_step(recipe, monkeypatch):
     def ruin(policy, *_, **__):
         policy.head.weight.data.fill_(float("nan"))
 
-    monkeypatch.setattr(build, "warm_start", ruin)
+    monkeypatch.setattr(loop, "warm_start", ruin)
     result = invoke("train", recipe, "warm_start.steps=1", "log.progress=false")
     assert refused(result, "the policy's logits are NaN or infinite; this is after 0 steps", code=1)

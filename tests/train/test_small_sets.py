@@ -59,7 +59,7 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     assert second.output.splitlines()[0] == said
     assert third.output.splitlines()[0].endswith("goes to runs/sort-3")
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
-    assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # the first run has ended
+    assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # no step was saved
     for name in os.listdir("runs"):
         assert load_recipe(f"runs/{name}/config.yaml").output_dir == f"runs/{name}"
     said = "runs/sort is occupied", "output_dir=…"
@@ -127,7 +127,7 @@ def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
 
 
 def test_a_reward_that_reads_answers_is_refused_before_the_model(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.runs.build.load_policy", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("grpo_fast.train.loop.load_policy", lambda *_: pytest.fail("loaded"))
     words = "rewards=[{name: exact_match}]"
     said = "exact_match asks for answers: expected an answer in every training example"
     assert refused(invoke("train", recipe, words), said)

@@ -10,7 +10,7 @@ from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
-from grpo_fast.train.collect.advantages import Advantages, token_rewards
+from grpo_fast.train.collect import Advantages, token_rewards
 from tests.train.resuming import run
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import table_of

@@ -9,8 +9,8 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Samples, Sampling, generate
-from grpo_fast.train.update.batch import Totals
-from grpo_fast.train.update.gradients import gradient_variance, token_weights
+from grpo_fast.train.batch import Totals
+from grpo_fast.train.update import gradient_variance, token_weights
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, make_batch

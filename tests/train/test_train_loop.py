@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from grpo_fast.errors import NonFiniteGradient
-from grpo_fast.train.collect import collector, groups
+from grpo_fast.train import collect
 from grpo_fast.train.config import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics.losses import LossMetrics
-from grpo_fast.train.metrics.samples import reward_metrics
-from grpo_fast.train.update.optimizer import Optimizer, schedule
+from grpo_fast.train.metrics import LossMetrics, reward_metrics
+from grpo_fast.train.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
 from tests.train.tiny_runs import logged, questions, run, sort
 
@@ -38,9 +37,9 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
 
     The weights do not change, and all steps use the same prompts.
     """
-    calls, take = spied(collector, "generate"), groups.PromptQueue.take
-    monkeypatch.setattr(groups.PromptQueue, "take", lambda queue, count: take(
-        groups.PromptQueue(queue.examples), count))  # fmt: skip
+    calls, take = spied(collect, "generate"), collect.PromptQueue.take
+    monkeypatch.setattr(collect.PromptQueue, "take", lambda queue, count: take(
+        collect.PromptQueue(queue.examples), count))  # fmt: skip
     sort(tmp_path / "a", "optim.lr=1e-30")
     drawn = [call.result for call in calls]
     assert len(drawn) == 3 and all(step.prompt_ids == drawn[0].prompt_ids for step in drawn)

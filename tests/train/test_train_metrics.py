@@ -6,7 +6,7 @@ import torch
 from grpo_fast.rollout import Completion, Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
-from grpo_fast.train.metrics.samples import SamplerWatch
+from grpo_fast.train.metrics import SamplerWatch
 from tests.train.resuming import config_of
 from tests.train.tiny_runs import logged, sort
 

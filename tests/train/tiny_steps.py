@@ -15,9 +15,9 @@ from grpo_fast import LossConfig, Support
 from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout import completions as rollouts
 from grpo_fast.rollout.engine import EOS, LENGTH
-from grpo_fast.train.update import gradients as train_gradients
-from grpo_fast.train.update.batch import MicroBatch, StepBatch
-from grpo_fast.train.update.critic import Critic
+from grpo_fast.train import update as train_gradients
+from grpo_fast.train.batch import MicroBatch, StepBatch
+from grpo_fast.train.critic import Critic
 
 accumulate = partial(train_gradients.accumulate, correct_sampling=False, validate="full")
 

@@ -26,7 +26,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import apply_word, own_words, split_word, validated
 from grpo_fast.train.evaluation.asking import asking_lines
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, paired
-from grpo_fast.train.files import plain_json
+from grpo_fast.train.folder import plain_json
 from grpo_fast.train.models import loading
 
 DEFAULT_REWARDS = {"gsm8k": ["gsm8k_correct", "gsm8k_format"], "sort": ["sort_positions"]}

@@ -21,8 +21,8 @@ from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.scoring import shown_answer, turns
 from grpo_fast.rollout import Engine
+from grpo_fast.train.collect import generate, score
 from grpo_fast.train.config import EvalConfig, require
-from grpo_fast.train.ranks import rollouts
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
@@ -48,8 +48,6 @@ def evaluate(
     engine: Engine | None = None,
 ) -> EvalResult:
     """Sample answers to every question, and compare them with the gold answers.
-
-    All ranks must call this function.
 
     Args:
         policy: the policy to evaluate.
@@ -88,7 +86,7 @@ def evaluate(
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
         begun = time.perf_counter()
-        done = rollouts.generate(
+        done = generate(
             policy, prompts, options,
             group_size=samples, seed=("evaluate", seed + start), engine=engine,
         )  # fmt: skip
@@ -97,10 +95,10 @@ def evaluate(
         # 2. Compute the rewards.
         repeated = [e for e in batch for _ in range(samples)]
         sent = [text for text in rollout.prompt_texts(policy, prompts) for _ in range(samples)]
-        result = rollouts.score(rewards, repeated, done.texts, done.completion_ids, sent)
+        result = score(rewards, repeated, done.texts, done.completion_ids, sent)
         scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
-        for name, score in {"reward": result.total, **scores}.items():
-            means = score.view(-1, samples).nanmean(dim=1).tolist()
+        for name, given in {"reward": result.total, **scores}.items():
+            means = given.view(-1, samples).nanmean(dim=1).tolist()
             per_question.setdefault(name, []).extend(means)
         # 3. Compare the answers with the gold answers. If a prompt ends with the start of the
         # answer, such as an opening tag, prepend this start to the completion.

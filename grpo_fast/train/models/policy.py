@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,7 +26,7 @@ from grpo_fast.attention import (
 )
 from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
-from grpo_fast.train.ranks import distributed, sharding
+from grpo_fast.train import ranks
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -74,7 +74,7 @@ class Policy(SampledModel):
             self.compute_alone(str(error))
         # True if the initial policy equals its base model, False if it has a trained adapter.
         self.starts_at_base = True
-        self.is_sharded = self._is_apart = self._is_inside = False
+        self.is_sharded = self._is_inside = False
 
     def compute_alone(self, reason: str) -> None:
         """Stop using packed rows, and compute every completion by the model's own forward.
@@ -163,7 +163,7 @@ class Policy(SampledModel):
         """
         expected = "ddp, because this model computes every completion alone"
         require(self.unshared is None, "distributed", expected, f"fsdp2 or hsdp: {self.unshared}")
-        sharding.shard(self.lm, mesh, self.device)
+        ranks.shard(self.lm, mesh, self.device)
         self.is_sharded = True
 
     def weights(self) -> dict[str, Tensor]:
@@ -178,36 +178,6 @@ class Policy(SampledModel):
             if tensor.requires_grad or not is_adapter:
                 unique.setdefault(id(tensor), (name, tensor))
         return dict(unique.values())
-
-    def agreed(self) -> AbstractContextManager[None]:
-        """Return a context that re-raises an error from any rank on all ranks.
-
-        The context only has an effect if the weights are sharded. It has no effect inside the
-        context `apart`, in which the ranks run different numbers of forward passes.
-        """
-        in_step = self.is_sharded and not self._is_apart
-        return distributed.together() if in_step else nullcontext()
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Gather all weights of a sharded model on every rank while the context is active.
-
-        Ranks can run different forward passes in this context.
-        """
-        with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
-            yield
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Let ranks run different numbers of forward passes while the context is active.
-
-        Rollouts need this context, because ranks generate different numbers of tokens.
-        """
-        self._is_apart = True
-        try:
-            yield
-        finally:
-            self._is_apart = False
 
     def frozen_copy(self) -> Policy:
         """Return a frozen copy of the policy for use as the reference. It shares no weights."""

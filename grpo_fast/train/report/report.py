@@ -22,7 +22,7 @@ from typing import Any, TextIO, TypeVar
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import require
 from grpo_fast.train.config import LogConfig, RolloutConfig
-from grpo_fast.train.files import JsonLines, plain_json, written
+from grpo_fast.train.folder import JsonLines, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import (
     MOST_STEPS,
@@ -344,9 +344,14 @@ class RunReport(AbstractContextManager[Any]):
             if key in values and (values[key] or key != CLIPPED)
         ]
         now = time.monotonic()
+        if metrics and step == self._step + 1:
+            self._started = now
         is_due = now - self._shown >= SECONDS or step in (self._step + 1, self.total_steps)
         if metrics and is_due:
             self._shown = now
-            per_step = (now - self._started) / max(1, step - self._step)
-            left = timedelta(seconds=round(per_step * (self.total_steps - step)))
-            self.note(f"{place} · {left} left · {' · '.join(metrics)}")
+            timed = step - self._step - 1  # the first step also compiles kernels
+            if timed > 0:
+                per_step = (now - self._started) / timed
+                left = timedelta(seconds=round(per_step * (self.total_steps - step)))
+                metrics.insert(0, f"{left} left")
+            self.note(f"{place} · {' · '.join(metrics)}")

@@ -1,13 +1,16 @@
-"""The samples of a step, packed into micro-batches.
+"""The samples of a step, packed into micro-batches, and the token budget of a micro-batch.
 
-The micro-batches of a step are planned before its first forward pass.
+The micro-batches of a step are planned before its first forward pass. The budget is predicted from
+the usable memory. It is halved if memory runs out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -19,7 +22,17 @@ from grpo_fast import Support
 from grpo_fast.attention import PackedTree, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.rollout import Samples
 from grpo_fast.rollout.ranges import ranges, select_support
-from grpo_fast.train.ranks.distributed import sum_
+from grpo_fast.train import ranks
+from grpo_fast.train.planning.memory_model import USABLE_CPU, USABLE_GPU, Memory, host_memory
+
+log = logging.getLogger(__name__)
+
+UNLIMITED = 1 << 40
+GIB = 2**30
+
+# Substrings of error messages that mean "out of memory" although the error is not a
+# torch.OutOfMemoryError.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
 FIXED = (
@@ -172,7 +185,7 @@ class StepBatch:
         self.deal([i for block in blocks for i in block])
 
     def pack(self) -> None:
-        """Distribute the samples over micro-batches and pack them. All ranks must call this.
+        """Distribute the samples over micro-batches and pack them.
 
         The columns in `FIXED` keep their values if `precompute` has already computed them.
         """
@@ -185,7 +198,7 @@ class StepBatch:
         self.totals = [totals for _, totals in packed]
 
     def exchange(self, names: Sequence[str]) -> None:
-        """Copy the named columns' values of all ranks to every rank. All ranks must call this."""
+        """Copy the named columns' values of all ranks to every rank."""
         if self.ranks == 1:
             return
         # Gather the values with a sum over the ranks. Each value comes from one rank, and all other
@@ -200,10 +213,10 @@ class StepBatch:
                 dtype = torch.promote_types(column.dtype, torch.float32)
                 every = torch.zeros_like(column, dtype=dtype)
                 every[own] = column[own].to(dtype)
-                setattr(self.samples, name, sum_(every).to(column.dtype))
+                setattr(self.samples, name, ranks.sum_(every).to(column.dtype))
 
     def used_advantages(self) -> tuple[Tensor, ...]:
-        """Return one tensor of token advantages per sample. All ranks must call this."""
+        """Return one tensor of token advantages per sample."""
         lengths = self.samples.lengths
         if self.samples.token_advantages is not None:
             self.exchange(["token_advantages"])
@@ -293,3 +306,101 @@ def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
         assigned[least].append(item)
         loads[least] += costs[item]
     return [sorted(items) for items in assigned]
+
+
+class TokenBudget:
+    """Maximum number of trunk tokens in a micro-batch.
+
+    Args:
+        device: the training device.
+        memory: predicted memory of a step. None, for models whose memory cannot be predicted,
+            makes the budget unlimited.
+        fixed: initial budget (`tokens_per_microbatch`). None uses the prediction.
+        is_sharded: True if the weights are sharded. A single rank then cannot repeat a pass.
+    """
+
+    def __init__(
+        self, device: torch.device, memory: Memory | None, fixed: int | None, is_sharded: bool
+    ) -> None:
+        self.device = device
+        self.memory = memory
+        self.is_sharded = is_sharded and ranks.size() > 1
+        self.largest = 0  # largest number of trunk tokens in a micro-batch so far
+        self.tokens = fixed or min(ranks.gather(self._default()))
+
+    def _default(self) -> int:
+        if self.memory is None:
+            return UNLIMITED
+        # The limit must not depend on other processes, so that a repeated run packs the same
+        # batches.
+        limit = USABLE_CPU * host_memory()
+        if self.device.type == "cuda":
+            limit = USABLE_GPU * torch.cuda.get_device_properties(self.device).total_memory
+        tokens = self.memory.tokens(limit)
+        if tokens == 0:
+            needed = (self.memory.fixed + self.memory.head) / GIB
+            log.warning(
+                "memory: %.1f GiB predicted before the first token, %.1f GiB usable; "
+                "trying one completion at a time", needed, limit / GIB,
+            )  # fmt: skip
+        return max(tokens, 1)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Raise a MemoryError on all ranks if memory runs out on a rank inside this context.
+
+        Code inside the context must not call collectives, except the passes of sharded models.
+
+        Raises:
+            MemoryError: memory ran out on at least one rank.
+            ValueError: memory ran out and the weights are sharded, so the pass cannot be repeated.
+        """
+        failure = None
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = str(error).splitlines()[0]
+            if self.is_sharded:
+                raise ValueError(
+                    f"tokens_per_microbatch: memory ran out ({failure}), and ranks that hold "
+                    "shards cannot try again; set fewer tokens and resume=auto"
+                ) from error
+        if not self.is_sharded:
+            failure = next((x for x in ranks.gather(failure) if x is not None), None)
+        # Raise a new error after the first one is released, because its frames hold the tensors of
+        # the failed pass.
+        if failure is not None:
+            raise MemoryError(failure)
+
+    def lower(self, batch: StepBatch, reason: str) -> None:
+        """Halve the budget.
+
+        Args:
+            batch: the batch that did not fit into memory.
+            reason: the error message.
+
+        Raises:
+            ValueError: every micro-batch already consists of a single completion.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        alone = all(len(micro) == 1 for micro in batch.micro_batches)
+        of_ranks = ranks.gather((alone, batch.largest))
+        largest = max(tokens for _, tokens in of_ranks)
+        if all(is_alone for is_alone, _ in of_ranks):
+            raise ranks.common(
+                ValueError(
+                    f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
+                    f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
+                    "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
+                )
+            )
+        self.tokens = min(self.tokens, largest) // 2
+        log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(text in str(error) for text in OUT_OF_MEMORY)

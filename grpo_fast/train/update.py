@@ -1,10 +1,12 @@
-"""Gradients of an optimizer step, and the variance of the gradient between groups.
+"""The passes of an update: columns that all updates of a step use, and the gradients of the loss.
 
-The gradients are accumulated over the micro-batches of the step.
+The gradients of an optimizer step are accumulated over its micro-batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,11 +18,89 @@ from grpo_fast import DivergenceTerm, LossConfig, LossOutput, TeacherHead, linea
 from grpo_fast.attention import Head
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
-from grpo_fast.train.metrics.losses import LossMetrics
+from grpo_fast.train import ranks
+from grpo_fast.train.batch import FIXED, MicroBatch, StepBatch, Totals
+from grpo_fast.train.critic import Critic
+from grpo_fast.train.metrics import LossMetrics
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks.distributed import full_tensor, rank, size, sum_, together
-from grpo_fast.train.update.batch import MicroBatch, StepBatch, Totals
-from grpo_fast.train.update.critic import Critic
+from grpo_fast.train.models.reference import Reference
+
+
+@torch.no_grad()
+def precompute(
+    batch: StepBatch,
+    policy: Policy,
+    loss: LossConfig,
+    *,
+    keep_old: bool,
+    reference: Reference | None = None,
+    critic: Critic | None = None,
+    reward_beta: float | None = None,
+    guarded: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Compute the columns in `FIXED` with the current weights, unless the batch already has them.
+
+    Args:
+        batch: the samples of a step.
+        policy: the policy.
+        loss: configuration of the loss, which sets the temperature and the KL estimator.
+        keep_old: if True, compute the old log-probs, which are the policy's log-probs before the
+            first update. A step with a single update does not need them, because its ratio is
+            exactly 1.
+        reference: the reference model, or None.
+        critic: the value function, or None.
+        reward_beta: weight of the KL divergence in the rewards. If it is None, the rewards do not
+            contain a KL divergence.
+        guarded: context in which the forward passes run, `TokenBudget.guarded`.
+    """
+    if batch.has_fixed:
+        return
+    with guarded():
+        following = _forward_passes(
+            batch, policy, loss, keep_old or reward_beta is not None, reference, critic
+        )
+    if critic is not None:
+        batch.exchange(FIXED)
+        critic.estimate_advantages(batch, reward_beta, loss.kl_estimator, following)
+    batch.has_fixed = True
+
+
+def _forward_passes(
+    batch: StepBatch,
+    policy: Policy,
+    loss: LossConfig,
+    keep_old: bool,
+    reference: Reference | None,
+    critic: Critic | None,
+) -> Tensor | None:
+    """Write the columns that reference, policy and critic compute.
+
+    Returns:
+        The critic's values after the last tokens of truncated samples, shape (samples,), or None if
+        the advantages do not need them.
+    """
+    temperature = float(loss.temperature)
+    for micro in batch.micro_batches:
+        # 1. Evaluate the reference model. An exact divergence needs the hidden states of the
+        # reference. All other estimators need its log-probs.
+        if reference is not None and loss.kl_estimator in EXACT:
+            micro.write("ref_hidden", reference.hidden(micro.packed))
+        elif reference is not None:
+            logps = reference.logps(micro.packed, temperature, micro.support)
+            micro.write("ref_logps", logps)
+        # 2. Evaluate the policy. A shared critic uses the same hidden states.
+        hidden = None
+        if keep_old or (critic is not None and critic.is_shared):
+            hidden = policy.hidden(micro.packed)
+        if keep_old:
+            logps = policy.logps(micro.packed, temperature, hidden, micro.support)
+            micro.write("old_logps", logps)
+        # 3. Evaluate the critic.
+        if critic is not None:
+            micro.write("values", critic.values(micro.packed, hidden))
+    if critic is None or not critic.config.bootstrap:
+        return None
+    return critic.values_after_the_end(batch)
 
 
 def accumulate(
@@ -60,7 +140,7 @@ def accumulate(
         total: Any = batch.prompt_items if by_prompt else totals.items
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
-        term = divergence_term(batch, ref_head, config)
+        term = exact_kl(batch, ref_head, config)
         options: dict[str, Any] = {
             "num_items_in_batch": total,
             "num_completions_in_batch": totals.completions,
@@ -129,19 +209,12 @@ def policy_term(config: LossConfig) -> LossConfig:
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
 
 
-def divergence_term(
-    batch: MicroBatch, ref_head: Head | None, config: LossConfig
-) -> DivergenceTerm | None:
-    """Build the loss term for the exact KL to the reference.
-
-    Returns:
-        The term for `linear_grpo_loss`, or None if the micro-batch has no hidden states of the
-        reference.
-    """
+def exact_kl(batch: MicroBatch, ref_head: Head | None, config: LossConfig) -> DivergenceTerm | None:
+    """Return the loss term of an exact KL to the reference, or None if the loss has none."""
     ref_hidden = batch.column("ref_hidden")
     if ref_hidden is None or ref_head is None:
         return None
-    weight, bias = (None if x is None else full_tensor(x.detach()) for x in ref_head[:2])
+    weight, bias = (None if x is None else ranks.full_tensor(x.detach()) for x in ref_head[:2])
     temperature = float(config.temperature)
     teacher = TeacherHead(ref_hidden, weight, bias, temperature, **ref_head.logit_kwargs)
     return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
@@ -205,22 +278,21 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
     total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     squares = 0.0
     # 2. Sum each group's gradient and its squared norm. The groups are divided among the ranks.
-    with together():
-        for group in range(rank(), count, size()):
-            first = group * group_size
-            members = list(range(first, first + group_size))
-            accumulate(
-                policy, [batch.packed([members])], alone, correct_sampling=False, validate="auto"
-            )
-            for own, p in zip(total, parameters, strict=True):
-                if p.grad is not None:
-                    squares += float(p.grad.double().square().sum())
-                    own += p.grad.float()
-                    p.grad = None
+    for group in range(ranks.rank(), count, ranks.size()):
+        first = group * group_size
+        members = list(range(first, first + group_size))
+        accumulate(
+            policy, [batch.packed([members])], alone, correct_sampling=False, validate="auto"
+        )
+        for own, p in zip(total, parameters, strict=True):
+            if p.grad is not None:
+                squares += float(p.grad.double().square().sum())
+                own += p.grad.float()
+                p.grad = None
     # 3. Compute the metrics with the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum
     # of the gradients, so the gradients of the groups need not be stored.
-    squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
-    mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
+    squares = float(ranks.sum_(torch.tensor(squares, dtype=torch.float64)))
+    mean_square = sum(float(ranks.sum_(s).double().square().sum()) for s in total) / count**2
     # Rounding can make the difference negative. Pass it to max() first: max() returns its first
     # argument if that is NaN, so a NaN stays visible.
     variance = max(squares - count * mean_square, 0.0) / (count * (count - 1))

@@ -20,12 +20,11 @@ from grpo_fast.objective.advantages import whitened
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.value import explained_variance, value_losses
+from grpo_fast.train import ranks
+from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import CriticConfig, ModelConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks import sharding
-from grpo_fast.train.ranks.distributed import sum_
-from grpo_fast.train.update.batch import MicroBatch, StepBatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +143,7 @@ class Critic:
     def estimate_advantages(
         self, batch: StepBatch, beta: float | None, estimator: str, following: Tensor | None
     ) -> None:
-        """Compute the advantage (GAE) and the return of each token. All ranks must call this.
+        """Compute the advantage (GAE) and the return of each token.
 
         The results are written into the columns `token_advantages` and `returns` of the samples.
         With `critic.whiten`, the advantages are whitened over the tokens of the step that
@@ -176,7 +175,7 @@ class Critic:
         alpha = config.lam_alpha
         lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
         lam_returns = config.lam if config.lam_returns is None else config.lam_returns
-        following = None if following is None else sum_(following)
+        following = None if following is None else ranks.sum_(following)
         ends: Any = {"mask": counts, "following": following}
         advantages = gae(rewards, values, config.gamma, lam, **ends)
         towards = advantages
@@ -191,7 +190,7 @@ class Critic:
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Shard the value head, and the critic's separate model if it has one, over a mesh."""
-        sharding.shard(self.head, mesh, self.head.weight.device)
+        ranks.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
 

@@ -1,17 +1,20 @@
-"""Metrics of the samples: rewards, lengths, age, and agreement of sampler and trainer."""
+"""Metrics of a step: time and memory, rewards, lengths, age of the samples, and losses."""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout import Samples, Sampling
+from grpo_fast.train import ranks
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +22,54 @@ log = logging.getLogger(__name__)
 # token. For comparison, rounding in 16-bit kernels causes a difference of about a tenth of the
 # limit. A sampler with weights that are a few updates old differs by about ten times the limit.
 MOST_DIFFERENCE = 0.05
+# Metrics of which each micro-batch reports its part of the value of an optimizer step. The parts
+# are summed within an optimizer step, and the sums are averaged over the optimizer steps.
+PARTS = ("loss", "policy_loss", "value/loss")
+SUMS = ("active_tokens", "skipped_rows", "kl_guarded")  # metrics that are summed over micro-batches
+
+
+@dataclass
+class Clock:
+    """Clock for one training step. Call `lap` at the end of each part of the step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # sampled or trunk tokens of each part
+    peaks: dict[str, int] = field(default_factory=dict)  # peak GPU memory of each part in bytes
+    start: float = field(default_factory=time.perf_counter)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str, tokens: int = 0) -> None:
+        """Mark the end of a part of the step, and add the time since the previous lap to it.
+
+        Args:
+            name: name of the part. A name may occur several times in a step.
+            tokens: number of tokens that this part processed.
+        """
+        if torch.cuda.is_available():
+            # Wait for the GPU. CUDA kernels run asynchronously, and their time would otherwise be
+            # attributed to the next part.
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
+            torch.cuda.reset_peak_memory_stats()
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.tokens[name] = self.tokens.get(name, 0) + tokens
+        self.last = now
+
+    def metrics(self) -> dict[str, float]:
+        """Return the total time, the time and token rate of each part, and the peak GPU memory."""
+        peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
+        rates = {
+            f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]
+            for name in ("rollout", "train")
+        }
+        return {
+            "step_time": self.last - self.start,
+            **rates,
+            **{f"perf/{name}_time": seconds for name, seconds in self.seconds.items()},
+            **peak,
+        }
 
 
 def reward_metrics(
@@ -104,7 +155,8 @@ def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
     oldest = int(ages.max())
     if oldest > most:
         expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
-        raise EngineError(f"rollout: {expected} in step {step}, got some of {oldest}")
+        said = f"rollout: {expected} in step {step}, got some of {oldest}"
+        raise ranks.common(EngineError(said))  # all ranks have all samples
     if most == 0:
         return {}
     return {
@@ -177,3 +229,60 @@ def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]
         "sampling/importance_sampling_ratio/mean": float(ratio.mean()),
         "sampling/importance_sampling_ratio/max": float(ratio.max()),
     }
+
+
+@dataclass
+class LossMetrics:
+    """Metrics of all micro-batches of a step. `result` reduces them with only one GPU sync."""
+
+    parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # metrics, tokens
+    # For each micro-batch, the log-probs of its active tokens from the trainer and from the
+    # sampler. Both tensors have the shape (active tokens,).
+    logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    optimizer_steps: int = 1
+
+    def add(self, metrics: Mapping[str, Tensor], tokens: int) -> None:
+        """Add the metrics of a micro-batch, weighted by its number of tokens."""
+        part = {name: value.detach().float() for name, value in metrics.items()}
+        self.parts.append((part, tokens))
+
+    def of_all_ranks(self) -> LossMetrics:
+        """Gather the metrics of the micro-batches of all ranks."""
+        if ranks.size() == 1:
+            return self
+        every = LossMetrics(optimizer_steps=self.optimizer_steps)
+        parts = []
+        for part, tokens in self.parts:
+            values = torch.stack(list(part.values())).cpu()  # copies all values with one GPU sync
+            parts.append((dict(zip(part, values, strict=True)), tokens))
+        logps = [(own.cpu(), theirs.cpu()) for own, theirs in self.logps]
+        for of_rank in ranks.gather((parts, logps)):
+            every.parts += of_rank[0]
+            every.logps += of_rank[1]
+        return every
+
+    def result(self) -> dict[str, float]:
+        """Reduce all metrics over all micro-batches."""
+        names = list(self.parts[0][0])
+        merged = [self._merge(n, torch.stack([part[n] for part, _ in self.parts])) for n in names]
+        return dict(zip(names, torch.stack(merged).tolist(), strict=True))
+
+    def _merge(self, name: str, values: Tensor) -> Tensor:
+        if name in PARTS:
+            return values.sum() / self.optimizer_steps
+        if name in SUMS:
+            return values.sum()
+        if name.endswith(("min", "max")):
+            # Exclude micro-batches without tokens. They report 0, which could be mistaken for the
+            # minimum or maximum.
+            filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
+            values = torch.stack(filled) if filled else values
+            return values.min() if name.endswith("min") else values.max()
+        # All other metrics are means over tokens.
+        weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
+        return (values * weights).sum() / weights.sum().clamp(min=1)
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that are not NaN."""
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -1,4 +1,8 @@
-"""The collector, which provides the samples of each step with their rewards and advantages."""
+"""Collection of the samples of a step: prompts, completions, rewards and advantages.
+
+With several ranks, each rank samples completions for its share of the prompts, and rank 0 scores
+all completions.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,26 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast import group_advantages, rewards, rollout
 from grpo_fast.data import Example
-from grpo_fast.errors import require
-from grpo_fast.rewards import RewardSet
-from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
+from grpo_fast.errors import Stopped, require
+from grpo_fast.objective.advantages import Options
+from grpo_fast.objective.baseline import running_baseline, split_options
+from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rollout import Engine, Samples, Sampling, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
 from grpo_fast.rollout.threads import started
-from grpo_fast.train.collect.advantages import Advantages, token_rewards
-from grpo_fast.train.collect.groups import PromptQueue, used_groups
-from grpo_fast.train.config import RolloutConfig
-from grpo_fast.train.config.run import GAE
-from grpo_fast.train.metrics.clock import Clock
-from grpo_fast.train.metrics.samples import (
+from grpo_fast.train import ranks
+from grpo_fast.train.config import GAE, RolloutConfig
+from grpo_fast.train.metrics import (
+    Clock,
     completion_metrics,
     reward_metrics,
     staleness,
     support_metrics,
 )
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks import distributed
-from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks, score
 
 log = logging.getLogger(__name__)
 
@@ -123,15 +126,13 @@ class Collector:
         chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
         self.advantages.observe(samples.rewards)
         # 4. Compute metrics over all samples, including those of dropped groups.
-        with distributed.together():  # so that all ranks can save the run if a sample is too old
-            ages = staleness(samples, step, most=self.config.ahead)
         metrics = {
             **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
             **reward_metrics(samples.rewards, samples.scores, lost, size),
             **completion_metrics(samples),
             **support_metrics(samples),
             **metrics,
-            **ages,
+            **staleness(samples, step, most=self.config.ahead),
         }
         self._warn_without_spread(metrics["frac_reward_zero_std"])
         return chosen, metrics
@@ -160,17 +161,12 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for the samples that `begin_ahead` draws in a thread.
-
-        All ranks must call this method. If the thread failed on any rank, all ranks raise its
-        error.
-        """
+        """Wait for the samples that `begin_ahead` draws in a thread."""
         coming = self.coming
         self.coming = None
         if coming is None:
             return
-        with distributed.together():
-            own, self.seconds = coming.result()
+        own, self.seconds = coming.result()
         self.sampled = join_ranks(own)
         clock.lap("ahead")
 
@@ -285,3 +281,210 @@ class Collector:
                 "them: the prompts may be too easy or too hard (rollout.dynamic={} replaces such "
                 "groups)", WATCHED_STEPS,
             )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ Several ranks
+def generate(
+    policy: Any, prompts: Sequence[Any], options: Sampling, *, engine: Engine | None = None,
+    **others: Any,
+) -> Samples:  # fmt: skip
+    """Sample completions for all prompts, which are divided among the ranks.
+
+    Args:
+        policy: the policy from which to sample.
+        prompts: all prompts of the step.
+        options: the sampling options.
+        engine: the engine that samples. None uses transformers.
+        **others: further arguments of `rollout.generate`.
+
+    Returns:
+        The samples of all prompts, on every rank. They do not depend on the number of ranks.
+
+    Raises:
+        Stopped: a rank has received a signal.
+    """
+    if ranks.size() == 1:
+        return rollout.generate(policy, prompts, options, engine=engine, **others)
+    is_apart = engine is not None and engine.is_apart
+    own: Samples | Stopped | None
+    with ranks.unsharded(policy.lm) if policy.is_sharded and not is_apart else nullcontext():
+        try:
+            own = generate_share(policy, prompts, options, engine=engine, **others)
+        except Stopped as stopped:
+            own = stopped
+    return join_ranks(own)
+
+
+def generate_share(
+    policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
+) -> Samples | None:
+    """Sample completions for this rank's part of the prompts. Ranks do not communicate.
+
+    Returns:
+        The samples, or None if the rank has no prompts.
+    """
+    count = len(prompts)
+    rank = ranks.rank()
+    size = ranks.size()
+    places = range(count * rank // size, count * (rank + 1) // size)
+    if not places:
+        return None
+    own = prompts[places.start : places.stop]
+    return rollout.generate(policy, own, options, places=places, **others)
+
+
+def join_ranks(own: Samples | Stopped | None) -> Samples:
+    """Join the samples of all ranks in the order of the prompts.
+
+    Raises:
+        Stopped: a signal has ended the sampling of a rank.
+    """
+    every = ranks.gather(own)
+    for each in every:
+        if isinstance(each, Stopped):
+            raise ranks.common(Stopped(each.number))
+    return Samples.cat(every)
+
+
+def score(*arguments: Any) -> RewardResult:
+    """Call `rewards.score` on rank 0, and return its result on all ranks.
+
+    Reward functions run on rank 0, and receive the same batch as in a single process.
+    """
+    return ranks.from_main(lambda: rewards.score(*arguments))
+
+
+# ------------------------------------------------------------------- Prompts, groups, advantages
+class PromptQueue:
+    """Endless sequence of training prompts, which cycles through the training set in order.
+
+    A place is an index into this sequence. It is also the number of the prompt's group.
+
+    Args:
+        examples: the training set.
+        consumed: number of prompts that were already used, which is also the next place.
+    """
+
+    def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
+        self.examples = examples
+        self.consumed = consumed
+
+    def next(self, count: int) -> range:
+        """Return the next `count` places (queue positions) without consuming them."""
+        return range(self.consumed, self.consumed + count)
+
+    def take(self, count: int) -> range:
+        """Return the next `count` places (queue positions) and consume them."""
+        places = self.next(count)
+        self.consumed = places.stop
+        return places
+
+    def example(self, place: int) -> Example:
+        return self.examples[place % len(self.examples)]
+
+
+def used_groups(judged: Tensor, wanted: int) -> tuple[Tensor, int]:
+    """Choose the groups that a step uses.
+
+    A group is used if its rewards are not all equal. If these are fewer than `wanted` groups, the
+    first groups with equal rewards complete the batch. All other groups are dropped.
+
+    Args:
+        judged: rewards of shape (groups, G). NaN marks samples without a reward, which are ignored.
+        wanted: number of groups that the step uses.
+
+    Returns:
+        A mask of the used groups, and the number of used groups with equal rewards.
+    """
+    # If no sample of a group has a reward, the minimum is +inf and the maximum is -inf. The group
+    # then counts as a group with equal rewards.
+    low = judged.nan_to_num(nan=torch.inf).amin(1)
+    has_spread = judged.nan_to_num(nan=-torch.inf).amax(1) > low
+    missing = wanted - int(has_spread.sum())
+    is_filled = ~has_spread & ((~has_spread).cumsum(0) <= missing)
+    return has_spread | is_filled, int(is_filled.sum())
+
+
+class Advantages:
+    """Advantage computation of a run, with the running baseline that some modes use.
+
+    Args:
+        mode: value of the setting `advantages`.
+        options: value of the setting `advantage_options`.
+        group_size: number of completions per prompt (G).
+        weights: weight of each reward function. Functions with weight 0 are logged but do not
+            contribute.
+    """
+
+    def __init__(
+        self, mode: str, options: Options, group_size: int, weights: Mapping[str, float]
+    ) -> None:
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.mode = mode
+        self.group_size = group_size
+        self.options, _ = split_options(mode, options)
+        self.baseline = running_baseline(mode, options)
+
+    def of(self, rewards: Tensor, scores: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
+        """Compute the advantage of each completion.
+
+        Args:
+            rewards: weighted sum of the rewards of each completion, shape (N·G,). The completions
+                of a prompt are adjacent.
+            scores: rewards of each function, shape (N·G,). Mode gdpo normalizes each function's
+                rewards separately.
+            lengths: number of tokens of each completion, which mode opo needs for its baseline.
+
+        Returns:
+            fp32 tensor of shape (N·G,). In mode gae it contains the rewards, because the critic
+            computes advantages per token later.
+        """
+        if self.mode == GAE:
+            return rewards.float()
+        options = dict(self.options)
+        if self.baseline is not None:
+            options["value"] = self.baseline.value
+        if self.mode == "gdpo":
+            options = {"weights": list(self.weights.values()), **options}
+            each = torch.stack([scores[name] for name in self.weights])
+            # NaN in `each` means that a function does not apply to a sample. NaN in `rewards` means
+            # that a function failed. Set all rewards of such a sample to NaN, so that none counts.
+            rewards = each.masked_fill(rewards.isnan(), torch.nan)
+        if self.mode == "opo":
+            options["lengths"] = torch.tensor(lengths)
+        return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
+
+    def observe(self, rewards: Tensor) -> None:
+        """Update the running baseline with the rewards of a step, if the mode has a baseline.
+
+        Call this after `of`, so that the baseline of a step contains only rewards of earlier steps.
+        """
+        if self.baseline is not None:
+            self.baseline.update(rewards)
+
+    def state_dict(self) -> dict[str, float | None] | None:
+        return None if self.baseline is None else dict(self.baseline.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, float | None] | None) -> None:
+        if self.baseline is not None and state is not None:
+            self.baseline.load_state_dict(state)
+
+
+def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
+    """Return the reward of each completion token, fp32 of shape (R,).
+
+    The token rewards of a sample sum to its reward. If the reward functions returned no rewards per
+    token, the last token receives the reward of the sample. If a sample has no reward because a
+    function failed, its last token is NaN.
+    """
+    lengths = torch.tensor(samples.lengths)
+    rewards = torch.zeros(len(samples.logps))
+    has_own = torch.zeros(len(samples), dtype=torch.bool)
+    if result.per_token is not None:
+        has_own = ~result.total.isnan()
+        rewards = torch.where(
+            has_own.repeat_interleave(lengths), torch.cat(result.per_token), rewards
+        )
+    at_end = ~has_own & (lengths > 0)
+    rewards[samples.rows[1:][at_end] - 1] = result.total[at_end]
+    return rewards

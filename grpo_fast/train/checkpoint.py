@@ -1,0 +1,700 @@
+"""Checkpoints of a run: saving at the end of a step, resuming, and endings that save the run.
+
+A checkpoint is a folder with the following files:
+
+- weights/: safetensors files that torch.distributed.checkpoint (DCP) writes and reads. They contain
+  the policy (with LoRA only the adapter), the optimizer's moments, the critic, the reference if it
+  cannot be loaded from a path, the random state, and the samples that were drawn ahead for the next
+  step.
+- state.json: the fields of `State`.
+- tokenizer/: the tokenizer, which `grpo-fast export` needs.
+- manifest.json: the format version, and the SHA-256 hash of every other file.
+
+It is first written into a folder with a temporary name, which gets its final name at the end. A
+process that is killed during writing therefore never leaves an incomplete checkpoint with a final
+name. A run changes no file in its folder before it has loaded its checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from grpo_fast.data import escape_control, reason
+from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
+from grpo_fast.kernels.cpu.modules import Observer
+from grpo_fast.train import folder, ranks
+from grpo_fast.train.batch import is_out_of_memory
+from grpo_fast.train.config import ModelConfig, RunConfig
+from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.config.run import CheckpointConfig
+from grpo_fast.train.config.sections import Count, Positive
+from grpo_fast.train.critic import Critic, load_critic
+from grpo_fast.train.folder import (
+    FILES,
+    check_same,
+    is_occupied,
+    locked,
+    read_regular,
+    sync,
+    written,
+)
+from grpo_fast.train.models.loading import load_policy, load_tokenizer
+from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.report.report import RunReport
+from grpo_fast.train.run import Rows, Run
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished"
+WEIGHTS = "weights"
+TOKENIZER = "tokenizer"
+STATE = "state.json"
+CONFIG = "config.yaml"
+FORMAT = 9
+# Approximate size of a tensor file. While a file is written, two copies of it are in memory.
+FILE_BYTES = 1 << 28
+DRAWN = ("random.", "ahead.")  # prefixes of stored tensors that are neither weights nor moments
+STEP = "step_"  # prefix of the name of a checkpoint's folder
+NAME = re.compile(rf"{STEP}\d{{6,12}}")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+# ------------------------------------------------------------------------------ Finding checkpoints
+class Manifest(pydantic.BaseModel, strict=True):
+    """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
+
+    format: int
+    files: dict[str, str] = {}
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step number from a folder name such as step_000010."""
+    return int(checkpoint.name.removeprefix(STEP))
+
+
+def checkpoints_in(run: str | Path) -> list[Path]:
+    """Return all checkpoints in a run's folder, including damaged ones, from newest to oldest."""
+    root = Path(run) / FOLDER
+    found = [path for path in root.iterdir() if NAME.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest(run: str | Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None. Warn about damaged checkpoints."""
+    for path in checkpoints_in(run):
+        problem = problem_of(path)
+        if problem is None:
+            return path
+        log.warning(escape_control(f"checkpoint {path} is damaged and passed over: {problem}"))
+    return None
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Compare the files of a checkpoint with its manifest.
+
+    Returns:
+        A description of the first damaged or missing file, or None if the checkpoint is complete.
+
+    Raises:
+        ValueError: another version of the package wrote the checkpoint, which is not damaged.
+    """
+    try:
+        manifest = Manifest.model_validate_json(read_regular(checkpoint / MANIFEST))
+        is_readable = manifest.format == FORMAT
+        if is_readable:
+            require(manifest.files, "files", "the files of the checkpoint", "none")
+            for name, digest in manifest.files.items():
+                if folder.sha256_of(checkpoint / name) != digest:
+                    return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{os.path.relpath(error.filename, checkpoint)} is missing"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} or a file cannot be read ({reason(error)})"
+    expected = f"a checkpoint of format {FORMAT}, which this version writes and reads"
+    came = f"format {manifest.format} in {checkpoint}"
+    advice = "use the version that wrote it, or another output_dir"
+    require(is_readable, "resume", expected, f"{came}; {advice}")
+    return None
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename the folder of a damaged checkpoint, if it exists, so that no run uses it."""
+    if checkpoint.exists():
+        os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
+
+
+# ------------------------------------------------------------------------------ State and tensors
+@dataclass
+class State:
+    """The state of a run at the end of a step, without tensors. It is stored as state.json."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    length: Count  # length of metrics.jsonl in bytes
+    settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
+    step: Count  # finished steps
+    consumed: Count  # number of prompts that were taken from PromptQueue
+    # Maps the name of a reward function to one tuple for each of its latest calls: the number of
+    # samples without a reward, and the number of all samples.
+    lost_rewards: dict[str, list[tuple[Count, Count]]]
+    baseline: dict[str, float | None] | None  # running baseline of the advantages
+    num_tokens: Count  # trunk tokens trained so far
+    beta: Annotated[float, Field(allow_inf_nan=False)]  # weight of the KL divergence
+    tokens_per_microbatch: Positive
+    optimizers: dict[str, dict[str, Count]]  # counters of the optimizers of policy and critic
+    before: dict[str, float] | None  # metrics of the first evaluation
+    after: dict[str, float] | None  # metrics of the latest evaluation
+    unlogged: Rows | None  # rows of a step that was finished and not yet logged
+
+
+def logged(state: State | None) -> tuple[int, int]:
+    """Return the number of bytes of metrics.jsonl to keep, and of the steps in these bytes."""
+    if state is None:
+        return 0, 0
+    return state.length, state.step - (state.unlogged is not None)
+
+
+def read_state(checkpoint: Path) -> State:
+    """Read the state of a checkpoint.
+
+    Raises:
+        ValueError: a field of the file is invalid. The message names the field.
+    """
+    try:
+        return TypeAdapter(State).validate_json(read_regular(checkpoint / STATE))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200]
+        raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
+
+
+@contextmanager
+def refused(argument: str, checkpoint: Path) -> Iterator[None]:
+    """Convert an error inside this context to a ValueError about an unusable checkpoint.
+
+    Out-of-memory errors are not converted, because the checkpoint does not cause them.
+
+    Args:
+        argument: name of the argument that selected the checkpoint, for the message.
+        checkpoint: folder of the checkpoint, for the message.
+    """
+    try:
+        yield
+    # safetensors and torch raise many exception classes.
+    except (Exception, CheckpointException) as error:
+        if is_out_of_memory(error):
+            raise
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        said = f"expected a checkpoint of this configuration in {checkpoint}"
+        raise ValueError(f"{argument}: {said}, got another: {text}") from error
+
+
+def write_tensors(place: Path, tensors: Mapping[str, Tensor], is_sharded: bool) -> None:
+    """Write tensors into safetensors files of about FILE_BYTES each.
+
+    Args:
+        place: the folder of the files.
+        tensors: the tensors, keyed by name.
+        is_sharded: True if all ranks call this function, and each rank writes its shards.
+    """
+    size = 0
+    numbers: dict[str, int] = {}  # number of the file that stores each tensor
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        numbers[name] = size // FILE_BYTES + 1
+        size += tensor.nbytes
+        whole[name] = tensor.detach().contiguous()
+    writer = dcp.HuggingFaceStorageWriter(str(place), numbers, save_distributed=is_sharded)
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(whole, storage_writer=writer, planner=planner, no_dist=not is_sharded)
+
+
+@torch.no_grad()
+def read_tensors(
+    place: Path, into: Mapping[str, Tensor], prefix: str, is_sharded: bool = False
+) -> dict[str, Tensor]:
+    """Copy stored tensors into existing tensors of the same names.
+
+    Args:
+        place: the folder of the files.
+        into: the tensors to fill, keyed by name. For a sharded tensor, only this rank's shard is
+            filled.
+        prefix: only stored tensors whose names begin with the prefix are read.
+        is_sharded: True if all ranks call this function.
+
+    Returns:
+        The stored tensors whose names begin with one of DRAWN. They have no tensor in `into`.
+
+    Raises:
+        ValueError: a tensor is missing in the files or in `into`, or its dtypes or shapes differ.
+    """
+    reader = dcp.HuggingFaceStorageReader(str(place))
+    found: Any = reader.read_metadata().state_dict_metadata
+    stored = {name: (x.properties.dtype, x.size) for name, x in found.items()}
+    stored = {name: x for name, x in stored.items() if name.startswith(prefix)}
+    drawn = {
+        name: torch.empty(size, dtype=dtype)
+        for name, (dtype, size) in stored.items() if name.startswith(DRAWN)
+    }  # fmt: skip
+    targets = {**into, **drawn}
+    for name in sorted(stored.keys() | targets.keys()):
+        expected = "no such tensor"
+        if name in targets:
+            expected = f"{targets[name].dtype} {tuple(targets[name].shape)}"
+        came = "none" if name not in stored else f"{stored[name][0]} {tuple(stored[name][1])}"
+        require(expected == came, f"the tensor {name}", expected, came)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(targets, storage_reader=reader, no_dist=not is_sharded)
+    return drawn
+
+
+# ------------------------------------------------------------------------------- Start of a run
+@contextmanager
+def opened(config: RunConfig) -> Iterator[tuple[Path | None, State | None]]:
+    """Lock the folder of a run, and find the checkpoint from which the run resumes.
+
+    Yields:
+        The folder of the checkpoint and its state. Both are None if the run starts at step 0.
+
+    Raises:
+        ValueError: the folder is in use, it contains a different run, or all its checkpoints are
+            damaged. Also raised if another version of the package wrote the checkpoint.
+    """
+    with ExitStack() as until_the_end:
+        ranks.from_main(lambda: until_the_end.enter_context(locked(config.output_dir)))
+        found = ranks.from_main(lambda: _find(config))
+        if found is None:
+            yield None, None
+            return
+        with refused("resume", found):
+            state = read_state(found)
+            expected = f"{step_of(found)}, as its name says"
+            require(state.step == step_of(found), f"{STATE}: step", expected, state.step)
+        metrics = Path(config.output_dir, "metrics.jsonl")
+        folder.check_regular(metrics)
+        size = metrics.stat().st_size if metrics.exists() else 0
+        expected = f"at least {state.length} bytes"
+        require(size >= state.length, str(metrics), expected, f"{size} bytes")
+        finished = f"at least {state.step} steps, which the run has finished"
+        require(config.steps >= state.step, "steps", finished, config.steps)
+        yield found, state
+
+
+def _find(config: RunConfig) -> Path | None:
+    """Return the checkpoint from which the run resumes, or None if it starts at step 0.
+
+    Raises:
+        ValueError: the run must start at step 0, but its folder contains damaged checkpoints, a
+            finished run, a run with other settings, or other files.
+    """
+    run = Path(config.output_dir)
+    if config.resume is None or not is_occupied(run):
+        folder.check_folder(run)
+        return None
+    checkpoint = newest(run)
+    if checkpoint is not None:
+        return checkpoint
+    damaged = checkpoints_in(run)
+    if damaged:
+        came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to start over"
+        raise ValueError(f"resume: expected a complete checkpoint in {run}, got {came}")
+    if (run / "summary.json").exists() or not (run / CONFIG).is_file():
+        folder.check_folder(run)
+    # The folder has an unfinished run without checkpoints, which starts over.
+    was = load_recipe(str(run / CONFIG))
+    check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
+    return None
+
+
+def begin(config: RunConfig, checkpoint: Path | None, report: RunReport) -> None:
+    """Save the configuration in the run's folder, and begin the report.
+
+    If the run resumes, checkpoints that are newer than the loaded one are renamed.
+    """
+    run = Path(config.output_dir)
+
+    def enter() -> None:
+        with written(run):
+            for path in checkpoints_in(run):
+                if checkpoint and step_of(path) > step_of(checkpoint):
+                    # The loaded checkpoint is the newest complete one, so this one is damaged.
+                    set_aside(path)
+            save_config(config.model_copy(update={"resume": None}), run / CONFIG)
+        report.begin(config.model_dump(mode="json"))
+
+    ranks.from_main(enter)
+
+
+# ------------------------------------------------------------------------------- The end of a step
+class Checkpoints:
+    """Recorder of a run's state after each step, which also writes checkpoints of this state.
+
+    The method `mark` does not copy the weights. The recorded state is therefore only valid until
+    the next optimizer step changes the weights. A checkpoint that is written later would mix two
+    steps.
+
+    Args:
+        run: the run.
+        report: the writer of the logs. It knows the length of metrics.jsonl.
+        config: the section `checkpoint` of the configuration.
+        settings: the configuration, and fingerprints of the files that it names.
+        on_save: function that rank 0 calls with the folder of each new checkpoint, or None.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        report: RunReport,
+        config: CheckpointConfig,
+        settings: dict[str, Any],
+        on_save: Callable[[Path], object] | None = None,
+    ) -> None:
+        self.run = run
+        self.report = report
+        self.config = config
+        self.settings = settings
+        self.on_save = on_save
+        self.saved_at = time.monotonic()
+        self.mark()
+
+    def resume(self, checkpoint: Path, state: State) -> None:
+        """Load a checkpoint into the run. The caller must begin the report afterwards.
+
+        Raises:
+            ValueError: the checkpoint does not fit the configuration.
+        """
+        run = self.run
+        with refused("resume", checkpoint):
+            tensors = run.tensors()
+            draws = read_tensors(checkpoint / WEIGHTS, tensors, "", run.config.is_sharded)
+            expected = "the state of torch's generator"
+            require("random.cpu" in draws, "the tensor random.cpu", expected, "none")
+            run.load_state_dict(vars(state), draws)
+
+    def mark(self, **changes: Any) -> None:
+        """Record the current state of the run.
+
+        Args:
+            **changes: new values of attributes of the run, for example `step`.
+        """
+        vars(self.run).update(changes)
+        counters = self.run.state_dict()
+        self.state = State(length=self.report.length(), settings=self.settings, **counters)
+        self.draws = self.run.draws()
+        self.run.has_moved = False
+
+    def is_due(self) -> bool:
+        """Return True if `checkpoint.every` or `checkpoint.every_minutes` requires a checkpoint.
+
+        All ranks use the clock of rank 0, so that they get the same result.
+        """
+        plan = self.config
+        by_step = plan.every and self.state.step % plan.every == 0
+        seconds = 60 * plan.every_minutes
+        is_late = ranks.from_main(lambda: 0 < seconds <= time.monotonic() - self.saved_at)
+        return bool(by_step or is_late)
+
+    def save(self, on_main: Callable[[Callable[[], Any]], Any] = ranks.from_main) -> Path:
+        """Write a checkpoint of the recorded state, and delete old checkpoints.
+
+        Args:
+            on_main: function that calls its argument on rank 0.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            WriteError: the disk is full or read-only. Older checkpoints stay intact.
+        """
+        root = self.report.folder / FOLDER
+        final = root / f"{STEP}{self.state.step:06d}"
+        part = final.with_name(final.name + UNFINISHED)
+        is_sharded = self.run.config.is_sharded
+
+        def begin() -> bool:
+            """Write all files except the tensors. Return False if the checkpoint exists."""
+            if final.exists() and problem_of(final) is None:
+                return False
+            for unfinished in root.glob(f"*{UNFINISHED}"):
+                shutil.rmtree(unfinished)
+            (part / WEIGHTS).mkdir(parents=True)
+            self.run.policy.tokenizer.save_pretrained(part / TOKENIZER)
+            text = json.dumps(dataclasses.asdict(self.state))
+            (part / STATE).write_text(text + "\n", encoding="utf-8")
+            return True
+
+        def tensors() -> None:
+            write_tensors(part / WEIGHTS, self.run.tensors() | self.draws, is_sharded)
+
+        def finish() -> None:
+            """Give the checkpoint its final name, and delete old checkpoints."""
+            metrics = self.report.folder / "metrics.jsonl"
+            if metrics.exists():  # a run goes on if somebody moves its log away
+                sync(metrics)  # the state counts its bytes, which a power cut could lose
+            _finish(part, final)
+            for path in checkpoints_in(self.report.folder)[self.config.keep :]:
+                shutil.rmtree(path, ignore_errors=True)
+            self._call_hook(final)
+
+        def save_alone() -> None:
+            if begin():
+                tensors()
+                finish()
+
+        try:
+            with written(part):
+                if is_sharded:
+                    if on_main(begin):
+                        tensors()
+                        on_main(finish)
+                else:
+                    on_main(save_alone)
+        except WriteError:
+            if ranks.is_main():
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        self.saved_at = time.monotonic()
+        return final
+
+    def _call_hook(self, checkpoint: Path) -> None:
+        if self.on_save is None:
+            return
+        try:
+            self.on_save(checkpoint)
+        except Exception as error:
+            log.warning("checkpoint.on_save failed for %s: %s", checkpoint, reason(error))
+
+    @contextmanager
+    def saved_when_it_ends(self) -> Iterator[None]:
+        """Save the recorded state if an error or a signal ends the run inside this context.
+
+        A note on the error names the checkpoint from which the run can resume.
+        """
+        try:
+            yield
+        except BaseException as error:
+            said = self._save_at_the_end(error)
+            if isinstance(error, Stopped):
+                self.report.note(f"{error.name}: {said}")
+            else:
+                error.add_note(said)
+            raise
+
+    def _save_at_the_end(self, error: BaseException) -> str:
+        """Save the recorded state if possible. Return a sentence that says what was saved."""
+        run = self.run
+        is_common = ranks.is_common(error)
+        if isinstance(error, NonFiniteLogits):
+            # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
+            # deleted after each save, may be the only ones with finite weights.
+            advice = "a lower optim.lr or a wider model.dtype may help"
+            return f"this is after {run.step} steps; {advice}; {self._newest()}"
+        if run.has_moved:
+            return f"the step was not finished; {self._newest()}"
+        if not is_common and run.config.is_sharded:
+            return f"one rank alone cannot save the run; {self._newest()}"
+        if not is_common and not ranks.is_main():
+            return "rank 0 saves the run"
+        run.forget_gradients()  # free memory for saving
+        try:
+            path = self.save() if is_common else self.save(on_main=lambda work: work())
+        except WriteError as failed:
+            return f"{failed}; {self._newest()}"
+        if isinstance(error, Stopped):
+            error.code = SAVED
+        return f"saved in {path}; resume=auto continues from there"
+
+    def _newest(self) -> str:
+        path = newest(self.report.folder)
+        if path is None:
+            return "there is no checkpoint: resume=auto starts over"
+        return f"the newest checkpoint is {path}: resume=auto repeats the steps after it"
+
+
+def _finish(part: Path, final: Path) -> None:
+    """Write the manifest, flush all files to disk, and give the folder its final name."""
+    files = sorted(path for path in part.rglob("*") if path.is_file())
+    sums = {path.relative_to(part).as_posix(): folder.sha256_of(path) for path in files}
+    manifest = Manifest(format=FORMAT, files=sums)
+    (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    # Flush files and directory entries before the rename. Otherwise a power cut could leave a
+    # checkpoint with its final name and empty files.
+    for path in (*part.rglob("*"), part):
+        sync(path)
+    set_aside(final)  # os.replace cannot overwrite a damaged checkpoint of the same step
+    os.replace(part, final)
+    sync(final.parent)
+    sync(final.parent.parent)
+
+
+# ------------------------------------------------------------------------ Signals and models
+class Stopping:
+    """Handler of SIGTERM, SIGINT and SIGHUP. After a signal, the run ends with `Stopped`.
+
+    A single process raises the exception at the next forward pass of the policy or at the end of
+    the step. Several ranks raise it together, after a rollout or at the end of the step. A run
+    whose weights have changed since the last finished step first finishes its step. A second signal
+    ends the process immediately.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # number of the received signal
+        self.may_stop: Callable[[], bool] = lambda: True
+
+    def raise_if_asked(self) -> None:
+        """Raise `Stopped` if a signal was received and the run may stop at this point."""
+        if self.number is not None and self.may_stop():
+            raise Stopped(self.number)
+
+    def raise_together(self) -> None:
+        """Raise `Stopped` on all ranks if any rank has received a signal."""
+        number = next((x for x in ranks.gather(self.number) if x is not None), None)
+        if number is not None:
+            raise ranks.common(Stopped(number))
+
+    @contextmanager
+    def listening(self, model: nn.Module) -> Iterator[None]:
+        """Handle signals inside this context.
+
+        Python handles signals only in its main thread. In any other thread, the context has no
+        effect.
+
+        Args:
+            model: module whose forward passes raise `Stopped` after a signal. With several ranks
+                only forward passes in evaluation mode do, which are those of a rollout.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        # Do not handle a signal that is already ignored. For example, nohup ignores SIGHUP, so that
+        # a run continues when its terminal closes.
+        handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+
+        def ask(*_: object) -> None:
+            if ranks.size() == 1 or not model.training:
+                self.raise_if_asked()
+
+        def remember(number: int, _: object) -> None:
+            self.number = number
+            for each in handled:  # the next signal ends the process immediately
+                signal.signal(each, signal.SIG_DFL)
+
+        hook = model.register_forward_pre_hook(Observer(ask))
+        for number in handled:
+            signal.signal(number, remember)
+        try:
+            yield
+        finally:
+            hook.remove()
+            for number in handled:
+                signal.signal(number, before[number] or signal.SIG_DFL)
+
+
+def export(source: str | Path, out: str | Path) -> Path:
+    """Export the policy of a checkpoint to a folder that transformers can load.
+
+    A LoRA adapter is merged into the weights.
+
+    Args:
+        source: folder of a checkpoint or of a run. For a run, the newest complete checkpoint is
+            used.
+        out: a new or empty folder.
+
+    Returns:
+        The folder `out`.
+
+    Raises:
+        ValueError: the checkpoint is damaged, has non-finite weights, or was written by another
+            version of the package. Also raised if the folder `out` is not empty.
+    """
+    # 1. Find a complete checkpoint.
+    path = Path(source)
+    checkpoint = newest(path) if (path / FOLDER).is_dir() else path
+    problem = "there is none"
+    if checkpoint is not None and path.is_dir():
+        problem = problem_of(checkpoint)
+    expected = "a run with a complete checkpoint, or a complete checkpoint"
+    trained = f"; its trained model is {path / 'model'}" if (path / "model").is_dir() else ""
+    require(problem is None, "export", expected, f"{path}: {problem}{trained}")
+    with locked(out) as target:
+        require(not is_occupied(target), "OUT", "a new or empty folder", target)
+        # 2. Build the model and load its weights.
+        with refused("export", checkpoint):
+            settings = read_state(checkpoint).settings
+            settings.pop(FILES)
+            config = RunConfig.model_validate(settings).model
+            # The checkpoint may come from an untrusted source, so loading must not run custom code.
+            plain = {"device": "cpu", "trust_remote_code": False}
+            tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))
+            policy = load_policy(config.model_copy(update=plain), tokenizer)
+            weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
+            read_tensors(checkpoint / WEIGHTS, weights, "policy.")
+        # 3. Reject non-finite weights, then write the model.
+        broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+        came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
+        require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
+        policy.save(target)
+    return target
+
+
+@torch.no_grad()
+def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
+    """Save the trained policy and critic to the subfolders `model` and `critic`.
+
+    If the weights are sharded, rank 0 loads an unsharded copy of the
+    initial model, and copies the gathered weights into it.
+
+    Args:
+        policy: the trained policy.
+        critic: the trained critic, or None.
+        model: the section `model` of the configuration.
+        folder: folder of the run.
+    """
+    trained: dict[str, Any] = {"model": policy}
+    if critic is not None:
+        trained["critic"] = critic
+    models = dict(trained)
+    if policy.is_sharded:
+        if ranks.is_main():
+            own = model.model_copy(update={"device": "cpu"})
+            models["model"] = load_policy(own, policy.tokenizer)
+            if critic is not None:
+                models["critic"] = load_critic(critic.config, model, models["model"])
+        for kind, sharded in trained.items():
+            targets = models[kind].weights()
+            for name, tensor in sharded.weights().items():
+                full = ranks.full_tensor(tensor.detach())
+                if ranks.is_main():
+                    targets[name].detach().copy_(full)
+
+    def save() -> None:
+        for kind, unsharded in models.items():
+            with written(folder / kind):
+                unsharded.save(folder / kind)
+
+    ranks.from_main(save)

@@ -1,1 +1,0 @@
-"""Code that collects the samples of a training step: prompts, completions, rewards, advantages."""

@@ -1,1 +1,0 @@
-"""Metrics of a training step: losses, samples, timings, and agreement with the sampler."""

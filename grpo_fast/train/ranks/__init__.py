@@ -1,1 +1,0 @@
-"""Runs with several processes: collectives, sampling on all ranks, and sharded weights."""

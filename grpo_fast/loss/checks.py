@@ -207,8 +207,8 @@ def loss(call: Call) -> None:
     """
     options(call)
     config = call.config
-    assert config is not None
     is_config(config)
+    assert config is not None
     # 1. Reject an exact KL, which only trainers support.
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"

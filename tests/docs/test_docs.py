@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from benchmarks.report.files import cases_of
 from grpo_fast import __version__, rewards
 from grpo_fast.cli import app
 from grpo_fast.objective.advantages import MODES
@@ -203,8 +202,8 @@ def rows_of(text: str, heading: str) -> list[list[str]]:
 
 def test_the_readme_is_short_and_names_the_commands():
     text = README.read_text()
-    assert len(text.splitlines()) <= 120
-    assert "One GPU so far" in "\n".join(text.splitlines()[:20])
+    assert len(text.splitlines()) <= 150
+    assert "**One GPU so far.**" in text and "**No training run was made on a\n  GPU yet**" in text
     for part in ("make demo", "make test", "make bench", "grpo-fast train", "gpu_session.sh"):
         assert part in text, part
 
@@ -226,21 +225,6 @@ def test_the_example_runs_as_it_stands(capsys):
     exec(compile(example, "README.md", "exec"), names)
     assert names["hidden"].grad.abs().sum() > 0 and names["head"].weight.grad.abs().sum() > 0
     assert "active_tokens': 40.0" in capsys.readouterr().out
-
-
-def test_the_measured_table_is_the_results():
-    names = "loss", "loss-large", "bf16"
-    cases = cases_of(ROOT / f"benchmarks/results/cpu-{name}.json" for name in names)
-    table = rows_of(README.read_text(), "## Measured")
-    assert len(table) == 5
-    for what, ours, best in table:
-        *shape, last = what.split(", ")
-        shape, dtype = [*map(int, shape), int(last.split()[0])], last.split()[1]
-        rows = next(c["rows"] for c in cases if c["shape"] == shape and c["dtype"] == dtype)
-        peers = [(r["ratio_to_limit"], n) for n, r in rows.items() if r["role"] == "peer"
-                 if "ratio_to_limit" in r]  # fmt: skip
-        assert ours.strip("*") == f"{rows['grpo_fast (auto)']['ratio_to_limit']:.2f}×", what
-        assert best == "{:.2f}× {}".format(*min(peers)), what
 
 
 def test_the_table_of_losses_is_the_table_of_the_code():

@@ -1,0 +1,119 @@
+"""Test that every measured figure of README.md comes from a committed file of results.
+
+A figure is a number with a unit of measurement: ×, %, ms, s or MiB. Each of them must be computed
+by a function of this file, so that a new figure without results fails.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tests.docs.test_docs import README, ROOT, rows_of
+
+RESULTS = ROOT / "benchmarks" / "results"
+TEXT = README.read_text()
+OURS = "grpo_fast (auto)"
+# Figures that describe a task or a setting, and not a measurement.
+STATED = {"512 MiB"}
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def gpu_reports(part: str) -> list[dict[str, Any]]:
+    return read("gpu_session")["parts"][part]["reports"]
+
+
+def loss_cases(machine: str) -> list[dict[str, Any]]:
+    """Return the cases of `linear_grpo_loss` that were measured with peers on a machine."""
+    if machine == "H100 80 GB":
+        reports = gpu_reports("peers")
+    else:
+        reports = [read(f"cpu-{name}") for name in ("loss", "loss-large", "bf16")]
+        assert all("family 26" in report["hardware"]["cpu"] for report in reports)  # Zen 5
+    cases = [case for report in reports for case in report["cases"]]
+    return [case for case in cases if case["operation"] == "linear_grpo_loss"]
+
+
+def ratio(row: dict[str, Any]) -> str:
+    return f"{row['ratio_to_limit']:.2f}×"
+
+
+def case_of(machine: str, shape: list[int], dtype: str) -> dict[str, dict[str, Any]]:
+    return next(
+        case["rows"]
+        for case in loss_cases(machine)
+        if case["shape"] == shape and case["dtype"] == dtype and case["active"] == 1
+    )
+
+
+def test_the_table_of_the_loss():
+    table = rows_of(TEXT, "## Measured")
+    assert len(table) == 8
+    for what, machine, ours, best in table:
+        *shape, last = what.split(", ")
+        rows = case_of(machine, [*map(int, shape), int(last.split()[0])], last.split()[1])
+        measured = {name: row for name, row in rows.items() if "ratio_to_limit" in row}
+        peers = [(row["ratio_to_limit"], n) for n, row in measured.items() if row["role"] == "peer"]
+        _, name = min(peers)
+        assert ours.strip("*") == ratio(rows[OURS]), what
+        assert best == f"{ratio(rows[name])} {name}", what
+
+
+def share(case: dict[str, Any], ours: str = "grpo_fast", theirs: str = "TRL") -> str:
+    return f"{case[ours]['median_ms'] / case[theirs]['median_ms']:.2f}"
+
+
+def steps(name: str) -> dict[str, dict[str, Any]]:
+    return {case["shape"]: case["step"] for case in read(name)["cases"]}
+
+
+def test_the_table_of_steps():
+    loops = [steps(name) for name in ("cpu-loop", "cpu-loop-zen4", "cpu-loop-zen3")]
+    update = gpu_reports("step")[0]["providers"]
+    expected = [
+        ", ".join(share(loop["short"]) for loop in loops),
+        ", ".join(share(loop["12-shot"]) for loop in loops[:2]),
+        share(steps("cpu-loop-real")["short"]),
+        share(steps("cpu-loop-real-12shot")["12-shot"]),
+        share(update, "shared"),
+    ]
+    table = rows_of(TEXT, "A whole step of GRPO")
+    assert [row[-1].strip("*") for row in table] == expected
+
+
+def figures() -> set[str]:
+    """Return all figures that the text may contain, computed from the files of results."""
+    rows = case_of("H100 80 GB", [8192, 4096, 151936], "bf16")
+    compiled = rows["torch.compile"]
+    small = next(
+        case["rows"][OURS]
+        for report in gpu_reports("bars")
+        for case in report["cases"]
+        if case["shape"] == [1024, 896, 151936] and case["operation"] == "linear_grpo_loss"
+    )
+    times = [
+        f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f} ms" for row in (rows[OURS], compiled)
+    ]
+    memory = [f"{compiled['workspace_mib']:,.0f} MiB", f"{rows[OURS]['workspace_mib']:,.0f}"]
+    capitals = (RESULTS / "experiments" / "capitals.md").read_text()
+    before, after, error = re.search(
+        r"([\d.]+) ± 0 → ([\d.]+) ± ([\d.]+) \|[^|]*\| 3 \|$", capitals, re.M
+    ).groups()
+    return {
+        *times, *memory, ratio(small),
+        f"{100 * float(before):.1f}%", f"{100 * float(after):.1f} ± {100 * float(error):.1f}%",
+    }  # fmt: skip
+
+
+FIGURE = re.compile(r"[\d.,]*\d(?: ± [\d.]+)?(?:×|%| ms\b| MiB\b)")
+
+
+def test_every_figure_in_the_text_is_computed_from_results():
+    prose = "\n".join(line for line in TEXT.splitlines() if not line.startswith("|"))
+    found = set(FIGURE.findall(re.sub(r"\s+", " ", prose)))
+    assert len(found) >= 7
+    assert found - STATED <= figures(), found - STATED - figures()

@@ -88,8 +88,8 @@ def test_lines_without_an_answer_and_with_other_fields(tmp_path):
     lines = [{"prompt": "p", "level": 3, "solution": "s"}, {"question": "q", "answer": None}]
     path = write_lines(tmp_path / "d.jsonl", *lines)
     first, second = read(path)
-    assert first == ("p", None, "s", {"level": 3, "solution": "s"}, None)
-    assert second == ("q", None, None, {"question": "q", "answer": None}, None)
+    assert first == ("p", None, "s", {"level": 3, "solution": "s"}, None, None)
+    assert second == ("q", None, None, {"question": "q", "answer": None}, None, None)
     with pytest.raises(ValueError, match=r"d.jsonl:1: expected a .* in field 'answer'"):
         read(path, task="gsm8k")
 

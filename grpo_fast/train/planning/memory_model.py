@@ -222,10 +222,6 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
-    # On a CPU, attention runs on fp32 copies of its inputs. Autograd stores these copies, the fp32
-    # output and its 16-bit copy.
-    if on_cpu and e == 2:
-        attention = 4 * (2 * shape.query + 2 * shape.kv) + e * shape.query
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
     # A tiled MLP stores nothing, because its input tiles are views of the output of the norm. The
     # backward pass recomputes one tile at a time.

@@ -25,7 +25,7 @@ from grpo_fast.kernels.head.divergence import Divergences, buffers_of
 from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
-from grpo_fast.kernels.route import unavailable
+from grpo_fast.kernels.route import Route, unavailable
 from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import Context
 from grpo_fast.loss import values
@@ -298,12 +298,7 @@ class LogpsFunction(torch.autograd.Function):
         tensors: RowTensors = tuple(None if x is None else x.detach() for x in inputs)
         stores = any(call.wanted)
         route = call.route(tensors)
-        # fp32 exponentials and logits take the same memory, but only logits can give the gradient
-        # of the entropies. Store logits if entropies are returned.
-        stores_logits = call.return_entropy and route.exponentials == torch.float32
-        driver = call.driver(
-            tensors, route, entropy_gradient=stores_logits and call.rows.support is None
-        )
+        driver = call.driver(tensors, route, entropy_gradient=stores_logits(call, route))
         with kernel_precision(tensors[0].device):
             lse, logps, entropy = driver.logps(return_entropy=call.return_entropy, stores=stores)
         logps = with_targets(call, logps)
@@ -343,7 +338,8 @@ class LogpsFunction(torch.autograd.Function):
             # Form the logits again. The stored exponentials cannot give the gradient of the
             # entropies.
             route = call.route(tensors)
-            driver = call.driver(tensors, route, entropy_gradient=has_entropy)
+            needs_logits = has_entropy or stores_logits(call, route)
+            driver = call.driver(tensors, route, entropy_gradient=needs_logits)
         # 2. Compute the gradients from the statistics of the active rows.
         active = call.rows.active
         stats = active(lse), active(logps), active(entropy) if call.return_entropy else None
@@ -363,6 +359,16 @@ class LogpsFunction(torch.autograd.Function):
 
 
 apply_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = LogpsFunction.apply
+
+
+def stores_logits(call: Call, route: Route) -> bool:
+    """Return True if a dense head stores logits in place of exponentials.
+
+    fp32 exponentials and logits take the same memory, but only logits can give the gradient of the
+    entropies. All passes of a call must store the same, so that they have the same bits.
+    """
+    is_wide = route.exponentials == torch.float32
+    return call.return_entropy and is_wide and call.rows.support is None
 
 
 def with_targets(call: Call, x: Tensor) -> Tensor:

@@ -191,7 +191,8 @@ def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(term, backend
     """
     weights = torch.full((N,), 1 / ITEMS)
     loss, _ = loss_of(term, problem(torch.float16), weights, torch.float16, backend)
-    for stored, unit in loss.grad_fn.gradients:
+    gradients, units = loss.grad_fn.result
+    for stored, unit in zip(gradients, units, strict=True):
         assert stored.dtype == torch.float16
         assert 2.0**11 < stored.abs().max() < 2.0**14
         assert float(unit) < 1 and math.log2(float(unit)).is_integer()

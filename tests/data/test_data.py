@@ -152,7 +152,7 @@ def test_fields_and_templates(tmp_path):
         read(path, prompt_template="plain")
     write_lines(path, *path.read_text().splitlines()[:2])
     first, second = read(path, prompt_template=r"[{question}] {{y}} \boxed{x}")
-    assert first == (r"[p {x}] {y} \boxed{x}", "5", "s", {"answer": 5, "solution": "s"}, 5)
+    assert first == (r"[p {x}] {y} \boxed{x}", "5", "s", {"answer": 5, "solution": "s"}, 5, None)
     assert second[:3] == (r"[q] {y} \boxed{x}", "7", "thus\n#### 7")
     assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # the unchanged row
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")

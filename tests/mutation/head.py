@@ -88,7 +88,7 @@ PLANTS = {
     ],
     "grpo_fast/kernels/head/sums.py": [
         ("support-coefficient", "support", "dH contains only the sign of the coefficients",
-         "dh = scaled_rows(slopes, g)", "dh = scaled_rows(slopes, g.sign())"),
+         "dh = scaled_rows(slopes, g).to(", "dh = scaled_rows(slopes, g.sign()).to("),
         ("support-one-hidden-row", "support", "gradients of rows stay in the order of the targets",
          "self._add_hidden(dh, slice(0, len(dh)) if rows is None else rows)", "self._add_hidden(dh, slice(0, len(dh)))"),
         ("triton-support-zeros", "triton_support_public", "dH of hidden rows without a target is not written",

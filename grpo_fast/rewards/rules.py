@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_fast.data.answers import USUAL_MARKS, final_part, marked_content, parse_number
+from grpo_fast.data.answers import USUAL_MARKS, final_part, last_latex, marked_content, parse_number
 from grpo_fast.errors import require
-from grpo_fast.rewards.scoring import answer_scorer, compare, last_latex, likely_answer, turns
+from grpo_fast.rewards.scoring import answer_scorer, compare, likely_answer, turns
 
 Texts = Sequence[str]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

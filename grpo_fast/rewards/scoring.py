@@ -35,6 +35,7 @@ from grpo_fast.data.answers import (
     USUAL_MARKS,
     Number,
     final_part,
+    last_latex,
     last_number,
     marked_content,
     parse_number,
@@ -190,18 +191,6 @@ def likely_answer(final: str, gold: str) -> str | None:
     if is_number:
         return last_number(final)
     return next((line for line in final.split("\n")[::-1] if line.strip()), None)
-
-
-def last_latex(text: str) -> str | None:
-    r"""Return the content of the last `$…$`, `\(…\)` or `\[…\]` of a text, or None."""
-    text = text.replace("$$", "$")
-    found = []
-    for opening, closing in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        end = text.rfind(closing)
-        start = text.rfind(opening, 0, max(end, 0))
-        if start >= 0:
-            found.append((end, text[start + len(opening) : end]))
-    return max(found)[1] if found else None
 
 
 def is_expression(answer: str) -> bool:

@@ -59,7 +59,9 @@ _WRAPPER = re.compile(
 _THOUGHT = re.compile(r"[<\[](/?)(?:think|thinking|thought|reasoning)[>\]]", re.I)
 _OPEN_TAG = re.compile("<answer>", re.I)
 _CLOSE_TAG = re.compile("</answer>", re.I)
-_LINK = re.compile(r"[\s$;)]*(?:,|\bor\b|\band\b)[\s$]*(?:or\b|and\b)?[\s$]*(?:[A-Za-z] ?= ?)?")
+_LINK = re.compile(
+    r"[\s$;)]{0,9}+(?:,|\bor\b|\band\b)[\s$]{0,9}(?:(?:or|and)\b[\s$]{0,9})?(?:[A-Za-z] ?= ?)?"
+)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 # What stands before or after a number that is a part of an expression, as in `x^2` and `2\pi`.
 _BEFORE_PART = re.compile(r"(?:[\^_√]|\^\{|_\{|\}\{|sqrt\{|frac\{)-?\Z")

@@ -57,7 +57,7 @@ def attention(device: str) -> tuple[float, str]:
 
     kind = Kind(device, torch.bfloat16 if device == "cuda" else torch.float32, 64)
     provider = dispatch.choose(kind)
-    error = dispatch.self_test(provider.attend, kind)
+    error = dispatch.pair_of(provider.attend, kind).gap()
     return error / ATTENTION_BAR, f"{error:.1e}; {provider.name}"
 
 

@@ -20,7 +20,7 @@ from grpo_fast.attention.kernels import cuda, explicit, flex, reference, torch_c
 from grpo_fast.attention.kernels.kernel import Kernel
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import AttentionParams, TreeLayout
-from grpo_fast.kernels.self_test import in_fresh_thread
+from grpo_fast.kernels.agree import Pair, draw, in_fresh_thread
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,8 @@ log = logging.getLogger(__name__)
 # (T, H, D), k (T, H_kv, D), v (T, H_kv, D) and output (T, H, D).
 Attention = Callable[..., Tensor]
 
-# Maximum relative L2 error of the output and the gradients at which a kernel still passes its
-# self-test, for each dtype.
-SELF_TEST_TOLERANCE = {
+# Largest relative error of the output and the gradients at which a kernel is used, for each dtype.
+TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
 
@@ -104,35 +103,19 @@ def packed_rows_attention(
 
 @cache
 def choose(kind: Kind) -> Provider:
-    """Return the first provider that supports this kind of input and passes its self-test."""
+    """Return the first provider that supports this kind of input and agrees with the reference."""
+    gpu = kind.gpu
+    if kind.device == "cuda" and gpu is None:
+        gpu = torch.cuda.current_device()
     for provider in candidates(kind):
-        name = provider.name
-        try:
-            error = _tested(provider.attend, kind)
-        except Exception as problem:  # a foreign kernel may raise anything; try the next one
-            log.warning("attention kernel %s failed on %s: %s; skipped", name, kind, problem)
-            continue
-        if error <= SELF_TEST_TOLERANCE[kind.dtype]:
-            log.info("packed attention on %s: using %s, error %.1g", kind, name, error)
+        # Compare in a new thread, so that autocast or hooks of the caller cannot affect the choice.
+        compare = pair_of(provider.attend, kind).difference
+        difference = in_fresh_thread(compare, gpu)
+        if difference is None:
+            log.info("packed attention on %s: using %s", kind, provider.name)
             return provider
-        log.warning("attention kernel %s is wrong on %s: error %.2g; skipped", name, kind, error)
-    raise RuntimeError(f"no attention kernel passed its self-test on {kind}")
-
-
-def _tested(attention: Attention, kind: Kind) -> float:
-    """Run `self_test` in a new thread, so that autocast or hooks of the caller cannot affect it.
-
-    The thread selects the GPU of the caller's tensors, because it would otherwise use GPU 0.
-    """
-    if kind.device != "cuda":
-        return in_fresh_thread(lambda: self_test(attention, kind))
-    index = torch.cuda.current_device() if kind.gpu is None else kind.gpu
-
-    def run() -> float:
-        with torch.cuda.device(index):
-            return self_test(attention, kind)
-
-    return in_fresh_thread(run)
+        log.warning("attention kernel %s skipped on %s: %s", provider.name, kind, difference)
+    raise RuntimeError(f"no attention kernel agrees with the reference on {kind}")
 
 
 def candidates(kind: Kind) -> Iterator[Provider]:
@@ -140,40 +123,31 @@ def candidates(kind: Kind) -> Iterator[Provider]:
     return (provider for provider in PROVIDERS if provider.takes(kind))
 
 
-def self_test(attention: Attention, kind: Kind) -> float:
-    """Return the largest relative L2 error of output and gradients against dense fp64 attention.
+def pair_of(attention: Attention, kind: Kind) -> Pair:
+    """Return a kernel and dense fp64 attention, to compare outputs and gradients.
 
     The input is a packed row of 43 tokens with two trees of three levels and one segment outside of
-    a tree. One segment has a single token. Each of the two key heads serves two query heads. The
-    result is NaN if any error is NaN.
+    a tree. One segment has a single token. Each of the two key heads serves two query heads.
     """
-    # 1. Draw random inputs for a small tree.
     lengths = (9, 4, 5, 1, 3, 2, 7, 2, 10)
     parents = (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     window = 4 if kind.has_window else None
     softcap = 3.0 if kind.has_softcap else None
     params = AttentionParams(kind.head_dim**-0.5, window, softcap)
-    runs: list[tuple[Attention, str, torch.dtype]] = [
-        (attention, kind.device, kind.dtype),
-        (reference.attend, "cpu", torch.float64),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(lengths), heads, kind.head_dim) for heads in (4, 2, 2, 4)]
-    *inputs, grad = (torch.randn(s, generator=generator).to(kind.dtype) for s in shapes)
-    if kind.has_sinks:
-        inputs.append(torch.randn(4, generator=generator).to(kind.dtype))
-    # 2. Run the kernel and the reference.
-    results = []
-    for function, device, dtype in runs:
-        leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-        q, k, v, *sinks = leaves
+
+    def run(function: Attention, device: str, dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+        q, k, v, *sinks = (x.to(device, dtype) for x in inputs)
         layout = TreeLayout.of(lengths, device, parents=parents)
-        out = function(q, k, v, layout, params._replace(sinks=sinks[0] if sinks else None))
-        gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
-        results.append([out.detach(), *gradients])
-    pairs = zip(*results, strict=True)
-    # 3. Compute the maximum with torch, because Python's max may ignore a NaN.
-    return float(torch.stack([(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]).max())
+        return function(q, k, v, layout, params._replace(sinks=sinks[0] if sinks else None))
+
+    shapes: list[tuple[int, ...]] = [(sum(lengths), n, kind.head_dim) for n in (4, 2, 2)]
+    shapes += [(4,)] * kind.has_sinks
+    inputs = [draw(*shape, seed=n).to(kind.dtype) for n, shape in enumerate(shapes)]
+    return Pair(
+        partial(run, attention, kind.device, kind.dtype),
+        partial(run, reference.attend, "cpu", torch.float64),
+        inputs, TOLERANCE[kind.dtype], gradients=True,
+    )  # fmt: skip
 
 
 def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
-from grpo_fast.attention.dispatch import SELF_TEST_TOLERANCE, Kind, candidates, self_test
+from grpo_fast.attention.dispatch import Kind, candidates, pair_of
 from grpo_fast.data import reason
 from grpo_fast.doctor.diagnosis import DoctorSettings, examine_engine
 from grpo_fast.kernels import route
+from grpo_fast.kernels.agree import Pair
 from grpo_fast.rollout.engine import NOISE
 from grpo_fast.train import loop
 from grpo_fast.train.checkpoint import checkpoints_in
@@ -105,8 +106,8 @@ def attention_checks(device: torch.device) -> Iterator[Check]:
         kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
         for provider in candidates(kind):
             name = f"attention {provider.name} {str(dtype).removeprefix('torch.')}{extra}"
-            run = partial(map, self_test, [provider.attend], [kind])
-            yield from checked([name], [SELF_TEST_TOLERANCE[dtype]], run)
+            pair = pair_of(provider.attend, kind)
+            yield from checked([name], [pair.bar], partial(map, Pair.gap, [pair]))
 
 
 def run_checks(device: torch.device) -> Iterator[Check]:

@@ -99,20 +99,20 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
         assert dispatch.choose(Kind("cpu", FP32, 8)).name == "explicit"
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 5
-    assert "raising failed on cpu float32, head_dim 8: division by zero" in lines[0]
-    assert "without_prompts is wrong" in lines[1] and "wrong_gradient is wrong" in lines[2]
-    assert "nan_gradient is wrong" in lines[3]
+    assert "raising skipped on cpu float32, head_dim 8: it fails: division by zero" in lines[0]
+    for line, liar in zip(lines[1:4], liars, strict=True):
+        assert f"{liar.name} skipped" in line and "it differs by" in line
     assert lines[4].startswith("packed attention on cpu float32, head_dim 8: using explicit")
     monkeypatch.setattr(dispatch, "PROVIDERS", (raising,))
     with pytest.raises(
-        RuntimeError, match="no attention kernel passed its self-test on cpu float64"
+        RuntimeError, match="no attention kernel agrees with the reference on cpu float64"
     ):
         dispatch.choose(Kind("cpu", FP64, 8))
 
 
 @pytest.mark.parametrize(("index", "expected"), [(3, 3), (None, 2)])
-def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch, index, expected):
-    """Check that the thread of the self-test selects the GPU of the tensors.
+def test_the_comparison_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch, index, expected):
+    """Check that the thread of the comparison selects the GPU of the tensors.
 
     A new thread starts with GPU 0, which may belong to a different rank.
     """
@@ -123,14 +123,13 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
         current.index = index
         yield
 
-    def self_test(attention, kind):
+    def difference():
         used.append(getattr(current, "index", 0))
-        return 0.0
 
     used: list[int] = []
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(dispatch, "self_test", self_test)
+    monkeypatch.setattr(dispatch, "pair_of", lambda *_: SimpleNamespace(difference=difference))
     monkeypatch.setattr(dispatch, "PROVIDERS", [Provider("any", lambda kind: True, lambda: None)])
     assert dispatch.choose(Kind("cuda", BF16, 64, gpu=index)).name == "any"
     assert used == [expected]

@@ -229,4 +229,4 @@ def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_wind
         monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
     for has_softcap in (False, True) if name in ("fa2", "fa3") else (False,):
         kind = Kind("cpu", torch.float64, 8, has_window, has_softcap)
-        assert dispatch.self_test(ATTENTION[name], kind) < 1e-14
+        assert dispatch.pair_of(ATTENTION[name], kind).gap() < 1e-14

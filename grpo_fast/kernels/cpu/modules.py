@@ -1,9 +1,9 @@
 """Replace a model's CPU layers with the fast layers of layers.py.
 
 `fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
-class, weights, names, hooks and submodules do not change. The attributes of a module and one trial
-decide: the trial compares outputs and gradients of both layers for random inputs and weights. At
-each call, only hooks and a replaced activation are looked for.
+class, weights, names, hooks and submodules do not change. The attributes of a module and `agree`
+decide: it compares outputs and gradients of both layers for random inputs and weights. At each
+call, only hooks and a replaced activation are looked for.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from grpo_fast.kernels.agree import agree, draw, in_fresh_thread
 from grpo_fast.kernels.cpu import autocast, layers, loader
-from grpo_fast.kernels.self_test import in_fresh_thread
 
-CLOSE = 1e-5  # relative tolerance of a trial, for two fp32 results of the same formula
+CLOSE = 1e-5  # largest relative difference of two fp32 results of the same formula
 # Name of the function that rotates queries and keys in the attention modules of transformers.
 ROTARY = "apply_rotary_pos_emb"
-# Linear layers of a SwiGLU MLP, with the shapes of their weights in the trial.
+# Linear layers of a SwiGLU MLP, with the shapes of their weights in the comparison.
 MLP_SHAPES = {"gate_proj": (12, 8), "up_proj": (12, 8), "down_proj": (8, 12)}
 FIELDS = vars(nn.Module()).keys()  # attributes of every module
 # Attributes of these types are the settings of a module. They may change its formula.
 SETTINGS = frozenset((bool, int, float, str, type(None)))
-# Scales of the random input rows of a trial. In the smallest rows, the eps of a norm is larger than
-# the mean square. The largest rows reach the bounds of an MLP that clamps.
+# Scales of the random input rows of a comparison. In the smallest rows, the eps of a norm is
+# larger than the mean square. The largest rows reach the bounds of an MLP that clamps.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 
 
@@ -58,35 +58,35 @@ def fast_layers(model: nn.Module) -> None:
         # the meta device, because the weights of the module are loaded later.
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
             continue
-        ours, trial = _layer_of(module)
+        ours, pair = _layer_of(module)
         if ours is None:
             continue
-        # Modules of one class with equal attributes share a trial.
+        # Modules of one class with equal attributes share a comparison.
         fields = [(n, v) for n, v in vars(module).items() if n not in FIELDS]
         key = type(module), *((n, v if type(v) in SETTINGS else id(v)) for n, v in fields)
         if key not in verdicts:
-            verdicts[key] = _passes(trial)
+            verdicts[key] = _passes(pair)
         if verdicts[key]:
             vars(module)["forward"] = OurForward(_forward, ours, module)
 
 
-def _layer_of(module: Any) -> tuple[Callable[..., Any] | None, Callable[[], bool]]:
-    """Return the fast `forward` that fits a module's attributes, or None, and its trial."""
+def _layer_of(module: Any) -> tuple[Callable[..., Any] | None, Callable[[], str | None]]:
+    """Return the fast `forward` that fits a module's attributes, or None, and its comparison."""
     kind = type(module)
     children = module._modules
     own = {*module._parameters, *module._buffers}
     if kind is nn.Linear:  # not a subclass, which may override forward
-        return _linear_layer, lambda: True
+        return _linear_layer, lambda: None
     if own == {"weight"} and not children and module.weight.dim() == 1:
-        return _norm_layer, functools.partial(_is_rms_norm, module)
+        return _norm_layer, functools.partial(_norm_pair, module)
     if not own and children.keys() == {*MLP_SHAPES, "act_fn"} and is_untouched(module.act_fn):
         act = module.act_fn
-        return functools.partial(_swiglu_mlp, act), functools.partial(_is_swiglu, module, act)
+        return functools.partial(_swiglu_mlp, act), functools.partial(_swiglu_pair, module, act)
     # A decorated forward has the global variables of its decorator, and keeps its own rotary.
     theirs = getattr(kind.forward, "__globals__", {}).get(ROTARY)
     if kind.__name__.endswith("Attention") and theirs is not None:
-        return _attention, functools.partial(_rotates_halves, theirs)
-    return None, lambda: False
+        return _attention, functools.partial(_rotary_pair, theirs)
+    return None, lambda: None
 
 
 def _forward(ours: Callable[..., Any], module: nn.Module, *inputs: Any, **options: Any) -> Any:
@@ -168,18 +168,19 @@ def _with_our_rotary(forward: Any) -> Callable[..., Any]:
     return ours
 
 
-# ---- trials
+# ---- pairs
 
 
-def _passes(trial: Callable[[], bool]) -> bool:
-    try:
-        with torch.random.fork_rng(devices=[]):  # a forward of the model may draw numbers
-            return loader.unavailable("layers") is None and in_fresh_thread(trial)
-    except Exception:  # the forward of an unknown class may raise anything for the trial's inputs
-        return False
+def _agree(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor) -> str | None:
+    return agree(ours, theirs, inputs, CLOSE, gradients=True)
 
 
-def _is_rms_norm(norm: Any) -> bool:
+def _passes(pair: Callable[[], str | None]) -> bool:
+    with torch.random.fork_rng(devices=[]):  # a forward of the model may draw numbers
+        return loader.unavailable("layers") is None and in_fresh_thread(pair) is None
+
+
+def _norm_pair(norm: Any) -> str | None:
     eps: Any = epsilon_of(norm)
     twin = copy.copy(norm)  # so that the parameters of the original module do not change
 
@@ -188,57 +189,30 @@ def _is_rms_norm(norm: Any) -> bool:
         return type(norm).forward(twin, x)
 
     width = norm.weight.numel()
-    given = _rows_of(width), _draw(width, seed=9)
-    return _agree(lambda x, weight: layers.rms_norm(x, weight, eps), theirs, given)
+    weight = draw(width, seed=9)
+    return _agree(lambda x, w: layers.rms_norm(x, w, eps), theirs, _rows_of(width), weight)
 
 
-def _is_swiglu(mlp: nn.Module, act: nn.Module) -> bool:
+def _swiglu_pair(mlp: nn.Module, act: nn.Module) -> str | None:
     # Replace the linear layers by small ones, which have no hooks.
     twin = copy.copy(mlp)
     children: dict[str, Any] = {"act_fn": act}
     for seed, (name, shape) in enumerate(MLP_SHAPES.items()):
-        weight, bias = _draw(*shape, seed=seed), _draw(shape[0], seed=seed + 3)
+        weight, bias = draw(*shape, seed=seed), draw(shape[0], seed=seed + 3)
         children[name] = functools.partial(F.linear, weight=weight, bias=bias)
     vars(twin).update(_modules=children, training=True)
     ours = functools.partial(_swiglu_mlp, act, twin)
-    return _agree(ours, functools.partial(type(mlp).forward, twin), [_rows_of(8)])
+    return _agree(ours, functools.partial(type(mlp).forward, twin), _rows_of(8))
 
 
-def _rotates_halves(theirs: Callable[..., Any]) -> bool:
-    q, k, cos, sin = (_draw(1, n, 3, 8, seed=n) for n in (2, 1, 3, 4))
+def _rotary_pair(theirs: Callable[..., Any]) -> str | None:
+    q, k, cos, sin = (draw(1, n, 3, 8, seed=n) for n in (2, 1, 3, 4))
     angles = cos[:, 0], sin[:, 0]
     return _agree(
-        lambda q, k: layers.rotary(q, k, *angles), lambda q, k: theirs(q, k, *angles), [q, k]
+        lambda q, k: layers.rotary(q, k, *angles), lambda q, k: theirs(q, k, *angles), q, k
     )
-
-
-def _draw(*shape: int, seed: int) -> Tensor:
-    """Return normal random numbers without changing the state of torch's generators."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _rows_of(width: int) -> Tensor:
     """Return ten random rows of different scales."""
-    return torch.cat([scale * _draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
-
-
-def _agree(ours: Callable[..., Any], theirs: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
-    """Return whether two functions give nearly the same outputs and gradients.
-
-    Outputs are compared row by row, because the rows have different scales. Rows of a gradient may
-    cancel to almost 0, so each gradient is compared as one vector.
-    """
-    results: list[list[Tensor]] = []
-    for function in (ours, theirs):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out = function(*leaves)
-        outputs = [out] if isinstance(out, Tensor) else [*out]
-        # Use a random upstream gradient, so that every output element influences the gradients.
-        ups = [_draw(*x.shape, seed=7) for x in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, ups)
-        results.append([*outputs, *(x.flatten() for x in gradients)])
-    return all(
-        a.shape == b.shape and bool(((a - b).abs().amax(-1) <= CLOSE * b.abs().amax(-1)).all())
-        for a, b in zip(*results, strict=True)
-    )
+    return torch.cat([scale * draw(2, width, seed=i) for i, scale in enumerate(SCALES)])

@@ -21,6 +21,7 @@ import copy
 import inspect
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
     from grpo_fast.attention.packing import PackedTree
 
-# Methods of a transformers cache. Recurrent layers call READS. A layer that also calls ATTENDS
+# Methods of a transformers cache. Recurrent layers call STORES. A layer that also calls ATTENDS
 # stores keys, so it needs more than a state.
-READS = {"get_conv_state", "get_recurrent_state"}
+STORES = {"update_conv_state", "update_recurrent_state"}
 ATTENDS = {"update", "update_indexer"}
 # Layer types whose masks a hybrid model accepts in a dictionary.
 MASKS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid"
@@ -94,6 +95,24 @@ class StateCache:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True  # otherwise the layer updates the window of its convolution in place
+
+    # transformers 5.17 reads cache.layers[layer_idx].conv_states[0] in place of `get_conv_state`.
+    record_past = True
+
+    @property
+    def layers(self) -> dict[int, StateCache]:
+        return defaultdict(lambda: self)
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        return [self.state.conv]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self.state.recurrent]
+
+    def has_previous_state(self, layer_idx: int = 0, state_idx: int = 0) -> bool:
+        return any(x is not None for x in self.state)
 
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
@@ -229,7 +248,7 @@ def _cache_name(kind: type[nn.Module]) -> str | None:
     forward = inspect.unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
     names = set(code.co_names) if code else set()
-    if not READS & names or ATTENDS & names:
+    if not STORES & names or ATTENDS & names:
         return None
     arguments = inspect.signature(forward).parameters
     return next((name for name in ("cache_params", "past_key_values") if name in arguments), None)

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from grpo_fast.attention import (
@@ -138,7 +140,9 @@ def assert_equal(model: Any, pack: Any, expected: Any, bars: tuple[float, float]
         assert (grads[name] - grad).norm() <= bars[1] * max(float(grad.norm()), least), name
 
 
-BARS = {torch.float32: (2e-5, 1e-4), torch.float64: (1e-12, 1e-12)}
+# The scans of transformers 5.17 compute fp64 models in fp32.
+OLD = Version(transformers.__version__) < Version("5.18")
+BARS = {torch.float32: (2e-5, 1e-4), torch.float64: (1e-6, 1e-6) if OLD else (1e-12, 1e-12)}
 
 
 @pytest.mark.parametrize("dtype", BARS, ids=str)

@@ -72,7 +72,7 @@ def test_refused(family, changes, reason):
         ("recurrent_gemma", {}, "recurrent state"),
         ("xlstm", {}, "recurrent state"),
         ("bloom", {}, "differs from its own logits"),  # ALiBi
-        ("deepseek_v32", {}, "indexed_attention"),
+        ("deepseek_v32", {}, "layer_types"),
     ],
 )
 def test_plain(family, changes, reason):

@@ -1,5 +1,6 @@
 """Attention over packed rows, where a prefix shared by several sequences is computed only once."""
 
+from grpo_fast.attention.agree import draw_groups, worst_gap
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of, trunk_of
 from grpo_fast.attention.hybrid import hidden_by_samples, split_recurrent_layers
@@ -17,17 +18,16 @@ from grpo_fast.attention.model import (
 )
 from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
 from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
-from grpo_fast.attention.trial import RANDOM_FACTOR, draw_groups, random_weights
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
+from grpo_fast.kernels.agree import Pair
 from grpo_fast.kernels.cpu.modules import fast_layers
 
 __all__ = [
-    "RANDOM_FACTOR",
-    "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_rope",
+    "NAME", "Head", "PackedGroups", "PackedTree", "Pair", "Share", "TreeLayout", "check_rope",
     "check_supported",
     "check_tolerance", "disable_dropout", "draw_groups", "fast_layers", "head_of",
     "hidden_by_samples", "offload_checkpoints", "pack_groups", "pack_tree", "packed_attention",
-    "packed_rows_attention", "plan_packs", "plan_trees", "prepare", "random_weights", "register",
+    "packed_rows_attention", "plan_packs", "plan_trees", "prepare", "register",
     "shared_prompt_supported", "small_windows", "split_recurrent_layers", "tile_mlps",
-    "tree_tokens", "trunk_of", "trunk_tokens", "window_as_mask", "window_of",
+    "tree_tokens", "trunk_of", "trunk_tokens", "window_as_mask", "window_of", "worst_gap",
 ]  # fmt: skip

@@ -146,7 +146,7 @@ def pair_of(attention: Attention, kind: Kind) -> Pair:
     return Pair(
         partial(run, attention, kind.device, kind.dtype),
         partial(run, reference.attend, "cpu", torch.float64),
-        inputs, TOLERANCE[kind.dtype], gradients=True,
+        inputs, TOLERANCE[kind.dtype], gradients=True, by_norm=True,
     )  # fmt: skip
 
 

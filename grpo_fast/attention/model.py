@@ -10,19 +10,20 @@ checkpointing calls it again in the backward pass.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from grpo_fast.attention.agree import packed_pair
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import check_tolerance
 from grpo_fast.attention.hybrid import may_be_hybrid, recurrent_layers, split_recurrent_layers
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.packing import pack_groups
-from grpo_fast.attention.trial import draw_groups
-from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
+from grpo_fast.attention.packing import PackedTree
+from grpo_fast.attention.windows import window_as_mask, window_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,34 +94,31 @@ def _check_packed_row(model: PreTrainedModel) -> None:
 
     The model is in evaluation mode meanwhile, because its own pass may have dropout.
     """
-    name = f"model_type {model.config.model_type}"
     trunk = model.base_model
     own = model.config._attn_implementation
     training = model.training
-    ((prompt, (first, second)),) = draw_groups(1, len(model.get_input_embeddings().weight))
-    completions = [first, second[:3]]
-    pack = pack_groups([(prompt, completions)], device=model.device)
+
+    def packed(pack: PackedTree) -> Tensor:
+        model.set_attn_implementation(register())
+        return trunk(**pack.model_inputs).last_hidden_state[0, pack.predicting].float()
+
+    def alone(rows: list[list[int]], _: Sequence[int]) -> Tensor:
+        # transformers 5.17 lets gemma2 use SDPA, which ignores its softcap.
+        model.set_attn_implementation("eager")
+        ids = torch.tensor(rows, device=model.device)[:, :-1]
+        return trunk(input_ids=ids, use_cache=False).last_hidden_state.float()
+
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(model.device.type) else trunk.dtype
     model.eval()
     try:
-        with small_windows(model):
-            # transformers 5.17 lets gemma2 use SDPA, which ignores its softcap.
-            model.set_attn_implementation("eager")
-            rows = [torch.tensor([prompt + ids[:-1]], device=model.device) for ids in completions]
-            alone = [trunk(input_ids=x, use_cache=False).last_hidden_state[0] for x in rows]
-            expected = torch.cat([x[len(prompt) - 1 :] for x in alone]).float()
-            model.set_attn_implementation(register())
-            packed = trunk(**pack.model_inputs).last_hidden_state[0, pack.predicting].float()
-    except (AttributeError, KeyError, TypeError) as error:  # raised by models that require a mask
-        raise ValueError(f"{name}: packed attention fails: {error}") from error
+        difference = packed_pair(model, packed, alone, check_tolerance(dtype)).difference()
     finally:
         model.set_attn_implementation(own)
         model.train(training)
-    gap = float((packed - expected).norm() / expected.norm())
-    dtype = torch.bfloat16 if torch.is_autocast_enabled(model.device.type) else trunk.dtype
-    if not gap <= check_tolerance(dtype):
+    if difference is not None:
         raise ValueError(
-            f"{name}: the hidden states of a packed row differ by {gap:.2g} of their size from "
-            "those of separate sequences: its layers do something that packed rows do not support"
+            f"model_type {model.config.model_type}: packed rows do not support its layers. "
+            f"Compared with separate sequences, {difference}"
         )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from grpo_fast.attention.layout import TreeLayout
 
-SMALLEST = 3  # tokens: smaller than the prompts of every trial
+SMALLEST = 3  # tokens: smaller than the prompts of every comparison
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
 POSITIONS = ("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings")
 NAMES = re.compile("window|chunk|floor|original_max")  # attributes that may copy these fields
@@ -74,7 +74,7 @@ def window_of(attention_mask: object, sliding_window: int | None) -> int | None:
 
 @contextmanager
 def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]:
-    """Make the windows of a model so small that the short sequences of a trial exceed them.
+    """Make the windows of a model so small that the short sequences of a comparison exceed them.
 
     Inside the context, the smallest window or chunk has SMALLEST tokens, the second smallest
     SMALLEST + 1, and so on, so that different sizes remain different. The context changes the sizes
@@ -83,7 +83,7 @@ def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]
     Args:
         model: the model.
         positions: also shrink the positions at which the model changes its computation, for a
-            trial that begins at position 0.
+            comparison that begins at position 0.
     """
     # 1. Collect the configurations of all modules, and the dictionaries that they contain.
     modules = list(model.modules())

@@ -1,4 +1,4 @@
-"""Self-tests for this machine, which check kernels, attention, a rollout and a resumed run."""
+"""Self-tests for this machine: kernels, attention, a small model, a rollout and a resumed run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,19 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
+from grpo_fast.attention import check_tolerance
 from grpo_fast.attention.dispatch import Kind, candidates, pair_of
 from grpo_fast.data import reason
+from grpo_fast.data.splits import Splits
 from grpo_fast.doctor.diagnosis import DoctorSettings, examine_engine
 from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import Pair
 from grpo_fast.rollout.engine import NOISE
+from grpo_fast.rollout.own.engine import LOOP, gap_of
 from grpo_fast.train import loop
 from grpo_fast.train.checkpoint import checkpoints_in
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models.loading import build_tokenizer, load_policy, packed_gap
 
 ERRORS = ("loss and logps against fp64", "gradients against fp64", "same bits again, and alone")
 BACKENDS = ("torch", "cpu", "triton")
@@ -35,12 +38,14 @@ HIDDEN = 64
 VOCABULARY = 4096  # large enough to select the kernels for large vocabularies
 HEAD_DIM = 64  # head dimension in the tests of attention kernels
 LOGPS = 1e-5  # allowed absolute error of loss and logps in any dtype
-GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # allowed relative L2 error
+GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # allowed relative error
+MODEL = ("model.config.hidden_size=16", "model.config.intermediate_size=32",
+         "model.config.num_hidden_layers=1")  # fmt: skip
 RUN = (
+    *MODEL,
     "steps=2", "checkpoint.every=1", "checkpoint.keep=2", "optim.schedule=constant",
     "rollout.prompts_per_step=2", "rollout.group_size=4", "data.n_test=4", "eval.every=0",
-    "log.progress=false", "log.completions_every=0", "model.config.hidden_size=16",
-    "model.config.intermediate_size=32", "model.config.num_hidden_layers=1",
+    "log.progress=false", "log.completions_every=0",
 )  # fmt: skip
 
 
@@ -70,20 +75,18 @@ class Check:
 def self_checks() -> list[Check]:
     """Run every self-test on the GPU, or on the CPU if there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [*kernel_checks(device), *attention_checks(device), *run_checks(device)]
+    return [
+        *kernel_checks(device), *attention_checks(device), *model_checks(device),
+        *run_checks(device),
+    ]  # fmt: skip
 
 
-def checked(
-    names: Sequence[str], bounds: Sequence[float], run: Callable[[], Iterable[float]]
-) -> list[Check]:
-    """Call `run`, and return one check for each error that it measures.
-
-    If `run` raises an exception, return a single check with an infinite error.
-    """
+def checked(name: str, bound: float, gap: Callable[[], float]) -> Check:
+    """Measure a gap. An exception counts as an infinite gap."""
     try:
-        return [Check(*each) for each in zip(names, run(), bounds, strict=True)]
+        return Check(name, gap(), bound)
     except Exception as error:  # a kernel may raise any exception; the other tests must still run
-        return [Check(names[0], float("inf"), bounds[0], reason(error))]
+        return Check(name, float("inf"), bound, reason(error))
 
 
 def kernel_checks(device: torch.device) -> Iterator[Check]:
@@ -94,9 +97,8 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
         if missing is not None:
             yield Check(name, None, 0.0, missing.splitlines()[0])
             continue
-        run = partial(kernel_errors, random_inputs(dtype, device), backend)
-        names = [f"{name}: {error}" for error in ERRORS]
-        yield from checked(names, (LOGPS, GRADIENTS[dtype], 0.0), run)
+        for error, pair in kernel_pairs(random_inputs(dtype, device), backend).items():
+            yield checked(f"{name}: {error}", pair.bar, pair.gap)
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
@@ -105,9 +107,26 @@ def attention_checks(device: torch.device) -> Iterator[Check]:
         is_special = extra == ", window", extra == ", softcap"
         kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
         for provider in candidates(kind):
-            name = f"attention {provider.name} {str(dtype).removeprefix('torch.')}{extra}"
             pair = pair_of(provider.attend, kind)
-            yield from checked([name], [pair.bar], partial(map, Pair.gap, [pair]))
+            name = f"attention {provider.name} {str(dtype).removeprefix('torch.')}{extra}"
+            yield checked(name, pair.bar, pair.gap)
+
+
+def model_checks(device: torch.device) -> Iterator[Check]:
+    """Compare packed rows and our sampling loop with the forward pass of a small model."""
+    config = load_recipe("sort", [f"model.device={device}", *MODEL])
+    torch.manual_seed(config.seed)
+    policy = load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
+    bound = check_tolerance(torch.float32)
+
+    def packed() -> float:
+        if policy.unshared is not None:  # loading the policy has found a difference
+            raise ValueError(policy.unshared)
+        return packed_gap(policy)
+
+    yield checked("packed rows: logps against the model's", bound, packed)
+    with policy.generation():
+        yield checked("our loop: logps against the model's", bound, lambda: gap_of(policy, LOOP))
 
 
 def run_checks(device: torch.device) -> Iterator[Check]:
@@ -116,9 +135,8 @@ def run_checks(device: torch.device) -> Iterator[Check]:
     config = load_recipe("sort", [*words, "model.config.initializer_range=0.3"])
     name = "rollout: logps against the trainer's"
     small = DoctorSettings(n=4)
-    yield from checked([name], [NOISE[torch.float32]], lambda: [examine_engine(small, config).mean])
-    name = "checkpoint: a resumed run's weights, bit for bit"
-    yield from checked([name], [0.0], lambda: [resumed_differences()])
+    yield checked(name, NOISE[torch.float32], lambda: examine_engine(small, config).mean)
+    yield checked("checkpoint: a resumed run's weights, bit for bit", 0.0, resumed_differences)
 
 
 def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -145,7 +163,8 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
     """Compute the fused loss and its gradients with a backend.
 
     Returns:
-        Loss, log-probabilities, and the gradients of `hidden` and `weight`, in fp64 on the CPU.
+        Loss, log-probabilities, and the flattened gradients of `hidden` and `weight`, in fp64 on
+        the CPU.
     """
     hidden = inputs["hidden"].detach().requires_grad_()
     weight = inputs["lm_head_weight"].detach().requires_grad_()
@@ -153,34 +172,40 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
     options: Any = {**inputs, **leaves, "backend": backend}
     out = linear_grpo_loss(config=LossConfig(loss_type="grpo"), **options)
     gradients = torch.autograd.grad(out.loss, (hidden, weight))
-    return [x.detach().double().cpu() for x in (out.loss, out.logps, *gradients)]
+    flat = (x.flatten() for x in gradients)
+    return [x.detach().double().cpu() for x in (out.loss, out.logps, *flat)]
 
 
-def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float, float]:
-    """Measure the errors of a backend. Return one number for each name in `ERRORS`.
-
-    If a result of the backend is NaN, the error is NaN.
-    """
-    # 1. Measure the absolute error of loss and logps, and the relative L2 error of the gradients.
-    # Use torch's max, because it propagates NaN.
-    first = fused_results(inputs, backend)
+def kernel_pairs(inputs: dict[str, Tensor], backend: str) -> dict[str, Pair]:
+    """Return one pair for each name in `ERRORS`."""
     exact = {name: x.cpu() for name, x in inputs.items()}
     exact |= {name: exact[name].double() for name in ("hidden", "lm_head_weight")}
-    pairs = list(zip(first, fused_results(exact, "torch"), strict=True))
-    values = torch.stack([(a - b).abs().max() for a, b in pairs[:2]]).max()
-    gradients = torch.stack([(a - b).norm() / b.norm() for a, b in pairs[2:]]).max()
-    # 2. Count the values that change in a second run, and the logps that change if a completion is
-    # computed alone. Results must not depend on the run or on the rest of the batch, so both counts
-    # must be 0.
-    again = fused_results(inputs, backend)
-    changed = sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
     start, end = inputs["cu_seqlens"][2:4].tolist()
-    alone = {name: inputs[name][start:end] for name in ("hidden", "target_ids", "old_logps")}
-    alone["advantages"] = inputs["advantages"][2:3]
-    alone["cu_seqlens"] = inputs["cu_seqlens"][2:4] - start
-    logps = fused_results({**inputs, **alone}, backend)[1]
-    changed += int((logps != first[1][start:end]).sum())
-    return float(values), float(gradients), float(changed)
+    third = {name: inputs[name][start:end] for name in ("hidden", "target_ids", "old_logps")}
+    third["advantages"] = inputs["advantages"][2:3]
+    third["cu_seqlens"] = inputs["cu_seqlens"][2:4] - start
+
+    def ours() -> list[Tensor]:
+        return fused_results(inputs, backend)
+
+    def theirs() -> list[Tensor]:
+        return fused_results(exact, "torch")
+
+    # Results must depend neither on the run nor on the rest of the batch.
+    def with_alone() -> list[Tensor]:
+        found = ours()
+        return [*found, found[1][start:end]]
+
+    def again() -> list[Tensor]:
+        return [*ours(), fused_results({**inputs, **third}, backend)[1]]
+
+    bar = GRADIENTS[inputs["hidden"].dtype]
+    pairs = (
+        Pair(lambda: ours()[:2], lambda: theirs()[:2], (), LOGPS, in_nats=True),
+        Pair(lambda: ours()[2:], lambda: theirs()[2:], (), bar, by_norm=True),
+        Pair(with_alone, again, (), 0.0, in_nats=True),
+    )
+    return dict(zip(ERRORS, pairs, strict=True))
 
 
 def resumed_differences() -> float:

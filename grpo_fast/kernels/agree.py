@@ -31,6 +31,7 @@ class Pair(NamedTuple):
             a row (the last dimension) are divided by the largest element of the row in `theirs`,
             because rows may have different scales. A gradient counts as one row, because its rows
             may cancel to almost 0.
+        by_norm: divide the L2 norm of a row's differences by the norm of the row.
         floor: smallest number by which differences are divided.
     """
 
@@ -40,6 +41,7 @@ class Pair(NamedTuple):
     bar: float
     gradients: bool = False
     in_nats: bool = False
+    by_norm: bool = False
     floor: float = SMALLEST
 
     def gap(self) -> float:
@@ -51,23 +53,18 @@ class Pair(NamedTuple):
             if a.shape != b.shape:
                 raise ValueError(f"it returns shape {tuple(a.shape)}, not {tuple(b.shape)}")
             error = (a - b).abs()
+            size = b.abs()
+            if self.by_norm:
+                error = error.norm(dim=-1, keepdim=True)
+                size = size.norm(dim=-1, keepdim=True)
             if not self.in_nats:
-                error /= b.abs().amax(-1, keepdim=True).clamp(min=self.floor)
+                error /= size.amax(-1, keepdim=True).clamp(min=self.floor)
             errors.append(error.max())
         return float(torch.stack(errors).max())  # torch's max propagates NaN
 
     def difference(self) -> str | None:
         """Return how the two computations differ, or None if they agree."""
-        try:
-            gap = self.gap()
-        except torch.OutOfMemoryError:
-            raise
-        except ValueError as error:
-            return first_line(error)
-        except Exception as error:  # code of other projects may raise anything
-            return f"it fails: {first_line(error)}"
-        unit = "nats" if self.in_nats else "of its size"
-        return None if gap <= self.bar else f"it differs by {gap:.2g} {unit} (≤ {self.bar:g})"
+        return exceeds(self.gap, self.bar, "nats" if self.in_nats else "of its size")
 
     def _results(self, function: Callable[..., Any]) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_(self.gradients) for x in self.inputs]
@@ -77,7 +74,7 @@ class Pair(NamedTuple):
         if self.gradients:
             # Use a random upstream gradient, so that every output element influences the gradients.
             # It is representable in 16 bits, so that it is equal in all dtypes.
-            ups = [draw(*x.shape, seed=7).bfloat16().to(x) for x in outputs]
+            ups = [draw(*x.shape, seed=7).bfloat16().to(x) if x.dim() else None for x in outputs]
             gradients = torch.autograd.grad(outputs, leaves, ups, materialize_grads=True)
             found += [x.flatten() for x in gradients]
         return [x.cpu().double() for x in found]
@@ -95,6 +92,19 @@ def agree(
     An error of one computation counts as a difference, except a lack of memory.
     """
     return Pair(ours, theirs, inputs, bar, **options).difference()
+
+
+def exceeds(gap: Callable[[], float], bar: float, unit: str) -> str | None:
+    """Return a sentence if a measured gap exceeds `bar`, is NaN or cannot be measured."""
+    try:
+        found = gap()
+    except torch.OutOfMemoryError:
+        raise
+    except ValueError as error:
+        return first_line(error)
+    except Exception as error:  # code of other projects may raise anything
+        return f"it fails: {first_line(error)}"
+    return None if found <= bar else f"it differs by {found:.2g} {unit} (expected ≤ {bar:g})"
 
 
 def in_fresh_thread(test: Callable[[], R], gpu: int | None = None) -> R:

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_fast.attention import pack_groups, trial
+from grpo_fast.attention import agree, pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.rollout.own.model import positions
+from grpo_fast.train.models.loading import self_check
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
 def groups_of(model: Any) -> list[Group]:
     """Return random groups with the lengths in LENGTHS that fit into the model's position table."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    room = trial.room_of(model, positions(model.config.get_text_config()))
+    room = agree.room_of(model, positions(model.config.get_text_config()))
     generator = torch.Generator().manual_seed(1)
 
     def ids(n: int) -> list[int]:
@@ -116,7 +116,7 @@ def judge(family: str, **changes: Any) -> Verdict:
         return Verdict(family, WRONG, ", ".join(found))
     if policy.unshared is not None:
         return Verdict(family, PLAIN, policy.unshared.splitlines()[0])
-    reason = hf._unsuited[policy.lm]
+    reason = hf._differences[policy.lm][hf.LOOP]
     return Verdict(family, RIGHT if reason is None else SLOWER, reason or "")
 
 

@@ -18,8 +18,8 @@ from grpo_fast.attention import small_windows, window_as_mask, window_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.rollout.own import engine as hf
+from grpo_fast.train.models.loading import self_check
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.self_check import self_check
 from tests.attention import sweep
 from tests.attention.families import WINDOW, family_model
 
@@ -96,15 +96,15 @@ def test_a_lost_window_is_found_by_the_self_checks(monkeypatch, window):
     self_check(policy)
     assert "differs from its own logits" in policy.unshared
     with policy.generation():
-        assert "differ by" in hf.why_unsuited(policy)
+        assert "differs by" in hf.difference_of(policy, hf.LOOP)
     assert policy.lm.config.sliding_window == window
 
 
 def test_a_loop_that_fails_says_so_of_the_model(monkeypatch):
     policy = Policy(family_model("llama"), build_symbol_tokenizer(["0", "1"]))
-    monkeypatch.setattr(hf, "compare", lambda policy: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setitem(hf.RUNS, hf.LOOP, lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
     with policy.generation():
-        assert hf.why_unsuited(policy).startswith("our loop fails on it: ")
+        assert hf.difference_of(policy, hf.LOOP).startswith("it fails: ")
 
 
 @pytest.mark.parametrize(

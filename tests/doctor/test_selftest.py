@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_fast.attention import model
 from grpo_fast.attention.dispatch import Provider
 from grpo_fast.doctor import selftest
 from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
+from grpo_fast.rollout.own import decode
 from grpo_fast.train.checkpoint import Checkpoints
 
 CPU = torch.device("cpu")
@@ -42,7 +44,7 @@ FAULTS = {
     "gradients": ("loss", lambda x, _, w: x + 1e-3 * (w - w.detach()).sum(), [GRADIENTS]),
     "bits that depend on the batch": ("logps", lambda x, *_: x + 2**-22 * len(x), [BITS]),
     "bits that depend on the call": ("loss", lambda x, n, _: x * (1 + 2**-23 * (n % 2)), [BITS]),
-    "raises": ("loss", no_kernel, [VALUES]),
+    "raises": ("loss", no_kernel, [VALUES, GRADIENTS, BITS]),
 }
 
 
@@ -76,6 +78,18 @@ def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(selftest, "candidates", lambda kind: [wrong])
     expected = [f"attention own float32{x}" for x in ("", ", window", ", softcap")]
     assert failed(attention_checks(CPU)) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong"), [(model, "packed_rows_attention", 2), (decode, "logits_of", 1)]
+)
+def test_a_small_model_and_layers_that_are_wrong(monkeypatch, module, name, wrong):
+    """Check that wrong attention fails both checks, and that wrong logits of the loop fail one."""
+    assert failed(selftest.model_checks(CPU)) == []
+    correct = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *x, **y: 0.5 * correct(*x, **y))
+    checks = ["packed rows: logps against the model's", "our loop: logps against the model's"]
+    assert failed(selftest.model_checks(CPU)) == checks[-wrong:]
 
 
 @pytest.mark.usefixtures("no_pictures")

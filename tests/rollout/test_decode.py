@@ -56,7 +56,7 @@ def both(policy, monkeypatch, prompts=PROMPTS, *, group_size=4, seed=1, **option
     sampling = Sampling(**{"max_new_tokens": 12, **options})
     found = []
     for why in (None, "requested by a test"):
-        monkeypatch.setitem(hf._unsuited, policy.lm, why)
+        monkeypatch.setitem(hf._differences, policy.lm, {hf.LOOP: why})
         engine = hf.TransformersEngine(policy)
         found.append(engine.generate(prompts, sampling, group_size=group_size, seed=seed))
     return found
@@ -76,7 +76,7 @@ def assert_same(ours, theirs, tolerance=2e-5):
 def test_every_family_samples_what_it_samples_in_transformers(family, monkeypatch):
     policy = policy_of(family)
     with policy.generation():
-        assert hf.compare(policy) is None
+        assert hf.difference_of(policy, hf.LOOP) is None
     ours, theirs = both(policy, monkeypatch)
     assert_same(ours, theirs)
 
@@ -152,7 +152,7 @@ def test_16_bits(how, monkeypatch):
     autocast = torch.bfloat16 if how == "autocast" else None
     policy = Policy(model, build_symbol_tokenizer(["0", "1"]), autocast=autocast)
     sampling = Sampling(max_new_tokens=8)
-    monkeypatch.setitem(hf._unsuited, policy.lm, None)
+    monkeypatch.setitem(hf._differences, policy.lm, {hf.LOOP: None})
     found = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
     fp32_model = model.float()
     for n, one in enumerate(found):
@@ -178,7 +178,7 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
         again = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
     assert [one.ids for one in first] == [one.ids for one in again]
     (message,) = caplog.messages
-    assert "rollouts run by transformers' generate" in message and "differ by" in message
+    assert "rollouts do not use our loop" in message and "differs by" in message
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -192,15 +192,16 @@ def test_the_comparison_of_a_model_ignores_eos(seed, monkeypatch):
     policy.lm.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])
     ending_often(policy, range(vocab))
     with policy.generation():
-        assert hf.compare(policy) is None
+        assert hf.difference_of(policy, hf.LOOP) is None
     step = decode.forward
 
     def forgets_the_latest(policy, ids, positions, cache):
         return step(policy, ids if cache.layout is not None else 0 * ids, positions, cache)
 
     monkeypatch.setattr(decode, "forward", forgets_the_latest)
+    del hf._differences[policy.lm]
     with policy.generation():
-        assert hf.compare(policy) is not None
+        assert hf.difference_of(policy, hf.LOOP) is not None
 
 
 def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
@@ -225,7 +226,7 @@ def test_nan_logits_are_refused(policy, monkeypatch):
         return logits * float("nan") if len(calls) == 3 else logits
 
     monkeypatch.setattr(decode, "logits_of", broken)
-    monkeypatch.setitem(hf._unsuited, policy.lm, None)
+    monkeypatch.setitem(hf._differences, policy.lm, {hf.LOOP: None})
     engine = hf.TransformersEngine(policy)
     with pytest.raises(NonFiniteLogits, match="the policy's logits are NaN"):
         engine.generate(PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0)

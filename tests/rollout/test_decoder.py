@@ -40,7 +40,7 @@ def policy_of(family: str = "llama", **changes: Any) -> Policy:
     for parameter in policy.lm.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    hf._unsuited[policy.lm] = None  # use the decoding loop without a trial
+    hf._differences[policy.lm] = {hf.LOOP: None}  # use the decoding loop without a comparison
     return policy
 
 
@@ -260,7 +260,7 @@ def test_weights_that_hide_a_formula_do_not_decide(zero, steps):
 
 
 def test_a_verdict_is_shared_by_models_of_one_configuration(spied, steps):
-    tried = spied(decoder, "agrees")
+    tried = spied(decoder, "difference")
     changes = {"rope_theta": 12345.0}  # no other test uses it, so no verdict is cached yet
     for seed in (0, 1):
         policy = policy_of("llama", seed=seed, **changes)

@@ -96,8 +96,8 @@ def test_chat_messages_empty_prompts_and_prompts_without_positions(policy, monke
     assert policy.positions == 512
     short = {"group_size": 1, "max_new_tokens": 1}
     assert len(generate(policy, [longest], seed=0, **short).texts) == 1
-    for name in ("decode", "by_transformers"):
-        monkeypatch.setattr(hf, name, lambda *_: pytest.fail("called before the check"))
+    for name in hf.RUNS:
+        monkeypatch.setitem(hf.RUNS, name, lambda *_: pytest.fail("called before the check"))
     with pytest.raises(ValueError, match="at most 512 tokens .*max_position_embeddings.*, got 513"):
         generate(policy, ["1 2 =", longest + " 1"], seed=0, **short)
 
@@ -128,7 +128,7 @@ def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
             input_ids = torch.cat([input_ids, tokens], dim=1)
         return input_ids
 
-    monkeypatch.setitem(hf._unsuited, policy.lm, "requested by a test")
+    monkeypatch.setitem(hf._differences, policy.lm, {hf.LOOP: "requested by a test"})
     monkeypatch.setattr(policy.lm, "generate", ends_at_once)
     rollout = generate(policy, PROMPTS, seed=2, group_size=1, max_new_tokens=2)
     assert rollout.completion_ids == [[eos]] * 3 and not rollout.truncated.any()

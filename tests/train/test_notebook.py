@@ -14,8 +14,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import build_rewards
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.self_check import self_check
+from grpo_fast.train.models.loading import load_policy, self_check
 from tests.tiny import tiny_folder
 from tests.train import tiny_runs
 

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout.own.engine import compare
+from grpo_fast.rollout.own.engine import LOOP, difference_of
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.loading import load_policy, self_check
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.self_check import self_check
 from tests.pairs import pairs
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
 from tests.train.tiny_steps import batch_of, logits_of, rollout_of, taken
@@ -87,7 +86,7 @@ def test_autocast_keeps_fp32_weights_and_a_callers_does_not_reach_the_policy(tmp
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(policy.logps(batch.packed), plain) and self_check(policy) < 1e-4
         with policy.generation():
-            assert compare(policy) is None
+            assert difference_of(policy, LOOP) is None
 
 
 def test_models_from_a_config():

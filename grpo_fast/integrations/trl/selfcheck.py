@@ -1,25 +1,15 @@
-"""Self-check of `FastGRPOTrainer`.
-
-The check computes the logps of a few rows in three ways: with our packed forward, with TRL's padded
-forward, and for each row alone, without padding. The third result is the expected result.
-"""
+"""Comparison of our packed forward, and of TRL's padded forward, with single unpadded rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_fast.attention import (
-    RANDOM_FACTOR,
-    check_tolerance,
-    draw_groups,
-    random_weights,
-    small_windows,
-)
+from grpo_fast.attention import Pair, check_tolerance, draw_groups, small_windows, worst_gap
 from grpo_fast.integrations.fast_head import reshard
 
 if TYPE_CHECKING:
@@ -27,66 +17,47 @@ if TYPE_CHECKING:
 
 SCORED = 5  # number of columns of completion tokens, which are the last columns
 
-# Type of a function (model, input_ids (B, L), attention_mask (B, L)) → logps (B, SCORED).
-Scores = Callable[["PreTrainedModel", Tensor, Tensor], Tensor]
-
-
-class Gaps(NamedTuple):
-    """Largest difference of the logps of each forward from the logps of unpadded rows, in nats."""
-
-    packed: float
-    padded: float
-
-
-def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
-    """Measure the errors of the packed and the padded forward, compared with single unpadded rows.
-
-    A large error of the packed forward means that it does not support the model, for example
-    because of an unknown logit transform. The first round uses the weights
-    of the model. They may hide an error, for example because a new LoRA adapter has no effect. The
-    second round therefore uses random weights.
-
-    Args:
-        lm: The transformers model.
-        padded: TRL's forward on a padded batch.
-        packed: Our packed forward.
-
-    Returns:
-        The larger error of the two rounds for each forward, in nats. The errors of the second round
-        are divided by `RANDOM_FACTOR`, because random weights amplify rounding errors.
-    """
-    gaps = _measure_once(lm, padded, packed)
-    with random_weights(lm) as are_random:
-        # With 16-bit weights, `are_random` is False, and the second round is skipped, because its
-        # rounding errors would hide an error of the packed forward.
-        if are_random:
-            again = (gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed))
-            gaps = Gaps(*map(max, gaps, again))  # a NaN of the second round is ignored
-    return gaps
+# Type of a function (input_ids (B, L), attention_mask (B, L)) → logps (B, SCORED).
+Scores = Callable[[Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def _measure_once(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
-    """Measure the errors in eval mode, with the model's current weights."""
-    ids, real = trial_rows(lm)
-    alone = torch.zeros(ids.shape[0], SCORED, device=ids.device)
+def largest_gap(lm: PreTrainedModel, ours: Scores, single: Scores) -> float:
+    """Return the largest difference between logps of a padded batch and of single rows, in nats.
+
+    The model's weights may hide an error, for example because a new LoRA adapter has no effect.
+    Fp32 weights are therefore also replaced with random weights, see `worst_gap`.
+
+    Args:
+        lm: The transformers model.
+        ours: The function that computes the batch.
+        single: TRL's forward, which computes each row alone, without padding.
+    """
+    ids, real = padded_rows(lm)
+    is_scored = real[:, -SCORED:]
+
+    def batch() -> Tensor:
+        with small_windows(lm):
+            return ours(ids, real.long())[is_scored].float()
+
+    def alone() -> Tensor:
+        found = []
+        with small_windows(lm):
+            for row, is_real, scored in zip(ids, real, is_scored, strict=True):
+                own = row[is_real][None]
+                found.append(single(own, torch.ones_like(own))[0, -int(scored.sum()) :].float())
+        return torch.cat(found)
+
     is_training = lm.training
     lm.eval()
     try:
-        with small_windows(lm):
-            for row in range(ids.shape[0]):
-                own = ids[row, real[row]][None]
-                length = int(real[row, -SCORED:].sum())
-                scores = padded(lm, own, torch.ones_like(own))
-                alone[row, :length] = scores[0, -length:].float()
-            both = [forward(lm, ids, real.long()).float() for forward in (packed, padded)]
+        return worst_gap(lm, lambda _: Pair(batch, alone, (), 0.0, in_nats=True))
     finally:
         lm.train(is_training)
         reshard(lm)
-    return Gaps(*(float((x - alone)[real[:, -SCORED:]].abs().max()) for x in both))
 
 
-def trial_rows(lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
+def padded_rows(lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Return two rows of random token ids with the same prompt, and a bool mask of real tokens.
 
     Both tensors have shape (2, L). The rows are padded on the left. The second row has a shorter

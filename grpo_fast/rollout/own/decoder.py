@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo_fast.attention import TreeLayout, small_windows, trial
+from grpo_fast.attention import TreeLayout, small_windows
+from grpo_fast.attention.agree import LENGTH, PROMPT, draw_groups, random_weights, starts_of
 from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
+from grpo_fast.kernels.agree import agree
 from grpo_fast.kernels.cpu import autocast, gemm, layers, loader
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu.modules import SETTINGS, Observer, epsilon_of, is_untouched, settings_of
@@ -112,7 +114,7 @@ def decoder_of(
     key = configuration_of(trunk), head.weight.dtype
     try:
         if key not in _verdicts:
-            _verdicts[key] = agrees(trunk, head, cache.device, forward)
+            _verdicts[key] = difference(trunk, head, cache.device, forward) is None
         places = torch.arange(max(cache.lengths) + cache.max_new_tokens, device=cache.device)
         return Decoder(trunk, head, places) if _verdicts[key] else None
     except Exception:  # an unusual model may raise any error: use its modules instead
@@ -204,8 +206,10 @@ def weights_of(layer: Any, dtype: torch.dtype) -> cpp.LayerWeights:
     )  # fmt: skip
 
 
-def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: Step) -> bool:
-    """Return whether decoder and modules agree on the hidden states of random tokens.
+def difference(
+    trunk: PreTrainedModel, head: Head, device: torch.device, forward: Step
+) -> str | None:
+    """Return how decoder and modules differ in the hidden states of random tokens, or None.
 
     The comparison uses random weights. It uses only the model's first layers, as many as are
     needed to include every combination of layer settings.
@@ -213,34 +217,31 @@ def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: St
     # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to test.
     twin = copy.copy(trunk)
     vars(twin)["_modules"] = {**trunk._modules, "layers": trunk.layers[: different_layers(trunk)]}
-    starts = trial.starts_of(trunk)
-    groups = trial.draw_groups(len(starts), len(trunk.embed_tokens.weight))
+    starts = starts_of(trunk)
+    groups = draw_groups(len(starts), len(trunk.embed_tokens.weight))
     prompts = torch.tensor([prompt for prompt, _ in groups], device=device)
     tokens = torch.tensor([pair for _, pair in groups], device=device)  # (starts, 2, tokens)
     first = torch.tensor(starts, device=device)[:, None]
-    places = first + torch.arange(trial.LENGTH, device=device)
+    places = first + torch.arange(LENGTH, device=device)
     # 2. Prefill the prompts, then decode the tokens with the decoder and with the modules.
-    with small_windows(trunk, positions=False), trial.random_weights(twin):
+    ours, theirs = [], []
+    with small_windows(trunk, positions=False), random_weights(twin):
         decoder = Decoder(twin, head, places.flatten())
         # Also run the first prompt alone, because a model's output may depend on the largest
         # position in the batch.
         for count in (1, len(starts)):
-            cache = RolloutCache([trial.PROMPT] * count, [2] * count, tokens.shape[2], device)
+            cache = RolloutCache([PROMPT] * count, [2] * count, tokens.shape[2], device)
             cache.layout = TreeLayout.of(cache.lengths, device)
-            prompt_places = places[:count, : trial.PROMPT]
+            prompt_places = places[:count, :PROMPT]
             forward(twin, prompts[:count].flatten(), prompt_places.flatten(), cache)
             cache.close_prompts()
-            indices = torch.arange(count, device=device).repeat_interleave(2) * trial.LENGTH
+            indices = torch.arange(count, device=device).repeat_interleave(2) * LENGTH
             for time, ids in enumerate(tokens[:count].flatten(0, 1).T):
-                at = indices + trial.PROMPT + time
-                theirs = forward(twin, ids, places.flatten()[at], cache)
-                ours = decoder(ids, at, cache)
+                at = indices + PROMPT + time
+                theirs.append(forward(twin, ids, places.flatten()[at], cache))
+                ours.append(decoder(ids, at, cache))
                 cache.time += 1
-                # The condition is negated so that NaN counts as a difference.
-                close = CLOSE[decoder.dtype] * theirs.abs().amax(-1).min()
-                if not (ours - theirs).abs().max() <= close:
-                    return False
-    return True
+    return agree(lambda: ours, lambda: theirs, (), CLOSE[decoder.dtype])
 
 
 def different_layers(trunk: PreTrainedModel) -> int:

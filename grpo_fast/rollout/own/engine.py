@@ -13,8 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention import check_supported, check_tolerance, small_windows, trial
+from grpo_fast.attention import check_supported, check_tolerance, small_windows
+from grpo_fast.attention.agree import draw_groups, in_fp32, starts_of, worst_gap
 from grpo_fast.errors import NonFiniteLogits
+from grpo_fast.kernels.agree import Pair, exceeds
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
 from grpo_fast.rollout.own.decode import Decoded, SupportRecorder, decode
 from grpo_fast.rollout.sampler import Sampler, Sampling
@@ -24,11 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Model -> reason why it needs transformers' `generate`, or None if the decoding loop computes it
-# correctly. The cache avoids repeated trials of a model.
-_unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
-# Model -> whether `generate` may use a cache for it.
-_can_use_cache: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+# Model -> name in RUNS -> how its samples differ from the model's logits, or None if they agree.
+_differences: WeakKeyDictionary[nn.Module, dict[str, str | None]] = WeakKeyDictionary()
 
 
 class TransformersEngine(Engine):
@@ -46,7 +45,7 @@ class TransformersEngine(Engine):
         self.policy = policy
         self.version = 0
         with policy.generation():
-            self.fallback = why_unsuited(policy)
+            self.fallback = difference_of(policy, LOOP)
 
     def update(self, policy: SampledModel, version: int) -> None:
         self.policy = policy
@@ -60,9 +59,7 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            # Check again whether the loop supports the model: `update` may have replaced it.
-            by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
-            run = decode if by_loop else by_transformers
+            run = run_of(self.policy) if rows else decode  # `update` may have replaced the model
             for start in range(0, len(rows), size):
                 part = slice(start, start + size)
                 # A batch may begin or end within a group, so count the rows of each prompt in it.
@@ -99,7 +96,7 @@ def by_transformers(
     *,
     stop_at_eos: bool = True,
     starts: Sequence[int] = (),
-    use_cache: bool | None = None,
+    use_cache: bool = True,
 ) -> Decoded:
     """Sample with transformers' `generate`. The arguments and the result are those of `decode`.
 
@@ -108,12 +105,10 @@ def by_transformers(
 
     Args:
         starts: must be empty, because `generate` begins at position 0.
-        use_cache: False computes all tokens again for each new token. None lets a trial decide.
+        use_cache: False computes all tokens again for each new token.
     """
     device = policy.device
     lm = policy.lm
-    if use_cache is None:
-        use_cache = can_use_cache(policy)
     rows = [prompt for prompt, count in zip(prompts, counts, strict=True) for _ in range(count)]
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(rows):
@@ -138,112 +133,102 @@ def by_transformers(
     return decoded
 
 
-def can_use_cache(policy: SampledModel) -> bool:
-    """Return whether `generate` may use a cache, after comparing its samples with one forward pass.
-
-    The caches of some models give wrong results or raise an error. Without a cache, `generate` is
-    slower. The result is stored for each model.
-
-    Raises:
-        ValueError: the samples are wrong without a cache, too.
-    """
-    if policy.lm in _can_use_cache:
-        return _can_use_cache[policy.lm]
-    found = []
-    for use_cache in (True, False):
-        run = functools.partial(by_transformers, use_cache=use_cache)
-        try:
-            gap = largest_gap(policy, (), run)
-            found.append(f"its logits differ by {gap:.2g} nats from those of one pass")
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError) as error:
-            gap = math.inf
-            found.append((str(error).splitlines() or [type(error).__name__])[0])
-        if not gap > tolerance_of(policy):
-            _can_use_cache[policy.lm] = use_cache
-            if not use_cache:
-                log.warning("rollouts run without a cache, because of the cache: %s", found[0])
-            return use_cache
-    raise ValueError(
-        f"{type(policy.lm).__name__}: transformers' generate cannot sample from this model, with a "
-        f"cache ({found[0]}) or without one ({found[1]}); use a different engine, such as vLLM"
-    )
+LOOP = "our loop"
+# Functions that sample from a model, fastest first. The caches of some models give wrong results.
+RUNS: dict[str, Callable[..., Decoded]] = {
+    LOOP: decode,
+    "transformers' generate": by_transformers,
+    "transformers' generate without a cache": functools.partial(by_transformers, use_cache=False),
+}
 
 
-def why_unsuited(policy: SampledModel) -> str | None:
-    """Return why the decoding loop does not support this model, or None if it does.
-
-    The first call for a model compares the loop with one forward pass. Call this inside
-    `with policy.generation():`.
-    """
-    if policy.lm not in _unsuited:
-        try:
-            with trial.in_fp32(policy):
-                _unsuited[policy.lm] = compare(policy)
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            prefix = "" if isinstance(error, ValueError) else "our loop fails on it: "
-            _unsuited[policy.lm] = prefix + (str(error).splitlines() or [type(error).__name__])[0]
-        if _unsuited[policy.lm] is not None:
-            why = f"{type(policy.lm).__name__}: {_unsuited[policy.lm]}"
-            log.warning("rollouts run by transformers' generate, more slowly: %s", why)
-    return _unsuited[policy.lm]
-
-
-def compare(policy: SampledModel) -> str | None:
-    """Compare the decoding loop's log-probabilities with those of one forward pass.
-
-    The trial samples greedily from random prompts and ignores EOS. It covers the first positions
-    and the positions around every limit in the configuration (window, maximum position). A second
-    round replaces fp32 weights with random weights, because trained weights may hide a difference.
-
-    Returns:
-        A sentence that states the difference, or None if the two agree.
+def run_of(policy: SampledModel) -> Callable[..., Decoded]:
+    """Return the first function of RUNS whose samples agree with the model's logits.
 
     Raises:
-        ValueError: packed attention does not support the model.
+        ValueError: no function agrees.
     """
-    check_supported(policy.lm)
-    gap, worst = trial.worst_gap(policy, lambda starts: largest_gap(policy, starts))
-    if math.isnan(gap) or worst <= tolerance_of(policy):
-        return None
-    return f"its logits differ by {worst:.2g} nats between our loop and one pass"
+    for name, run in RUNS.items():
+        if difference_of(policy, name) is None:
+            return run
+    found = "; ".join(f"{name}: {reason}" for name, reason in _differences[policy.lm].items())
+    kind = type(policy.lm).__name__
+    raise ValueError(f"{kind}: nothing samples from this model; use vLLM instead. {found}")
 
 
-def tolerance_of(policy: SampledModel) -> float:
-    """Return the tolerance of the coarsest dtype, because a 16-bit trunk may have an fp32 head."""
-    dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
-    return max(check_tolerance(dtype) for dtype in dtypes)
+def difference_of(policy: SampledModel, name: str) -> str | None:
+    """Return how the samples of RUNS[name] differ from the model's logits, or None if they agree.
+
+    The first call for a model compares them. Call this inside `with policy.generation():`.
+    """
+    known = _differences.setdefault(policy.lm, {})
+    if name in known:
+        return known[name]
+    with in_fp32(policy):
+        # Use the tolerance of the coarsest dtype, because a 16-bit trunk may have an fp32 head.
+        dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())}
+        bar = max(check_tolerance(dtype) for dtype in dtypes if dtype is not None)
+        known[name] = exceeds(lambda: gap_of(policy, name), bar, "nats")
+    if known[name] is not None:
+        kind = type(policy.lm).__name__
+        log.warning("rollouts do not use %s, so they are slower: %s: %s", name, kind, known[name])
+    return known[name]
 
 
-def largest_gap(
-    policy: SampledModel, starts: Sequence[int], run: Callable[..., Decoded] = decode
-) -> float:
-    """Return the largest difference between log-probabilities of samples and of a forward pass.
+def gap_of(policy: SampledModel, name: str) -> float:
+    """Return the gap between the logps of the samples of RUNS[name] and the model's own, in nats.
+
+    The comparison samples greedily from random prompts and ignores EOS. For our loop, it covers the
+    first positions and the positions around every limit in the configuration. It also replaces fp32
+    weights with random weights, because trained weights may hide a difference.
+    """
+    pair_at = functools.partial(sampled_pair, policy, RUNS[name])
+    if name != LOOP:
+        gap = pair_at(()).gap()
+    else:
+        check_supported(policy.lm)
+        starts = starts_of(policy.lm, policy.positions)
+        gap = worst_gap(policy.lm, pair_at, starts, uses_random=policy.autocast is None)
+    # Accept NaN, which every function would give. Sampling then raises NonFiniteLogits.
+    return 0.0 if math.isnan(gap) else gap
+
+
+def sampled_pair(
+    policy: SampledModel, run: Callable[..., Decoded], starts: Sequence[int] = ()
+) -> Pair:
+    """Return the log-probabilities of samples, and those of the same tokens in a forward pass.
 
     Args:
         policy: a `Policy` or `SampledModel`.
-        starts: position of each trial prompt's first token. If empty, short prompts start at
-            position 0.
-        run: `decode` or `by_transformers`, the function that samples.
-
-    Returns:
-        The difference in nats.
+        run: a function of RUNS.
+        starts: position of each prompt's first token. If empty, short prompts start at position 0.
     """
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
-    prompts = [prompt for prompt, _ in trial.draw_groups(len(starts) or 2, vocabulary)]
+    prompts = [prompt for prompt, _ in draw_groups(len(starts) or 2, vocabulary)]
     if not starts:
         prompts[1] = prompts[1][1:]
     length = 3
     counts = [2] + [1] * (len(prompts) - 1)
     options = Sampling(max_new_tokens=length, temperature=0)
     numbers = torch.zeros(sum(counts), length, dtype=torch.float32)
-    with small_windows(policy.lm, positions=not starts):
-        ours = run(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
-        pairs = zip([prompts[0], *prompts], ours.tokens.tolist(), strict=True)
-        rows = [[*prompt, *tokens] for prompt, tokens in pairs]
+    tokens: list[list[int]] = []  # the samples, whose log-probabilities `theirs` computes
+
+    def ours() -> Tensor:
+        with small_windows(policy.lm, positions=not starts):
+            found = run(policy, prompts, counts, options, numbers, stop_at_eos=False, starts=starts)
+        tokens[:] = found.tokens.tolist()
+        return found.logps
+
+    def theirs() -> Tensor:
+        pairs = zip([prompts[0], *prompts], tokens, strict=True)
+        rows = [[*prompt, *sampled] for prompt, sampled in pairs]
         policy.lm.set_attn_implementation(policy.generation_attn)
-        # Run the first prompt's rows alone, because a model's output may depend on the largest
-        # position in the batch.
-        theirs = [policy.model_logps(rows[:2], [*starts[:1], *starts[:1]])]
-        if len(rows) > 2:
-            theirs.append(policy.model_logps(rows[2:], starts[1:]))
-    return float((torch.cat([logps[:, -length:] for logps in theirs]) - ours.logps).abs().max())
+        with small_windows(policy.lm, positions=not starts):
+            # Run the first prompt's rows alone, because a model's output may depend on the largest
+            # position in the batch.
+            found = [policy.model_logps(rows[:2], [*starts[:1], *starts[:1]])]
+            if len(rows) > 2:
+                found.append(policy.model_logps(rows[2:], starts[1:]))
+        return torch.cat([logps[:, -length:] for logps in found])
+
+    return Pair(ours, theirs, (), math.inf, in_nats=True)

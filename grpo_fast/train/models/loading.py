@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from grpo_fast.attention import PackedTree, check_tolerance
+from grpo_fast.attention.agree import LENGTH, in_fp32, packed_pair, starts_of, worst_gap
 from grpo_fast.data import hub, reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
@@ -23,7 +28,6 @@ from grpo_fast.train.config import ModelConfig, require
 from grpo_fast.train.models.adapters import adapter_at, check_trainable, with_new, with_saved
 from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
-from grpo_fast.train.models.self_check import self_check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,6 +86,77 @@ def load_policy(
         return policy
     log.info("self-check: packed logps within %.2g nats of the model's own", self_check(policy))
     return policy
+
+
+@torch.no_grad()
+def self_check(policy: Policy) -> float:
+    """Compare log-probabilities of packed rows with the model's logits on random tokens.
+
+    The check finds models that packed training does not support: heads that transform the logits in
+    an unknown way, attention that ignores the packed layout, experts that are chosen at random in
+    training mode, and position limits that packed rows would exceed.
+
+    If packed rows of the model are wrong, the check switches the policy to computing each
+    completion alone, and compares again. Every causal LM passes then, unless its head is unknown or
+    it chooses experts at random.
+
+    Returns:
+        The largest difference of a log-probability in nats.
+
+    Raises:
+        ValueError: the difference exceeds the tolerance of the dtype, or logits are NaN.
+    """
+    fits = policy.positions >= LENGTH
+    require(fits, "max_position_embeddings", f"at least {LENGTH}", policy.positions)
+    if policy.unshared is None:
+        try:
+            return packed_gap(policy)
+        except ValueError as error:
+            policy.compute_alone(str(error))
+    return packed_gap(policy)
+
+
+def packed_gap(policy: Policy) -> float:
+    """Compare once, with packed rows or with each completion alone (see `self_check`)."""
+    lm = policy.lm
+    kind = f"model_type {lm.config.model_type}"
+    training = lm.training
+    shared = policy.unshared is None
+
+    def ours(pack: PackedTree) -> Tensor:
+        lm.train()  # training mode reveals a random choice of experts
+        is_gpu = policy.device.type == "cuda"
+        state = torch.cuda.get_rng_state if is_gpu else torch.get_rng_state
+        before = state()
+        logps = policy.logps(pack)
+        same = torch.equal(before, state())
+        require(same, kind, "a forward pass without random numbers", "some in training mode")
+        return logps
+
+    def theirs(rows: list[list[int]], starts: Sequence[int]) -> Tensor:
+        with policy.generation():
+            return policy.model_logps(rows, starts)
+
+    # The model's own forward is right at every position.
+    starts = starts_of(lm, policy.positions) if shared else ()
+    try:
+        with in_fp32(policy):
+            bar = check_tolerance(policy.autocast or policy.head.weight.dtype)
+            pair_at = partial(packed_pair, lm, ours, theirs, bar, shared=shared, in_nats=True)
+            gap = worst_gap(lm, pair_at, starts, uses_random=policy.autocast is None)
+    except (AttributeError, KeyError, TypeError) as error:  # from models that require a mask
+        raise ValueError(f"{kind}: packed attention fails: {error}") from error
+    finally:
+        lm.train(training)
+    require(not math.isnan(gap), kind, "weights with finite logits", "NaN")
+    if gap > bar:
+        what = "packed attention" if shared else "each sequence alone"
+        raise ValueError(
+            f"{kind}: {what} with the fused head differs from its own logits by {gap:.3g} nats "
+            f"(expected ≤ {bar}); its head, attention or training mode does something that this "
+            "trainer does not support"
+        )
+    return gap
 
 
 def _check_vocabulary(policy: Policy) -> None:

@@ -1,22 +1,29 @@
-"""Inputs and weights for trials, which compare a faster computation with the model's forward.
+"""Pairs and conditions with which `agree` compares a faster computation with the model's forward.
 
-The result of a trial must not depend on the caller's data, so trials draw random token ids. They
-replace fp32 weights with random weights and shrink attention windows, so that errors become
-visible. They also place sequences before, at and after every limit in the model's configuration.
+The result of a comparison must not depend on the caller's data, so the inputs are random token ids.
+Fp32 weights are replaced with random weights and attention windows are shrunk, so that errors
+become visible. Sequences begin before, at and after every limit in the model's configuration.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.attention.layout import TreeLayout
+from grpo_fast.attention.packing import PackedTree, pack_groups
+from grpo_fast.attention.windows import small_windows
+from grpo_fast.kernels.agree import Pair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Names of configuration fields that may change how a model treats a position.
 LIMITS = re.compile(
@@ -25,10 +32,10 @@ LIMITS = re.compile(
 # Names of configuration fields with the size of a position table, which a position must not exceed.
 TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
 FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
-# Positions that every trial tests as well, because a model's code may change its computation at a
-# position that the configuration does not name.
+# Positions that every comparison includes as well, because the code of a model may change its
+# computation at a position that the configuration does not name.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
-PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
+PROMPT, LENGTH = 4, 9  # tokens of a prompt, and of a prompt with its completion
 # Size of the pool of random numbers. Large weights are filled by repeating the pool. The size is
 # prime, so each row starts at a different position in the pool and no two rows are equal.
 POOL = 65_521
@@ -52,7 +59,7 @@ def limits_of(config: object, names: re.Pattern[str] = LIMITS) -> list[int]:
 
 
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
-    """Return the positions at which the sequences of a trial begin.
+    """Return the positions at which the sequences of a comparison begin.
 
     For each limit in the model's configuration, one sequence crosses the limit within its prompt,
     and one sequence crosses it within its completion.
@@ -72,8 +79,8 @@ def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
 def room_of(lm: nn.Module, bound: float) -> float:
     """Return the number of positions that a model accepts.
 
-    A trial must not exceed this number, because reading past the end of a position table on a GPU
-    would abort the process.
+    A comparison must not exceed this number, because reading past the end of a position table on a
+    GPU would abort the process.
 
     Args:
         lm: the model.
@@ -97,52 +104,98 @@ def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list
     return [(ids(PROMPT), [ids(LENGTH - PROMPT) for _ in "ab"]) for _ in range(number)]
 
 
-def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
-    """Return position_ids (1, T) for groups of two completions whose prompts begin at `starts`.
+def packed_pair(
+    lm: PreTrainedModel,
+    ours: Callable[[PackedTree], Tensor],
+    theirs: Callable[[list[list[int]], Sequence[int]], Tensor],
+    bar: float,
+    starts: Sequence[int] = (),
+    *,
+    shared: bool = True,
+    in_nats: bool = False,
+) -> Pair:
+    """Return a packed row and its sequences in separate batches.
 
     Args:
-        layout: the layout of these groups. A group has one root if its prompt is shared. Otherwise,
-            it has two roots, one for each completion.
-        starts: the first position of each group.
+        lm: the model.
+        ours: a function of the packed row. It returns the results of its R completion tokens.
+        theirs: a function of token ids (N, L) and the positions of their first tokens (N), which
+            are empty at position 0. It returns the results (N, L-1) of all tokens but the first.
+        bar: largest allowed difference.
+        starts: the first position of each group. If it is empty, there is one group at position 0,
+            whose completions have different lengths.
+        shared: whether completions share the computation of their prompt.
+        in_nats: whether the results are log-probabilities.
     """
-    per_group = layout.parents.count(-1) // len(starts)
-    roots = [n if parent < 0 else parent for n, parent in enumerate(layout.parents)]
-    offsets = [starts[root // per_group] for root in roots]
-    first = torch.tensor(offsets, device=layout.cu_seqlens.device)
-    return layout.position_ids + first[layout.segments]
+    groups = draw_groups(max(len(starts), 1), len(lm.get_output_embeddings().weight))
+    if not starts:
+        ((prompt, (first, second)),) = groups
+        groups = [(prompt, [first, second[:3]])]
+    pack = pack_groups(groups, shared=shared, device=lm.device)
+    rows = [prompt + ids for prompt, pair in groups for ids in pair]
+    places = [start for start in starts for _ in "ab"]
+    # Compute the first group in a separate batch, because the results of some models depend on the
+    # largest position in a batch. The rows of a batch have equal lengths.
+    size = 2 if starts else 1
+    batches = [(rows[:size], places[:size]), (rows[size:], places[size:])]
+    if starts:
+        layout = copy.copy(pack.layout)
+        # A group has one root if its prompt is shared. Otherwise, it has two.
+        per_group = layout.parents.count(-1) // len(starts)
+        roots = [n if parent < 0 else parent for n, parent in enumerate(layout.parents)]
+        first_places = torch.tensor([starts[root // per_group] for root in roots])
+        moved = layout.position_ids + first_places.to(lm.device)[layout.segments]
+        vars(layout)["position_ids"] = moved
+        pack = dataclasses.replace(pack, layout=layout)
+
+    def packed() -> Tensor:
+        with small_windows(lm, positions=not starts):
+            return ours(pack)
+
+    def alone() -> Tensor:
+        with small_windows(lm, positions=not starts):
+            found = [theirs(*batch)[:, PROMPT - 1 :] for batch in batches if batch[0]]
+        return torch.cat([x.flatten(0, 1) for x in found])
+
+    return Pair(packed, alone, (), bar, in_nats=in_nats)
 
 
-def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Measure the gap with the model's weights at position 0, and with random weights everywhere.
+def worst_gap(
+    lm: nn.Module,
+    pair_at: Callable[[Sequence[int]], Pair],
+    starts: Sequence[int] = (),
+    *,
+    uses_random: bool = True,
+) -> float:
+    """Return the largest gap with the model's weights at position 0, and with random ones anywhere.
 
     Args:
-        policy: an object with `lm`, `positions` and `autocast`.
-        gap: function that returns the largest difference in nats between a faster computation and
-            the model's forward pass, or NaN if the model's own logps are NaN. Its argument lists
-            the first position of each sequence. If the list is empty, the sequences begin at
-            position 0.
+        lm: the model.
+        pair_at: function that returns the pair for sequences with the given first positions. If
+            the list is empty, the sequences begin at position 0.
+        starts: the first positions, see `starts_of`. If it is empty, only position 0 is compared.
+        uses_random: whether random weights are used.
 
     Returns:
-        The gap with the model's weights at position 0, and the largest of all gaps. Gaps with
-        random weights are divided by `RANDOM_FACTOR` first. Both numbers are NaN if the model's
-        weights are NaN.
+        The largest gap. Gaps with random weights are divided by `RANDOM_FACTOR` first. The result
+        is NaN if the model's results are NaN at position 0.
     """
-    starts = starts_of(policy.lm, policy.positions)
-    at_start = gap(())
+    at_start = pair_at(()).gap()
     elsewhere = math.nan
-    if policy.autocast is None:
-        with random_weights(policy.lm) as are_random:
+    if uses_random:
+        with random_weights(lm) as are_random:
             if are_random:
-                elsewhere = max(gap(()), gap(starts)) / RANDOM_FACTOR
+                gaps = [pair_at(x).gap() for x in ((), starts)[: 1 + bool(starts)]]
+                elsewhere = max(gaps) / RANDOM_FACTOR
     # If random weights could not be used or led to an overflow, use the model's weights.
-    if math.isnan(elsewhere):
-        elsewhere = gap(starts)
-    return at_start, max(at_start, elsewhere)
+    if math.isnan(elsewhere) and starts:
+        elsewhere = pair_at(starts).gap()
+    return max(at_start, elsewhere)  # a NaN of `elsewhere` is ignored
 
 
 @contextmanager
 def in_fp32(policy: Any) -> Iterator[None]:
-    """Disable CPU autocast inside the context, so that a trial can use the tolerance of fp32.
+    """Disable CPU autocast inside the context, so that a comparison can use the tolerance of fp32.
 
     With autocast, the model's own logits are rounded to bf16. This rounding changes a
     log-probability by up to 0.1 nats, which would hide a wrong formula.

@@ -1,6 +1,7 @@
-"""Test trials, which compare a faster computation with the model's original computation.
+"""Test the comparisons of a faster computation with the model's own computation.
 
-The tests check the limits that a trial reaches, its random weights, and the errors that it finds.
+The tests check the limits that a comparison reaches, its random weights, and the errors that it
+finds.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from grpo_fast.attention import trial
+from grpo_fast.attention import agree
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own import engine as hf
+from grpo_fast.train.models.loading import self_check
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import family_model
 from tests.tiny import tiny_policy
 
@@ -43,21 +44,21 @@ NESTED = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", 
     ids=str,
 )
 def test_limits_of(fields, limits):
-    assert trial.limits_of(SimpleNamespace(**fields)) == limits
+    assert agree.limits_of(SimpleNamespace(**fields)) == limits
 
 
 @pytest.mark.parametrize("family", ["llama", "ministral3", "gpt2", "gemma3_text", "phi3"])
 def test_every_limit_is_passed_in_a_prompt_and_in_a_completion(family):
     model = family_model(family, num_hidden_layers=1)
-    starts = trial.starts_of(model, 256)
+    starts = agree.starts_of(model, 256)
     end = 256 if family == "gpt2" else 1 << 30
-    for limit in trial.limits_of(model.config):
-        last = (trial.PROMPT, trial.LENGTH)
+    for limit in agree.limits_of(model.config):
+        last = (agree.PROMPT, agree.LENGTH)
         passing = [[start < limit < start + n - 1 for start in starts] for n in last]
         assert all(map(any, passing)) or limit + 3 > end, limit
-        after = [s for s in starts if s < limit and s + trial.PROMPT >= limit and s + 9 > limit]
+        after = [s for s in starts if s < limit and s + agree.PROMPT >= limit and s + 9 > limit]
         assert after or limit + 3 > end
-    assert max(starts) + trial.LENGTH <= end and 0 in starts
+    assert max(starts) + agree.LENGTH <= end and 0 in starts
     if family != "gpt2":
         assert max(starts) >= 1 << 17
 
@@ -69,9 +70,9 @@ def test_every_limit_is_passed_in_a_prompt_and_in_a_completion(family):
      ("whisper", float("inf"), 448), ("mpt", float("inf"), 256)],
 )  # fmt: skip
 def test_tables_of_positions_are_not_left(family, bound, most):
-    """Check that a trial never indexes past the position table, even under an unusual name."""
-    starts = trial.starts_of(family_model(family), bound)
-    assert starts and max(starts) + trial.LENGTH <= most
+    """Check that a comparison never indexes past the position table, even under an unusual name."""
+    starts = agree.starts_of(family_model(family), bound)
+    assert starts and max(starts) + agree.LENGTH <= most
 
 
 def test_random_weights_are_put_back_after_an_error():
@@ -79,7 +80,7 @@ def test_random_weights_are_put_back_after_an_error():
     before = {name: p.clone() for name, p in model.named_parameters()}
     places = [p.data_ptr() for p in model.parameters()]
     state = torch.get_rng_state()
-    with pytest.raises(KeyError), trial.random_weights(model) as are_random:
+    with pytest.raises(KeyError), agree.random_weights(model) as are_random:
         assert are_random
         layers = [dict(layer.named_parameters()) for layer in model.model.layers]
         for name, p in layers[0].items():
@@ -108,7 +109,7 @@ def test_other_weights_stay(how):
     else:
         model.weight = type("Sharded", (nn.Parameter,), {})(model.weight.data)
     before = model.weight.data
-    with trial.random_weights(model) as are_random:
+    with agree.random_weights(model) as are_random:
         assert not are_random and model.weight.data_ptr() == before.data_ptr()
 
 
@@ -160,7 +161,7 @@ def test_a_rule_that_packed_rows_break_is_found(scale, weights, limit, monkeypat
     assert self_check(policy) <= 1e-4
     assert "differs from its own logits" in policy.unshared
     with policy.generation():
-        assert "differ by" in hf.why_unsuited(policy)
+        assert "differs by" in hf.difference_of(policy, hf.LOOP)
 
 
 @pytest.mark.parametrize("limit", [10, 8192])
@@ -169,7 +170,7 @@ def test_a_rule_that_follows_positions_is_right(limit, monkeypatch):
     policy = tiny_policy(original_max_position_embeddings=limit)
     assert self_check(policy) < 1e-4
     with policy.generation():
-        assert hf.why_unsuited(policy) is None
+        assert hf.difference_of(policy, hf.LOOP) is None
 
 
 @pytest.mark.parametrize("std", [0.0, 0.002])
@@ -190,7 +191,7 @@ def test_random_weights_in_half_precision_do_not_refuse_a_family():
         assert self_check(policy) < 0.15
     policy = tiny_policy("qwen3")
     policy.autocast = torch.bfloat16
-    assert self_check(policy) < 1e-4  # on a CPU, the trial runs in fp32 despite autocast
+    assert self_check(policy) < 1e-4  # on a CPU, the comparison runs in fp32 despite autocast
     assert policy.autocast == torch.bfloat16
 
 

@@ -191,7 +191,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Export the model of a checkpoint in transformers format. A LoRA adapter is merged."""
-    from grpo_fast.train.checkpoint import export as write
+    from grpo_fast.train.export import export as write
 
     with print_errors(debug, OSError):
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
@@ -291,8 +291,8 @@ def plan(
     """
     from rich.console import Console
 
-    from grpo_fast.train.planning.plan import KNOWN_MODELS, render
-    from grpo_fast.train.planning.plan import plan as predict
+    from grpo_fast.train.plan import KNOWN_MODELS, render
+    from grpo_fast.train.plan import plan as predict
 
     with print_errors(debug):
         if not model or "=" in model:

@@ -26,7 +26,8 @@ import torch
 
 from grpo_fast.errors import RankError
 from grpo_fast.train import checkpoint, loop
-from grpo_fast.train.checkpoint import Stopping, problem_of
+from grpo_fast.train.folder import checkpoints_in, problem_of
+from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report import report
 from tests.rank_server import free_port
 from tests.train.resuming import config_of, result, run
@@ -162,7 +163,7 @@ def main() -> int:
             ):  # fmt: skip
                 sys.exit(f"soak: the run ended before kill {number} of {len(kills)}: more --steps")
             unfinished += arm is arm_save and any(killed.glob("checkpoints/*.unfinished"))
-            saved = checkpoint.checkpoints_in(killed)
+            saved = checkpoints_in(killed)
             assert all(problem_of(path) is None for path in saved), "a damaged checkpoint"
             at = saved[0].name if saved else "no checkpoint"
             print(f"kill {number}: {arm.__name__[4:]}, {at}", flush=True)

@@ -40,7 +40,7 @@ from benchmarks.report.tables import text_table
 from benchmarks.trainers import step_providers
 from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
 from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
-from grpo_fast.train.planning.plan import KNOWN_MODELS
+from grpo_fast.train.plan import KNOWN_MODELS
 
 TINY = {
     "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,

@@ -20,7 +20,7 @@ from transformers.generation import logits_process as library
 from grpo_fast import Support, logits_logps
 from grpo_fast.data import Prompt
 from grpo_fast.rollout import Samples, Sampling
-from grpo_fast.rollout.ranges import select_support
+from grpo_fast.rollout.samples import select_support
 from grpo_fast.train.models.policy import Policy
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from grpo_fast.kernels.agree import Pair
 from grpo_fast.rollout.engine import NOISE
 from grpo_fast.rollout.own.engine import LOOP, gap_of
 from grpo_fast.train import loop
-from grpo_fast.train.checkpoint import checkpoints_in
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.models.loading import build_tokenizer, load_policy, packed_gap
 
 ERRORS = ("loss and logps against fp64", "gradients against fp64", "same bits again, and alone")

@@ -14,9 +14,8 @@ from grpo_fast.errors import conflict, require
 from grpo_fast.rollout.engine import EOS, Completion, Engine, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.own.model import SampledModel
-from grpo_fast.rollout.ranges import join_supports
 from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.samples import COMPLETION, PROMPT, Samples
+from grpo_fast.rollout.samples import COMPLETION, PROMPT, Samples, join_supports
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -21,9 +21,9 @@ from torch import Tensor
 from grpo_fast import Support
 from grpo_fast.attention import PackedTree, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.rollout import Samples
-from grpo_fast.rollout.ranges import ranges, select_support
+from grpo_fast.rollout.samples import ranges, select_support
 from grpo_fast.train import ranks
-from grpo_fast.train.planning.memory_model import USABLE_CPU, USABLE_GPU, Memory, host_memory
+from grpo_fast.train.plan import USABLE_CPU, USABLE_GPU, Memory, host_memory
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,7 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import shutil
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,117 +30,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import pydantic
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_fast.data import escape_control, reason
+from grpo_fast.data import reason
 from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
-from grpo_fast.kernels.cpu.modules import Observer
 from grpo_fast.train import folder, ranks
 from grpo_fast.train.batch import is_out_of_memory
-from grpo_fast.train.config import ModelConfig, RunConfig
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.config.run import CheckpointConfig
 from grpo_fast.train.config.sections import Count, Positive
-from grpo_fast.train.critic import Critic, load_critic
 from grpo_fast.train.folder import (
-    FILES,
+    FOLDER,
+    FORMAT,
+    MANIFEST,
+    STEP,
+    Manifest,
     check_same,
+    checkpoints_in,
     is_occupied,
     locked,
+    newest,
+    problem_of,
     read_regular,
+    set_aside,
+    step_of,
     sync,
     written,
 )
-from grpo_fast.train.models.loading import load_policy, load_tokenizer
-from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.run import Rows, Run
 
 log = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
-MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 STATE = "state.json"
 CONFIG = "config.yaml"
-FORMAT = 9
 # Approximate size of a tensor file. While a file is written, two copies of it are in memory.
 FILE_BYTES = 1 << 28
 DRAWN = ("random.", "ahead.")  # prefixes of stored tensors that are neither weights nor moments
-STEP = "step_"  # prefix of the name of a checkpoint's folder
-NAME = re.compile(rf"{STEP}\d{{6,12}}")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-# ------------------------------------------------------------------------------ Finding checkpoints
-class Manifest(pydantic.BaseModel, strict=True):
-    """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
-
-    format: int
-    files: dict[str, str] = {}
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step number from a folder name such as step_000010."""
-    return int(checkpoint.name.removeprefix(STEP))
-
-
-def checkpoints_in(run: str | Path) -> list[Path]:
-    """Return all checkpoints in a run's folder, including damaged ones, from newest to oldest."""
-    root = Path(run) / FOLDER
-    found = [path for path in root.iterdir() if NAME.fullmatch(path.name)] if root.is_dir() else []
-    return sorted(found, key=step_of, reverse=True)
-
-
-def newest(run: str | Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None. Warn about damaged checkpoints."""
-    for path in checkpoints_in(run):
-        problem = problem_of(path)
-        if problem is None:
-            return path
-        log.warning(escape_control(f"checkpoint {path} is damaged and passed over: {problem}"))
-    return None
-
-
-def problem_of(checkpoint: Path) -> str | None:
-    """Compare the files of a checkpoint with its manifest.
-
-    Returns:
-        A description of the first damaged or missing file, or None if the checkpoint is complete.
-
-    Raises:
-        ValueError: another version of the package wrote the checkpoint, which is not damaged.
-    """
-    try:
-        manifest = Manifest.model_validate_json(read_regular(checkpoint / MANIFEST))
-        is_readable = manifest.format == FORMAT
-        if is_readable:
-            require(manifest.files, "files", "the files of the checkpoint", "none")
-            for name, digest in manifest.files.items():
-                if folder.sha256_of(checkpoint / name) != digest:
-                    return f"{name} is not what was written"
-    except FileNotFoundError as error:
-        return f"{os.path.relpath(error.filename, checkpoint)} is missing"
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} or a file cannot be read ({reason(error)})"
-    expected = f"a checkpoint of format {FORMAT}, which this version writes and reads"
-    came = f"format {manifest.format} in {checkpoint}"
-    advice = "use the version that wrote it, or another output_dir"
-    require(is_readable, "resume", expected, f"{came}; {advice}")
-    return None
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Rename the folder of a damaged checkpoint, if it exists, so that no run uses it."""
-    if checkpoint.exists():
-        os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
 
 # ------------------------------------------------------------------------------ State and tensors
@@ -549,152 +480,3 @@ def _finish(part: Path, final: Path) -> None:
     os.replace(part, final)
     sync(final.parent)
     sync(final.parent.parent)
-
-
-# ------------------------------------------------------------------------ Signals and models
-class Stopping:
-    """Handler of SIGTERM, SIGINT and SIGHUP. After a signal, the run ends with `Stopped`.
-
-    A single process raises the exception at the next forward pass of the policy or at the end of
-    the step. Several ranks raise it together, after a rollout or at the end of the step. A run
-    whose weights have changed since the last finished step first finishes its step. A second signal
-    ends the process immediately.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None  # number of the received signal
-        self.may_stop: Callable[[], bool] = lambda: True
-
-    def raise_if_asked(self) -> None:
-        """Raise `Stopped` if a signal was received and the run may stop at this point."""
-        if self.number is not None and self.may_stop():
-            raise Stopped(self.number)
-
-    def raise_together(self) -> None:
-        """Raise `Stopped` on all ranks if any rank has received a signal."""
-        number = next((x for x in ranks.gather(self.number) if x is not None), None)
-        if number is not None:
-            raise ranks.common(Stopped(number))
-
-    @contextmanager
-    def listening(self, model: nn.Module) -> Iterator[None]:
-        """Handle signals inside this context.
-
-        Python handles signals only in its main thread. In any other thread, the context has no
-        effect.
-
-        Args:
-            model: module whose forward passes raise `Stopped` after a signal. With several ranks
-                only forward passes in evaluation mode do, which are those of a rollout.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        # Do not handle a signal that is already ignored. For example, nohup ignores SIGHUP, so that
-        # a run continues when its terminal closes.
-        handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
-
-        def ask(*_: object) -> None:
-            if ranks.size() == 1 or not model.training:
-                self.raise_if_asked()
-
-        def remember(number: int, _: object) -> None:
-            self.number = number
-            for each in handled:  # the next signal ends the process immediately
-                signal.signal(each, signal.SIG_DFL)
-
-        hook = model.register_forward_pre_hook(Observer(ask))
-        for number in handled:
-            signal.signal(number, remember)
-        try:
-            yield
-        finally:
-            hook.remove()
-            for number in handled:
-                signal.signal(number, before[number] or signal.SIG_DFL)
-
-
-def export(source: str | Path, out: str | Path) -> Path:
-    """Export the policy of a checkpoint to a folder that transformers can load.
-
-    A LoRA adapter is merged into the weights.
-
-    Args:
-        source: folder of a checkpoint or of a run. For a run, the newest complete checkpoint is
-            used.
-        out: a new or empty folder.
-
-    Returns:
-        The folder `out`.
-
-    Raises:
-        ValueError: the checkpoint is damaged, has non-finite weights, or was written by another
-            version of the package. Also raised if the folder `out` is not empty.
-    """
-    # 1. Find a complete checkpoint.
-    path = Path(source)
-    checkpoint = newest(path) if (path / FOLDER).is_dir() else path
-    problem = "there is none"
-    if checkpoint is not None and path.is_dir():
-        problem = problem_of(checkpoint)
-    expected = "a run with a complete checkpoint, or a complete checkpoint"
-    trained = f"; its trained model is {path / 'model'}" if (path / "model").is_dir() else ""
-    require(problem is None, "export", expected, f"{path}: {problem}{trained}")
-    with locked(out) as target:
-        require(not is_occupied(target), "OUT", "a new or empty folder", target)
-        # 2. Build the model and load its weights.
-        with refused("export", checkpoint):
-            settings = read_state(checkpoint).settings
-            settings.pop(FILES)
-            config = RunConfig.model_validate(settings).model
-            # The checkpoint may come from an untrusted source, so loading must not run custom code.
-            plain = {"device": "cpu", "trust_remote_code": False}
-            tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))
-            policy = load_policy(config.model_copy(update=plain), tokenizer)
-            weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
-            read_tensors(checkpoint / WEIGHTS, weights, "policy.")
-        # 3. Reject non-finite weights, then write the model.
-        broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
-        came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
-        require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
-        policy.save(target)
-    return target
-
-
-@torch.no_grad()
-def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
-    """Save the trained policy and critic to the subfolders `model` and `critic`.
-
-    If the weights are sharded, rank 0 loads an unsharded copy of the
-    initial model, and copies the gathered weights into it.
-
-    Args:
-        policy: the trained policy.
-        critic: the trained critic, or None.
-        model: the section `model` of the configuration.
-        folder: folder of the run.
-    """
-    trained: dict[str, Any] = {"model": policy}
-    if critic is not None:
-        trained["critic"] = critic
-    models = dict(trained)
-    if policy.is_sharded:
-        if ranks.is_main():
-            own = model.model_copy(update={"device": "cpu"})
-            models["model"] = load_policy(own, policy.tokenizer)
-            if critic is not None:
-                models["critic"] = load_critic(critic.config, model, models["model"])
-        for kind, sharded in trained.items():
-            targets = models[kind].weights()
-            for name, tensor in sharded.weights().items():
-                full = ranks.full_tensor(tensor.detach())
-                if ranks.is_main():
-                    targets[name].detach().copy_(full)
-
-    def save() -> None:
-        for kind, unsharded in models.items():
-            with written(folder / kind):
-                unsharded.save(folder / kind)
-
-    ranks.from_main(save)

@@ -28,7 +28,7 @@ from grpo_fast.objective.baseline import running_baseline, split_options
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
-from grpo_fast.rollout.threads import started
+from grpo_fast.rollout.engine import started
 from grpo_fast.train import ranks
 from grpo_fast.train.config import GAE, RolloutConfig
 from grpo_fast.train.metrics import (

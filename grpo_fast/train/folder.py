@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its files and logs, and checks that a resumed run is the same.
+"""The folder of a run: its lock, files, logs and checkpoints, and checks of a resumed run.
 
 A resumed run must have the settings, data, code and models with which the run began.
 """
@@ -11,15 +11,18 @@ import itertools
 import json
 import logging
 import os
+import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pydantic
 from filelock import FileLock, Timeout
 from pydantic_core import to_jsonable_python
 
-from grpo_fast.data import hub, reason
+from grpo_fast.data import escape_control, hub, reason
 from grpo_fast.errors import WriteError, require
 from grpo_fast.train import ranks
 from grpo_fast.train.config import RunConfig
@@ -28,6 +31,11 @@ from grpo_fast.train.models.adapters import adapter_at
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+FORMAT = 9
+STEP = "step_"  # prefix of the name of a checkpoint's folder
+NAME = re.compile(rf"{STEP}\d{{6,12}}")
 IGNORED = {LOCK, "config.yaml.tmp"}  # a run that failed at its start can leave these files
 FILES = "files"  # key under which the fingerprints are stored next to the settings
 # Prefixes of the settings that may change when a run is resumed.
@@ -195,6 +203,70 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+# ----------------------------------------------------------------------------- Its checkpoints
+class Manifest(pydantic.BaseModel, strict=True):
+    """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
+
+    format: int
+    files: dict[str, str] = {}
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step number from a folder name such as step_000010."""
+    return int(checkpoint.name.removeprefix(STEP))
+
+
+def checkpoints_in(run: str | Path) -> list[Path]:
+    """Return all checkpoints in a run's folder, including damaged ones, from newest to oldest."""
+    root = Path(run) / FOLDER
+    found = [path for path in root.iterdir() if NAME.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest(run: str | Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None. Warn about damaged checkpoints."""
+    for path in checkpoints_in(run):
+        problem = problem_of(path)
+        if problem is None:
+            return path
+        log.warning(escape_control(f"checkpoint {path} is damaged and passed over: {problem}"))
+    return None
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Compare the files of a checkpoint with its manifest.
+
+    Returns:
+        A description of the first damaged or missing file, or None if the checkpoint is complete.
+
+    Raises:
+        ValueError: another version of the package wrote the checkpoint, which is not damaged.
+    """
+    try:
+        manifest = Manifest.model_validate_json(read_regular(checkpoint / MANIFEST))
+        is_readable = manifest.format == FORMAT
+        if is_readable:
+            require(manifest.files, "files", "the files of the checkpoint", "none")
+            for name, digest in manifest.files.items():
+                if sha256_of(checkpoint / name) != digest:
+                    return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{os.path.relpath(error.filename, checkpoint)} is missing"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} or a file cannot be read ({reason(error)})"
+    expected = f"a checkpoint of format {FORMAT}, which this version writes and reads"
+    came = f"format {manifest.format} in {checkpoint}"
+    advice = "use the version that wrote it, or another output_dir"
+    require(is_readable, "resume", expected, f"{came}; {advice}")
+    return None
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename the folder of a damaged checkpoint, if it exists, so that no run uses it."""
+    if checkpoint.exists():
+        os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
 
 # ------------------------------------------------------------------------ The same run as before

@@ -25,8 +25,9 @@ from grpo_fast.train import checkpoint, ranks
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import load_critic
-from grpo_fast.train.evaluation.asking import asking_lines
+from grpo_fast.train.evaluation.data_view import asking_lines
 from grpo_fast.train.evaluation.evaluate import build_evaluation
+from grpo_fast.train.export import save_models
 from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.metrics import Clock, finite
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
@@ -76,7 +77,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         longest = config.rollout.max_new_tokens
         evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
         report = RunReport(config.output_dir, config.log, config.steps, *checkpoint.logged(state))
-        stopping = checkpoint.Stopping()
+        stopping = ranks.Stopping()
         if found is None:
             checkpoint.begin(config, None, report)
         with (
@@ -150,7 +151,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 summary = run.summary() | kernels | {"seconds": time.perf_counter() - started}
                 ranks.from_main(lambda: report.finish(summary))
                 if config.log.save_model:
-                    checkpoint.save_models(policy, critic, config.model, report.folder)
+                    save_models(policy, critic, config.model, report.folder)
             report.note(*closing_lines(report.folder, config.has_code))
         return summary
 

@@ -1,4 +1,4 @@
-"""The processes (ranks) of a run: collectives, and weights that are sharded with FSDP2.
+"""The processes (ranks) of a run: collectives, signals, and weights sharded with FSDP2.
 
 All ranks run the same program, and rank 0 prints and writes. An exception on one rank ends the
 process of this rank, and the launcher then ends the other processes. If torch has no default
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grpo_fast.errors import RankError, require
+from grpo_fast.errors import RankError, Stopped, require
+from grpo_fast.kernels.cpu.modules import Observer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Error = TypeVar("Error", bound=BaseException)
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
 
 
@@ -312,3 +316,67 @@ def unsharded(model: Any) -> Iterator[None]:
         # Restore the root module's setting. Its weights stay gathered after the forward pass,
         # because the backward pass uses the head again.
         model.set_reshard_after_forward(False, recurse=False)
+
+
+# ------------------------------------------------------------------------------------------ Signals
+class Stopping:
+    """Handler of SIGTERM, SIGINT and SIGHUP. After a signal, the run ends with `Stopped`.
+
+    A single process raises the exception at the next forward pass of the policy or at the end of
+    the step. Several ranks raise it together, after a rollout or at the end of the step. A run
+    whose weights have changed since the last finished step first finishes its step. A second signal
+    ends the process immediately.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # number of the received signal
+        self.may_stop: Callable[[], bool] = lambda: True
+
+    def raise_if_asked(self) -> None:
+        """Raise `Stopped` if a signal was received and the run may stop at this point."""
+        if self.number is not None and self.may_stop():
+            raise Stopped(self.number)
+
+    def raise_together(self) -> None:
+        """Raise `Stopped` on all ranks if any rank has received a signal."""
+        number = next((x for x in gather(self.number) if x is not None), None)
+        if number is not None:
+            raise common(Stopped(number))
+
+    @contextmanager
+    def listening(self, model: nn.Module) -> Iterator[None]:
+        """Handle signals inside this context.
+
+        Python handles signals only in its main thread. In any other thread, the context has no
+        effect.
+
+        Args:
+            model: module whose forward passes raise `Stopped` after a signal. With several ranks
+                only forward passes in evaluation mode do, which are those of a rollout.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        # Do not handle a signal that is already ignored. For example, nohup ignores SIGHUP, so that
+        # a run continues when its terminal closes.
+        handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+
+        def ask(*_: object) -> None:
+            if size() == 1 or not model.training:
+                self.raise_if_asked()
+
+        def remember(number: int, _: object) -> None:
+            self.number = number
+            for each in handled:  # the next signal ends the process immediately
+                signal.signal(each, signal.SIG_DFL)
+
+        hook = model.register_forward_pre_hook(Observer(ask))
+        for number in handled:
+            signal.signal(number, remember)
+        try:
+            yield
+        finally:
+            hook.remove()
+            for number in handled:
+                signal.signal(number, before[number] or signal.SIG_DFL)

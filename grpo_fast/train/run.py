@@ -23,7 +23,7 @@ from grpo_fast.train.metrics import Clock, LossMetrics, SamplerWatch, sampling_m
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
 from grpo_fast.train.optimizer import Optimizer
-from grpo_fast.train.planning.memory_model import predict_model
+from grpo_fast.train.plan import predict_model
 from grpo_fast.train.update import accumulate, gradient_variance, precompute
 
 log = logging.getLogger(__name__)

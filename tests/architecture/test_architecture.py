@@ -38,9 +38,9 @@ OUTSIDE = ("integrations", "examples")
 FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
 # Layers inside train/, lowest first. Each entry is a folder or a single file of train/.
 TRAIN_FLOORS = (
-    ("config", "ranks"), ("models", "planning", "metrics", "folder"),
+    ("config", "ranks"), ("models", "plan", "metrics", "folder"),
     ("batch", "collect", "optimizer"), ("critic", "evaluation", "report"), ("update",), ("run",),
-    ("checkpoint",), ("loop",),
+    ("checkpoint",), ("export",), ("loop",),
 )  # fmt: skip
 MOST_IMPORTS = 61  # maximum number of pairs (part, imported part) in train/; most parts are files
 MAX_LINES = 500

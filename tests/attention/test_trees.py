@@ -18,7 +18,7 @@ from grpo_fast.attention import TreeLayout, pack_groups, pack_tree, plan_packs, 
 from grpo_fast.attention.kernels.reference import attend as dense
 from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.layout import AttentionParams
-from grpo_fast.train.models.memory_options import enable_checkpointing
+from grpo_fast.train.models.loading import enable_checkpointing
 from tests.attention.families import MODELS, small_model
 from tests.attention.layouts import ATTENTION, inputs, results
 from tests.attention.test_shared_prompt import (

@@ -25,7 +25,7 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
-from grpo_fast.train.planning.plan import plan
+from grpo_fast.train.plan import plan
 from tests import chromium
 from tests.docs import plain_english
 

@@ -271,7 +271,7 @@ def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, cap
 
 KILLED = """
 import os, signal, sys, time
-from grpo_fast.rollout import threads
+from grpo_fast.rollout import engine as threads
 from grpo_fast.rollout.vllm import server as link
 from grpo_fast.rollout.vllm import transfer
 from grpo_fast.train import loop

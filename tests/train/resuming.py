@@ -10,8 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from grpo_fast.train import loop
-from grpo_fast.train.checkpoint import Stopping, begin
+from grpo_fast.train.checkpoint import begin
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report.page import read_parquet
 from grpo_fast.train.report.report import RunReport
 from tests.train.tiny_runs import is_timing

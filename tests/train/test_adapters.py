@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.train.checkpoint import export
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.evaluation.command import run_eval
+from grpo_fast.train.export import export
 from grpo_fast.train.folder import fingerprints
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.planning.memory_model import predict_model
+from grpo_fast.train.plan import predict_model
 from tests.tiny import tiny_folder
 from tests.train.test_hostile_input import change_json
 from tests.train.test_train_policy import a_batch

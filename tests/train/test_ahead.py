@@ -10,8 +10,8 @@ from grpo_fast.errors import EngineError, Stopped
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import collect as collector
 from grpo_fast.train import loop
-from grpo_fast.train.checkpoint import checkpoints_in
 from grpo_fast.train.collect import Collector
+from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.optimizer import Optimizer
 from tests.train import rank_runs
 from tests.train.resuming import Leave, config_of, run

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_fast.train import checkpoint as module
 from grpo_fast.train import loop
-from grpo_fast.train.checkpoint import checkpoints_in, problem_of
-from grpo_fast.train.folder import locked, sha256_of
+from grpo_fast.train.folder import checkpoints_in, locked, problem_of, sha256_of
 from tests.command_line import invoke, refused
 from tests.train.resuming import run
 from tests.train.test_hostile_input import change_json

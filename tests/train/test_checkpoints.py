@@ -20,7 +20,9 @@ from grpo_fast.errors import SAVED, Stopped
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train import checkpoint, loop
 from grpo_fast.train import update as gradients
-from grpo_fast.train.checkpoint import Checkpoints, Stopping, checkpoints_in, problem_of
+from grpo_fast.train.checkpoint import Checkpoints
+from grpo_fast.train.folder import checkpoints_in, problem_of
+from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report.report import RunReport
 from tests.command_line import ROOT, invoke, refused
 from tests.train.resuming import Leave, config_of, run

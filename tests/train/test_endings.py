@@ -22,8 +22,8 @@ import torch
 
 from grpo_fast.errors import SAVED, EngineError, NonFiniteLogits, WriteError
 from grpo_fast.train import update as gradients
-from grpo_fast.train.checkpoint import UNFINISHED, checkpoints_in, problem_of
-from grpo_fast.train.folder import JsonLines
+from grpo_fast.train.checkpoint import UNFINISHED
+from grpo_fast.train.folder import JsonLines, checkpoints_in, problem_of
 from grpo_fast.train.optimizer import Optimizer
 from tests.command_line import ROOT, invoke, refused, write_recipe
 from tests.pids import alive, wait_until

@@ -12,8 +12,7 @@ from grpo_fast import LossConfig, attention
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.memory_options import apply_options
+from grpo_fast.train.models.loading import apply_options, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model

@@ -14,15 +14,18 @@ from grpo_fast.train.config import ModelConfig, RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.models import policy as policies
-from grpo_fast.train.models.memory_options import apply_options
+from grpo_fast.train.models.loading import apply_options
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.planning.memory_model import (
+from grpo_fast.train.plan import (
+    KNOWN_MODELS,
+    OPTIONS,
     Shape,
+    plan,
     predict,
     predict_model,
+    render,
     trainable_parameters,
 )
-from grpo_fast.train.planning.plan import KNOWN_MODELS, OPTIONS, plan, render
 from tests.attention.families import family_model
 from tests.command_line import invoke
 from tests.tiny import SYMBOLS, tiny_model
@@ -243,7 +246,7 @@ def test_plans_that_are_refused(model, settings, message, monkeypatch):
 
 def test_a_plan_without_a_gpu_is_for_this_machines_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("grpo_fast.train.planning.plan.host_memory", lambda: 64 * 10**9)
+    monkeypatch.setattr("grpo_fast.train.plan.host_memory", lambda: 64 * 10**9)
     found = plan("sort", [])
     assert (found.device, found.gb, found.usable) == ("cpu", 64.0, 32e9)
     expected = predict(found.shape, load_recipe("sort"), "cpu")

@@ -16,7 +16,7 @@ from grpo_fast.train.critic import Critic, load_critic
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import KLWeight
 from grpo_fast.train.optimizer import Optimizer, schedule
-from grpo_fast.train.planning.memory_model import Shape, predict
+from grpo_fast.train.plan import Shape, predict
 from tests.train.tiny_runs import adapted, sort
 
 PPO = ["advantages=gae", "critic={bootstrap: false}"]

@@ -14,7 +14,7 @@ import torch
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train import update as gradients
-from grpo_fast.train.checkpoint import checkpoints_in
+from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.report import report
 from tests.train.rank_runs import differences, train
 

@@ -15,8 +15,8 @@ from grpo_fast.errors import SAVED
 from grpo_fast.train import loop
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train.batch import balanced
-from grpo_fast.train.checkpoint import checkpoints_in
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.report import report as trackers
 from tests.data.test_data import write_lines
 from tests.train.rank_runs import CASES, SMALL, differences, train

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_fast.data import hub
 from grpo_fast.train.config.recipes import recipe_names, recipe_table
-from grpo_fast.train.planning.plan import plan, render
+from grpo_fast.train.plan import plan, render
 from grpo_fast.train.report.page import step_html
 from grpo_fast.train.report.report import closing_lines, shown_number
 from tests.command_line import invoke, write_recipe

@@ -11,7 +11,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.config.words import dotted_keys, other_names, own_words, quoted
 from grpo_fast.train.evaluation.command import Source, read_settings
-from grpo_fast.train.planning.plan import PlanSettings
+from grpo_fast.train.plan import PlanSettings
 from tests.command_line import invoke, refused
 
 READERS = {

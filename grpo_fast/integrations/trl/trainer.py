@@ -27,9 +27,16 @@ from trl import GRPOTrainer
 
 from grpo_fast.attention import fast_layers, offload_checkpoints, tile_mlps
 from grpo_fast.errors import require
-from grpo_fast.integrations.trl import options, selfcheck
+from grpo_fast.integrations.trl import options
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.packed import PackedCall, pack_padded, take_packed_rows
+from grpo_fast.integrations.trl.packed import (
+    SCORED,
+    PackedCall,
+    largest_gap,
+    pack_padded,
+    take_packed_rows,
+    tolerance,
+)
 from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 if TYPE_CHECKING:
@@ -195,19 +202,19 @@ class FastGRPOTrainer(OwnRollouts):
         score = super()._get_per_token_logps_and_entropies
 
         def padded(ids: Tensor, real: Tensor) -> Tensor:
-            return score(lm, ids, real, selfcheck.SCORED)[0]
+            return score(lm, ids, real, SCORED)[0]
 
         def packed(ids: Tensor, real: Tensor) -> Tensor:
-            pack = pack_padded(ids, real, real[:, -selfcheck.SCORED :])
+            pack = pack_padded(ids, real, real[:, -SCORED:])
             assert not isinstance(pack, str)
             return pack.padded(self._run(lm, PackedCall(pack, self._head))["logps"])
 
         try:
-            gap, theirs = (selfcheck.largest_gap(lm, f, padded) for f in (packed, padded))
+            gap, theirs = (largest_gap(lm, f, padded) for f in (packed, padded))
         except (ValueError, TypeError, AttributeError) as error:
             return str(error)
         kind = f"model_type {lm.config.model_type}"
-        most = selfcheck.tolerance(lm, self.accelerator.mixed_precision)
+        most = tolerance(lm, self.accelerator.mixed_precision)
         if not gap <= most:
             return f"{kind}: packed logps differ from TRL's by {gap:.2g} nats"
         if not theirs <= most:

@@ -22,8 +22,7 @@ import torch
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
-from grpo_fast.rollout.engine import Completion
-from grpo_fast.rollout.threads import started
+from grpo_fast.rollout.engine import Completion, started
 from grpo_fast.rollout.vllm import answers, transfer
 from grpo_fast.rollout.vllm.answers import (
     BadAnswer,

@@ -24,7 +24,7 @@ from grpo_fast.train.config import (
 )
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import apply_word, own_words, split_word, validated
-from grpo_fast.train.evaluation.asking import asking_lines
+from grpo_fast.train.evaluation.data_view import asking_lines
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, paired
 from grpo_fast.train.folder import plain_json
 from grpo_fast.train.models import loading

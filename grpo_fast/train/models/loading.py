@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_fast.attention import PackedTree, check_tolerance
+from grpo_fast.attention import PackedTree, check_tolerance, offload_checkpoints, tile_mlps
 from grpo_fast.attention.agree import LENGTH, in_fp32, packed_pair, starts_of, worst_gap
 from grpo_fast.data import hub, reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, require
+from grpo_fast.train.config import ModelConfig, named_in, require
 from grpo_fast.train.models.adapters import adapter_at, check_trainable, with_new, with_saved
-from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
 
 if TYPE_CHECKING:
@@ -323,3 +322,32 @@ def _listed(names: Any) -> str:
     """Format the first three names in sorted order, followed by an ellipsis if there are more."""
     first = sorted(names)[:3]
     return ", ".join(first) + (", …" if len(names) > len(first) else "")
+
+
+# ----------------------------------------------------------------------------------- Memory options
+# Arguments of `torch.utils.checkpoint`. The state of the random generator need not be saved for the
+# recomputation, because dropout is off everywhere in the trainer.
+RECOMPUTE: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+def apply_options(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Enable gradient checkpointing and tiled MLPs if the section `model` requests them."""
+    if config.gradient_checkpointing:
+        enable_checkpointing(model, config.gradient_checkpointing == "offload")
+    if config.tiled_mlp is not None:
+        with named_in("model"):  # errors refer to the setting `model.tiled_mlp`
+            tile_mlps(model, config.tiled_mlp)
+
+
+def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
+    """Recompute every layer in the backward pass instead of storing its activations.
+
+    Args:
+        model: a transformers model.
+        offload: store the inputs of the layers in host memory. The corresponding option of
+            transformers is not used, because it requires pinned memory and therefore a GPU.
+    """
+    newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
+    (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
+    if offload:
+        offload_checkpoints(model)

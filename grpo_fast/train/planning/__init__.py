@@ -1,1 +1,0 @@
-"""Prediction of the memory that a training step needs."""

@@ -44,24 +44,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.config.run import CheckpointConfig
 from grpo_fast.train.config.sections import Count, Positive
-from grpo_fast.train.folder import (
-    FOLDER,
-    FORMAT,
-    MANIFEST,
-    STEP,
-    Manifest,
-    check_same,
-    checkpoints_in,
-    is_occupied,
-    locked,
-    newest,
-    problem_of,
-    read_regular,
-    set_aside,
-    step_of,
-    sync,
-    written,
-)
+from grpo_fast.train.folder import read_regular, sync, written
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.run import Rows, Run
 
@@ -216,15 +199,15 @@ def opened(config: RunConfig) -> Iterator[tuple[Path | None, State | None]]:
             damaged. Also raised if another version of the package wrote the checkpoint.
     """
     with ExitStack() as until_the_end:
-        ranks.from_main(lambda: until_the_end.enter_context(locked(config.output_dir)))
+        ranks.from_main(lambda: until_the_end.enter_context(folder.locked(config.output_dir)))
         found = ranks.from_main(lambda: _find(config))
         if found is None:
             yield None, None
             return
         with refused("resume", found):
             state = read_state(found)
-            expected = f"{step_of(found)}, as its name says"
-            require(state.step == step_of(found), f"{STATE}: step", expected, state.step)
+            expected = f"{folder.step_of(found)}, as its name says"
+            require(state.step == folder.step_of(found), f"{STATE}: step", expected, state.step)
         metrics = Path(config.output_dir, "metrics.jsonl")
         folder.check_regular(metrics)
         size = metrics.stat().st_size if metrics.exists() else 0
@@ -243,13 +226,13 @@ def _find(config: RunConfig) -> Path | None:
             finished run, a run with other settings, or other files.
     """
     run = Path(config.output_dir)
-    if config.resume is None or not is_occupied(run):
+    if config.resume is None or not folder.is_occupied(run):
         folder.check_folder(run)
         return None
-    checkpoint = newest(run)
+    checkpoint = folder.newest(run)
     if checkpoint is not None:
         return checkpoint
-    damaged = checkpoints_in(run)
+    damaged = folder.checkpoints_in(run)
     if damaged:
         came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to start over"
         raise ValueError(f"resume: expected a complete checkpoint in {run}, got {came}")
@@ -257,7 +240,7 @@ def _find(config: RunConfig) -> Path | None:
         folder.check_folder(run)
     # The folder has an unfinished run without checkpoints, which starts over.
     was = load_recipe(str(run / CONFIG))
-    check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
+    folder.check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
     return None
 
 
@@ -270,10 +253,10 @@ def begin(config: RunConfig, checkpoint: Path | None, report: RunReport) -> None
 
     def enter() -> None:
         with written(run):
-            for path in checkpoints_in(run):
-                if checkpoint and step_of(path) > step_of(checkpoint):
+            for path in folder.checkpoints_in(run):
+                if checkpoint and folder.step_of(path) > folder.step_of(checkpoint):
                     # The loaded checkpoint is the newest complete one, so this one is damaged.
-                    set_aside(path)
+                    folder.set_aside(path)
             save_config(config.model_copy(update={"resume": None}), run / CONFIG)
         report.begin(config.model_dump(mode="json"))
 
@@ -361,14 +344,14 @@ class Checkpoints:
         Raises:
             WriteError: the disk is full or read-only. Older checkpoints stay intact.
         """
-        root = self.report.folder / FOLDER
-        final = root / f"{STEP}{self.state.step:06d}"
+        root = self.report.folder / folder.FOLDER
+        final = root / f"{folder.STEP}{self.state.step:06d}"
         part = final.with_name(final.name + UNFINISHED)
         is_sharded = self.run.config.is_sharded
 
         def begin() -> bool:
             """Write all files except the tensors. Return False if the checkpoint exists."""
-            if final.exists() and problem_of(final) is None:
+            if final.exists() and folder.problem_of(final) is None:
                 return False
             for unfinished in root.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(unfinished)
@@ -387,7 +370,7 @@ class Checkpoints:
             if metrics.exists():  # a run goes on if somebody moves its log away
                 sync(metrics)  # the state counts its bytes, which a power cut could lose
             _finish(part, final)
-            for path in checkpoints_in(self.report.folder)[self.config.keep :]:
+            for path in folder.checkpoints_in(self.report.folder)[self.config.keep :]:
                 shutil.rmtree(path, ignore_errors=True)
             self._call_hook(final)
 
@@ -460,7 +443,7 @@ class Checkpoints:
         return f"saved in {path}; resume=auto continues from there"
 
     def _newest(self) -> str:
-        path = newest(self.report.folder)
+        path = folder.newest(self.report.folder)
         if path is None:
             return "there is no checkpoint: resume=auto starts over"
         return f"the newest checkpoint is {path}: resume=auto repeats the steps after it"
@@ -470,13 +453,13 @@ def _finish(part: Path, final: Path) -> None:
     """Write the manifest, flush all files to disk, and give the folder its final name."""
     files = sorted(path for path in part.rglob("*") if path.is_file())
     sums = {path.relative_to(part).as_posix(): folder.sha256_of(path) for path in files}
-    manifest = Manifest(format=FORMAT, files=sums)
-    (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    manifest = folder.Manifest(format=folder.FORMAT, files=sums)
+    (part / folder.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     # Flush files and directory entries before the rename. Otherwise a power cut could leave a
     # checkpoint with its final name and empty files.
     for path in (*part.rglob("*"), part):
         sync(path)
-    set_aside(final)  # os.replace cannot overwrite a damaged checkpoint of the same step
+    folder.set_aside(final)  # os.replace cannot overwrite a damaged checkpoint of the same step
     os.replace(part, final)
     sync(final.parent)
     sync(final.parent.parent)

@@ -153,7 +153,7 @@ def run_of(policy: SampledModel) -> Callable[..., Decoded]:
             return run
     found = "; ".join(f"{name}: {reason}" for name, reason in _differences[policy.lm].items())
     kind = type(policy.lm).__name__
-    raise ValueError(f"{kind}: nothing samples from this model; use vLLM instead. {found}")
+    raise ValueError(f"{kind}: nothing samples from this model; use another engine. {found}")
 
 
 def difference_of(policy: SampledModel, name: str) -> str | None:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch
+from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_logits
 from grpo_fast.kernels.gpu.target_rows import add_targets_
 from grpo_fast.kernels.types import Exponentials, LogitTransform, transform_arguments, vector
@@ -116,7 +116,7 @@ def times(
     by_row, by_target = (torch.empty(rows, dtype=torch.float32, device=lse.device) for _ in "rt")
     *scalars, temperature_ptr = transform_arguments(transform)
     launch(
-        times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), filled.raw_target, lse, logps,
+        times_kernel, ceil_div(rows, BLOCK_T), vector(grad_logps), filled.raw_target, lse, logps,
         temperature_ptr, by_row, by_target, lse.shape[0], rows, *scalars, BLOCK_T=BLOCK_T,
         num_warps=4,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.configs import GROUP_BYTES, SLICE_COLUMNS, architecture, linear_config
 from grpo_fast.kernels.gpu.epilogue import fold_tile
-from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned, launch, outputs
+from grpo_fast.kernels.gpu.launch import HeadInputs, ceil_div, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exceeds_max_nll, exp_fp32, finish
 from grpo_fast.kernels.types import LogitTransform, RowStats, transform_arguments
 
@@ -288,7 +288,7 @@ def sweep(
     if store_tma and out is not None:
         destination = tiles(out, config.block_t, config.piece)
     launch(
-        slice_kernel, triton.cdiv(rows, config.block_t) * slice_count(p),
+        slice_kernel, ceil_div(rows, config.block_t) * slice_count(p),
         hidden, weight, p.bias, p.target_ids, temperature_ptr, destination,
         raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
@@ -320,7 +320,7 @@ def statistics(
         partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
         launch(
-            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows,
+            join_kernel, ceil_div(rows, 32), partial, p.target_ids, *stats, rows,
             p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
         )  # fmt: skip
     return stats
@@ -353,7 +353,7 @@ def head_logps(
 def aligned_copy(matrix: Tensor) -> Tensor:
     """Copy a matrix into rows that start at multiples of 16 bytes."""
     columns = matrix.shape[1]
-    per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
+    per_row = ceil_div(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
     shape = (matrix.shape[0], per_row)
     copy = torch.empty(shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
     return copy.copy_(matrix)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch
+from grpo_fast.kernels.gpu.launch import ceil_div, launch
 
 # Number of elements that a program processes per step.
 BLOCK = 4096
@@ -44,6 +44,6 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
     """
     size = gradient.numel()
-    programs = min(triton.cdiv(size, BLOCK), PROGRAMS)
+    programs = min(ceil_div(size, BLOCK), PROGRAMS)
     launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=BLOCK, num_warps=8)
     return gradient

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.gpu import configs
-from grpo_fast.kernels.gpu.launch import is_aligned, launch, outputs
+from grpo_fast.kernels.gpu.launch import ceil_div, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import (
     FLOOR,
     capped_logits,
@@ -279,7 +279,7 @@ def _sums(
     """
     width, config = out.shape[1], configs.sums_config(aligned=is_aligned(matrix))
     launch(
-        sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
+        sums_kernel, out.shape[0] * ceil_div(width, config.block_h), factors, index, offsets,
         matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
         BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip

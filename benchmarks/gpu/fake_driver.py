@@ -30,7 +30,8 @@ TARGETS = {
 class TargetOnlyDriver:
     """Driver that tells the compiler its target, but cannot launch a kernel."""
 
-    launcher_cls = utils = None
+    launcher_cls: Any = None
+    utils: Any = None
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target

@@ -184,7 +184,7 @@ def recording() -> Iterator[Recorder]:
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import driver, sources
-    from grpo_fast.loss import support_rows, value_checks
+    from grpo_fast.loss import call, checks
 
     recorder = Recorder()
 
@@ -213,7 +213,7 @@ def recording() -> Iterator[Recorder]:
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
         """Record a wait of the host, and assume that the support of every row has SET_SIZE ids.
 
-        This replaces `support_rows._sizes`, which reads the number of rows with a support and the
+        This replaces `call._sizes`, which reads the number of rows with a support and the
         number of ids in all supports. Fake tensors have no values to read.
         """
         recorder.syncs.append("sizes of the support")
@@ -243,8 +243,8 @@ def recording() -> Iterator[Recorder]:
             (linear, {"architecture": lambda device: "sm_90"}),
             (driver, {"read_later": later}),
             (driver.Activity, {"keep": keep}),
-            (value_checks, {"copy_to_host_async": copied, "_pending": []}),
-            (support_rows, {"_sizes": sizes}),
+            (checks, {"copy_to_host_async": copied, "_pending": []}),
+            (call, {"_sizes": sizes}),
             (support, {"is_aligned": lambda x: True}),
             (sources.DenseHead, {"chunk": chunk, "release": release}),
             (driver.Driver, {"logps": logps}),

@@ -156,7 +156,7 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     """
     recorded(False)
     # Disable the value checks, because they copy numbers to pinned host memory, which needs a GPU.
-    monkeypatch.setattr("grpo_fast.loss.value_checks.ValueChecks.send", lambda self: None)
+    monkeypatch.setattr("grpo_fast.loss.checks.ValueChecks.send", lambda self: None)
     # Skip rows even if the GEMMs are small.
     monkeypatch.setattr("grpo_fast.kernels.head.terms.READ_FROM", 0)
 
@@ -201,7 +201,7 @@ def test_a_capture_computes_what_a_normal_call_skips(monkeypatch, return_entropy
         return [*results, *found, loss, *torch.autograd.grad(loss, leaves)]
 
     expected = run()
-    for module in ("loss.call", "loss.value_checks", "kernels.head.driver"):
+    for module in ("loss.call", "loss.checks", "kernels.head.driver"):
         monkeypatch.setattr(f"grpo_fast.{module}.is_capturing", lambda x: True)
     monkeypatch.setattr(
         "grpo_fast.kernels.head.terms.active_rows",

@@ -15,8 +15,7 @@ from grpo_fast.kernels import workspace
 from grpo_fast.kernels.gpu import capture
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.head import sums as half_range
-from grpo_fast.loss.value_checks import ValueChecks
-from grpo_fast.loss.values import checked_total
+from grpo_fast.loss.checks import ValueChecks, checked_total
 from tests.gpu.test_cuda_graphs import OnGpu
 from tests.kernels.triton_tools.launcher import HAS_TRITON
 

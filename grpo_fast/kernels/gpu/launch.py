@@ -48,7 +48,7 @@ def launch(kernel: JITFunction, programs: int, *args: object, **options: object)
         _compiled[key] = compiled, tuple(options[name] for name in names)
 
 
-def _specialisation(x: object) -> object:
+def _specialisation(x: Any) -> object:
     """Return the properties of a kernel argument for which Triton compiles a different kernel."""
     if x is None or isinstance(x, float):
         return type(x)

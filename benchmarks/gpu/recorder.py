@@ -114,7 +114,7 @@ class Plain(TorchFunctionMode):
         if function is Tensor.__setitem__ and isinstance(args[1], Tensor):
             return args[0].index_put_((args[1],), args[2])
         if function is Tensor.__setitem__:
-            return self.picked(*args[:2]).copy_(args[2])
+            return torch.ops.aten.copy_(self.picked(*args[:2]), args[2])
         if function is Tensor.__invert__:
             return args[0].bitwise_not()
         if function is Tensor.nonzero:
@@ -239,7 +239,7 @@ def recording() -> Iterator[Recorder]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched_launches(recorder.kernel))
         for place, changes in (
-            (linear, {"is_aligned": lambda x: True, "tiles": lambda x, *shape: x}),
+            (linear, {"is_aligned": lambda x: True, "tiles": lambda p, x, *shape: x}),
             (linear, {"architecture": lambda device: "sm_90"}),
             (driver, {"read_later": later}),
             (driver.Activity, {"keep": keep}),

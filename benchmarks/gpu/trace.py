@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import json
 import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
 from benchmarks.gpu.report import table
 from benchmarks.options import new_parser
-from grpo_fast import LossConfig, Support, linear_logps
+from grpo_fast import LossConfig, Support
 from grpo_fast.loss import autograd
 from grpo_fast.loss.call import Call
 
@@ -33,7 +34,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A call of `linear_grpo_loss` in bf16 on eight packed completions.
+    """A call in bf16 on eight packed completions.
 
     Attributes:
         rows: number of tokens.
@@ -45,7 +46,8 @@ class Case(NamedTuple):
         mask: True passes padded completions with a mask instead of packed completions.
         calls: number of calls with the same LM head.
         support: True passes a support of SET_SIZE ids for each row.
-        logps: True calls `linear_logps` instead.
+        logits: the logits are given.
+        logps: the call computes logps, with the gradients in `wants`, instead of a loss.
     """
 
     rows: int
@@ -57,25 +59,30 @@ class Case(NamedTuple):
     mask: bool = False
     calls: int = 1
     support: bool = False
+    logits: bool = False
     logps: bool = False
 
     def run(self) -> Recorder:
         with recording() as recorder:
             weight = new(self.vocab, self.hidden)
             for _ in range(self.calls):
-                self._call(new(self.rows, self.hidden), weight)
+                hidden = new(self.rows, self.hidden)
+                self._call((new(self.rows, self.vocab),) if self.logits else (hidden, weight, None))
         return recorder
 
-    def _call(self, hidden: Tensor, weight: Tensor) -> None:
+    def _call(self, tensors: tuple[Tensor | None, ...]) -> None:
+        wanted = (*self.wants, False)[: len(tensors)]
         if self.logps:
-            linear_logps(hidden, weight, new(self.rows, dtype=torch.int64), backend="triton")
+            like = new(self.rows, dtype=torch.int64)
+            call = Call(tensors=tensors, like=like, backend="triton")
+            call.wanted = wanted
+            self._logps(call.find_targets())
             return
         shape = (8, self.rows // 8) if self.mask else (self.rows,)
         support = None
         if self.support:
             ids = new(self.rows * SET_SIZE, dtype=torch.int32)
             support = Support(ids, new(self.rows + 1, dtype=torch.int64))
-        tensors = hidden, weight, None
         call = Call(
             tensors=tensors, like=new(*shape, dtype=torch.int64), backend="triton",
             config=LossConfig(loss_type=self.loss_type, beta=self.beta),
@@ -86,11 +93,23 @@ class Case(NamedTuple):
             ref_logps=new(*shape, dtype=torch.float32) if self.beta else None,
             num_items_in_batch=self.rows,
         )  # fmt: skip
-        call.wanted = (*self.wants, False)
+        call.wanted = wanted
         result = autograd.loss_from_logits(call.find_tokens(), tensors)
         for gradient in result.gradients:
             if gradient.numel():
                 autograd.scale_(gradient, result.loss)
+
+    def _logps(self, call: Call) -> None:
+        """Compute logps and their gradients, as autograd would."""
+        context = SimpleNamespace(
+            save_for_backward=lambda *x: vars(context).update(saved_tensors=x),
+            set_materialize_grads=lambda on: None, mark_non_differentiable=lambda *x: None,
+            needs_input_grad=(False, *call.wanted),
+        )  # fmt: skip
+        logps, *_ = autograd.LogpsFunction.forward(context, call, *call.tensors)
+        if any(call.wanted):
+            with torch.no_grad():
+                autograd.LogpsFunction.backward(context, torch.empty_like(logps), None, None)
 
 
 class Budget(NamedTuple):
@@ -136,7 +155,17 @@ CASES: dict[str, Case] = {
     "frozen head (LoRA)": Case(8192, 4096, wants=(True, False)),
     "head alone": Case(8192, 4096, wants=(False, True)),
     "no gradient": Case(8192, 4096, wants=(False, False)),
-    "linear_logps": Case(8192, 4096, logps=True),
+    "linear_logps": Case(8192, 4096, wants=(False, False), logps=True),
+    "linear_logps, gradient": Case(8192, 4096, logps=True),
+    "linear_logps, gradient, 1024 rows": Case(1024, 896, logps=True),
+    "logits_logps": Case(8192, 1, wants=(False, False), logits=True, logps=True),
+    "logits_logps, gradient": Case(8192, 1, logits=True, logps=True),
+    "logits_grpo_loss": Case(8192, 1, logits=True),
+    "logits_grpo_loss, sequence level": Case(8192, 1, logits=True, loss_type="gspo"),
+    "logits_grpo_loss, mask": Case(8192, 1, logits=True, mask=True),
+    "with a mask, 1024 rows": Case(1024, 896, mask=True),
+    "several chunks": Case(65536, 2048),
+    "several chunks, sequence level": Case(65536, 2048, loss_type="gspo"),
     "three heads of one weight": Case(2048, 4096, calls=3),
     "support, 50 ids": Case(8192, 4096, support=True),
     "support, frozen head": Case(8192, 4096, support=True, wants=(True, False)),

@@ -135,7 +135,8 @@ def driven(
         checks.check_logps(logps, call.checks)
         result = token_loss(logps, entropy, tokens, config)
         loss = result.loss
-        known = Known(result.grad_logps, result.grad_entropy, stats)
+        # A GPU has no other work while the host would wait for the number of rows without gradient.
+        known = Known(result.grad_logps, result.grad_entropy, stats, counts_on_gpu=False)
         term = sum_of(divergences, known) if any(wanted) else divergences or known
         gradients = driver.gradients(term, wanted)
     # 3. Add the divergence, and expand the results from the active rows to all rows.

@@ -150,18 +150,21 @@ class Call:
 
         Usually, rows with target -100 are removed. On a GPU this costs a sync, because the host
         needs the number of remaining rows. If all rows are kept instead, `left_out` marks the rows
-        with target -100, whose results must be set to 0. All rows are kept in three cases:
+        with target -100, whose results must be set to 0. All rows are kept in four cases:
 
         - A CUDA graph is captured. The number of rows must then not depend on the values of
           targets.
         - The logits are given on a GPU. The row kernels process all rows in any case.
+        - The gradient is small, so that a GPU would take longer to wait than to compute all rows.
+          Rows with target -100 must not change the products, even if they are NaN, so this is done
+          only if exponentials are stored.
         - The Triton kernels compute logps without a gradient. They skip each block of rows that
           contains no target. In a large call, the rows with target -100 are moved to the end first.
         """
         flat = self.like.reshape(-1)
         is_ignored = flat == checks.IGNORED_TARGET
         takes_all = flat.is_cuda and len(self.tensors) == 1 and self.support is None
-        takes_all = takes_all or is_capturing(flat)
+        takes_all = takes_all or is_capturing(flat) or self._keeps_all_rows()
         skips = not (takes_all or any(self.wanted)) and self._skips_blocks()
         index: Tensor | None = None
         ignored: Tensor | None = is_ignored
@@ -179,7 +182,7 @@ class Call:
 
         transform = self.transform
         if isinstance(transform.temperature, Tensor):
-            temperatures = valid(selected(transform.temperature, index), 1)
+            temperatures = valid(selected(transform.temperature, index).clone(), 1)
             checks.check_numbers(self.checks, temperature=temperatures)
             transform = transform._replace(temperature=temperatures)
         end = self.vocabulary_size
@@ -204,6 +207,19 @@ class Call:
         self.rows = self._rows(None, ids, self.transform)
         self.checks.send()
         return self
+
+    def _keeps_all_rows(self) -> bool:
+        """Return whether a pass with gradient is too small to wait for the number of targets."""
+        if not self.like.is_cuda or len(self.tensors) == 1 or not any(self.wanted):
+            return False
+        hidden, weight, _ = self.tensors
+        if saves_time(hidden, 4 * self.like.numel() * weight.numel()):
+            return False
+        # `hidden_rows` may be invalid in rows without a target.
+        others = (self.support, self.hidden_rows, self.shard)
+        if self.return_entropy or any(x is not None for x in others):
+            return False
+        return head_route(self.backend, weight).exponentials is not None
 
     def _skips_blocks(self) -> bool:
         """Return whether a pass without gradient skips each block of rows without a target."""

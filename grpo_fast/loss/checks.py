@@ -11,11 +11,13 @@ offsets are clamped, so that no kernel reads out of bounds.
 from __future__ import annotations
 
 import math
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -311,6 +313,7 @@ def temperature(x: float | Tensor, like: Tensor) -> None:
 # A function that receives the numbers of a check, and returns an error message, or "" if they are
 # allowed.
 Judge = Callable[[list[float]], str]
+FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q"}  # the letters of `struct`
 
 
 class ValueChecks:
@@ -368,14 +371,12 @@ class ValueChecks:
 
     def messages(self) -> Iterator[str]:
         """Yield the message of each stored check, or "" if it has not failed."""
-        start = 0
+        # Decode the bits of all numbers at once. Views of the parts would take ten times as long.
+        bits = self.numbers.tolist()
+        layout = "".join(f"{x.numel()}{FORMATS[x.dtype]}" for _, each in self.kept for x in each)
+        values = iter(struct.unpack(f"={layout}", struct.pack(f"={len(bits)}i", *bits)))
         for judge, tensors in self.kept:
-            found: list[float] = []
-            for x in tensors:
-                stop = start + x.numel() * x.element_size() // 4
-                found += self.numbers[start:stop].view(x.dtype).tolist()
-                start = stop
-            yield judge(found)
+            yield judge(list(islice(values, sum(x.numel() for x in tensors))))
 
 
 _pending: list[ValueChecks] = []

@@ -51,7 +51,7 @@ def recorded(monkeypatch):
     for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
         monkeypatch.setattr(f"{gpu}.{name}.launch", lambda *args, **options: None)
     monkeypatch.setattr(f"{gpu}.linear.is_aligned", lambda matrix: True)
-    monkeypatch.setattr(f"{gpu}.linear.tiles", lambda matrix, *shape: matrix)
+    monkeypatch.setattr(f"{gpu}.linear.tiles", lambda p, matrix, *shape: matrix)
     monkeypatch.setattr(f"{gpu}.linear.architecture", lambda device: "sm_90")
     monkeypatch.setattr(f"{gpu}.scale.scale_", lambda gradient, factor: gradient)
     # torch.is_autocast_enabled does not support the meta device.

@@ -141,7 +141,7 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     for name, value in (
         ("launch", lambda *args, **options: started.append(options["BLOCK_V"])),
         ("architecture", lambda device: "sm_90"),
-        ("tiles", lambda matrix, *shape: matrix),
+        ("tiles", lambda p, matrix, *shape: matrix),
     ):
         monkeypatch.setattr(linear, name, value)
     hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()

@@ -83,6 +83,7 @@ class HeadInputs(NamedTuple):
     bias: Tensor | None  # (V,)
     target_ids: Tensor  # (T,)
     transform: LogitTransform
+    descriptors: dict[tuple[int, int, int], Any]  # made by `linear.tiles`, for several launches
 
 
 def is_aligned(matrix: Tensor) -> bool:

@@ -206,11 +206,14 @@ def join_kernel(
         tl.store(entropy_ptr + rows, entropy, mask=in_rows)
 
 
-def tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def tiles(p: HeadInputs, matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a tensor descriptor (TMA) of a matrix whose tiles have rows x columns elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    key = id(matrix), rows, columns
+    if key not in p.descriptors:
+        p.descriptors[key] = TensorDescriptor.from_tensor(matrix, [rows, columns])
+    return p.descriptors[key]
 
 
 def head_inputs(
@@ -226,7 +229,7 @@ def head_inputs(
     the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
-    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
+    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform, {})
 
 
 def slice_count(p: HeadInputs) -> int:
@@ -283,10 +286,10 @@ def sweep(
     hidden, weight, destination = p.hidden, p.weight, out
     # With TMA, pass tensor descriptors instead of pointers.
     if config.use_tma:
-        hidden = tiles(hidden, config.block_t, config.block_h)
-        weight = tiles(weight, config.block_v, config.block_h)
+        hidden = tiles(p, hidden, config.block_t, config.block_h)
+        weight = tiles(p, weight, config.block_v, config.block_h)
     if store_tma and out is not None:
-        destination = tiles(out, config.block_t, config.piece)
+        destination = tiles(p, out, config.block_t, config.piece)
     launch(
         slice_kernel, ceil_div(rows, config.block_t) * slice_count(p),
         hidden, weight, p.bias, p.target_ids, temperature_ptr, destination,

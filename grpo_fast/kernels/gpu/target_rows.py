@@ -189,7 +189,8 @@ def add_targets_(
     add(None, None, flags)
     # 3. Compute the fp32 product of the flagged rows, and add the targets to it. nonzero_static
     # does not synchronise, because its size is fixed. Unused entries are -1.
-    places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
+    is_flagged = flags[:, 0] if blocks == 1 else flags.any(1)
+    places = torch.nonzero_static(is_flagged, size=count)[:, 0]
     columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
     products = torch.empty((count, width), dtype=torch.float32, device=device)
     launch(

@@ -157,7 +157,7 @@ class Driver:
         terms = policy.terms
         stats = self.logps(return_entropy=policy.config.needs_entropy, stores=True)
         losses, g = source.kernels.row_coefficients(stats[1], terms, policy.config)
-        known = Known(g, terms.grad_entropy, stats)
+        known = Known(g, terms.grad_entropy, stats, counts_on_gpu=False)
         return RowLoss(*stats, losses, g), self.gradients(sum_of(other, known), wanted)
 
     def _accumulate(

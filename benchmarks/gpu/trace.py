@@ -33,6 +33,19 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, device="cuda", dtype=dtype)
 
 
+class Context(SimpleNamespace):
+    """Replacement for the context that autograd passes to a function."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, on: bool) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+
 class Case(NamedTuple):
     """A call in bf16 on eight packed completions.
 
@@ -101,11 +114,7 @@ class Case(NamedTuple):
 
     def _logps(self, call: Call) -> None:
         """Compute logps and their gradients, as autograd would."""
-        context = SimpleNamespace(
-            save_for_backward=lambda *x: vars(context).update(saved_tensors=x),
-            set_materialize_grads=lambda on: None, mark_non_differentiable=lambda *x: None,
-            needs_input_grad=(False, *call.wanted),
-        )  # fmt: skip
+        context = Context(needs_input_grad=(False, *call.wanted))
         logps, *_ = autograd.LogpsFunction.forward(context, call, *call.tensors)
         if any(call.wanted):
             with torch.no_grad():

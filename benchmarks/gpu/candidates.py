@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Return the configuration as source code for grpo_fast/kernels/gpu/configs.py."""
+        """Return the configuration as source code for the tables of the kernels."""
         return f"{type(self.config).__name__}{tuple(self.config)}"
 
 

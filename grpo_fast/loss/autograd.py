@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.head.divergence import Divergences, buffers_of
 from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
@@ -278,9 +278,9 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
     if on_gpu and unavailable("triton", "cuda") is None:
-        from grpo_fast.kernels.gpu import scale
+        from grpo_fast.kernels.gpu import gradients as kernels
 
-        return scale.scale_(gradient, upstream)
+        return kernels.scale_(gradient, upstream)
     return gradient.mul_(upstream)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, conflict, number, require
-from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.gpu.launch import is_capturing
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.loss.ranks import is_sharded

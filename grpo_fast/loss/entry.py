@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import argument_error, conflict, unknown_keyword
-from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import checks

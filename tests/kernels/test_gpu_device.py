@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_fast.kernels import workspace
-from grpo_fast.kernels.gpu import capture
+from grpo_fast.kernels.gpu import launch
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.head import sums as half_range
 from grpo_fast.loss.checks import ValueChecks, checked_total
@@ -53,9 +53,9 @@ def test_a_copy_to_the_host_has_arrived_when_its_own_stream_says_so(gpus, monkey
 
 def test_the_stream_of_the_tensor_is_asked_whether_it_is_recorded(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpus.current == 1)
-    assert capture.is_capturing(gpus.tensor)
-    assert not capture.is_capturing(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
-    assert not capture.is_capturing(torch.zeros(1)) and gpus.current == 0
+    assert launch.is_capturing(gpus.tensor)
+    assert not launch.is_capturing(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
+    assert not launch.is_capturing(torch.zeros(1)) and gpus.current == 0
 
 
 def test_a_total_on_the_cpu_is_not_copied_to_the_gpu():
@@ -69,16 +69,14 @@ def test_a_total_on_the_cpu_is_not_copied_to_the_gpu():
 def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     import triton.runtime
 
-    from grpo_fast.kernels.gpu import configs
-
     def target() -> SimpleNamespace:
         return SimpleNamespace(backend="cuda", arch=(90, 80)[gpus.current])
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
     monkeypatch.setattr(triton.runtime, "driver", driver)
-    configs._architecture.cache_clear()
-    found = [configs.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
-    configs._architecture.cache_clear()
+    launch._architecture.cache_clear()
+    found = [launch.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
+    launch._architecture.cache_clear()
     assert found == ["sm_80", "sm_90", "sm_80"] and gpus.current == 0
 
 

@@ -4,10 +4,14 @@
     write_hidden_  dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden  by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_   the contribution of the targets to dW (target_rows.py)
+    scale_         gradient *= upstream gradient, in the backward pass
 
 exponentials.py defines the matrix E of exponentials, unit and target_unit. y_t is the target of row
 t. For each element of a (C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and
-scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN.
+scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN. scale_ reads and
+writes the gradient once. If its factor is 1, as in `loss.backward()`, every program returns
+immediately. The programs check this themselves, because the factor is on the device, and the host
+would have to synchronise to read it.
 """
 
 from __future__ import annotations
@@ -22,9 +26,14 @@ from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_l
 from grpo_fast.kernels.gpu.target_rows import add_targets_
 from grpo_fast.kernels.types import Exponentials, LogitTransform, transform_arguments, vector
 
-__all__ = ["add_targets_", "scaled_hidden", "times", "write_hidden_"]
+__all__ = ["add_targets_", "scale_", "scaled_hidden", "times", "write_hidden_"]
 
 BLOCK_T, BLOCK_H = 128, 1024
+# Number of elements that a program processes per step.
+SCALE_BLOCK = 4096
+# Maximum number of programs. It is large enough to keep any device busy. It is small enough that,
+# for an upstream gradient of 1, all programs start and return within microseconds.
+SCALE_PROGRAMS = 2048
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_padded"])
@@ -152,3 +161,30 @@ def scaled_hidden(
         hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["size"])
+def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        # Process several blocks per program, because at most PROGRAMS programs are launched.
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(first, tl.cast(size, tl.int64), step):
+            at = start + tl.arange(0, BLOCK)
+            values = tl.load(gradient_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+            tl.store(
+                gradient_ptr + at, (values * factor).to(gradient_ptr.dtype.element_ty), mask=at <
+                size,
+            )  # fmt: skip
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a contiguous gradient by a one-element factor in place.
+
+    The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
+    """
+    size = gradient.numel()
+    programs = min(ceil_div(size, SCALE_BLOCK), SCALE_PROGRAMS)
+    launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=SCALE_BLOCK, num_warps=8)
+    return gradient

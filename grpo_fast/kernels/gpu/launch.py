@@ -1,7 +1,31 @@
-"""Launch function of the Triton kernels, and types and helpers that several kernels share."""
+"""Launches of Triton kernels, capture of CUDA graphs, and helpers that several kernels share.
+
+A graph contains kernel launches but no decisions of the host. During capture, the host must
+therefore not read tensor values. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`,
+`linear_logps`, `logits_logps`, their gradients and `LossOutput.metrics` then behave as follows:
+
+    no compaction    rows with coefficient 0 stay in the GEMMs as exact zeros, so their inputs must
+                     be finite; targets of -100 are masked
+    no value checks  invalid values in tensors are not reported; ids are clamped into [0, V)
+
+Arguments whose values determine shapes are rejected: `completion_mask`, `grad_filter` and
+`validate="full"`. Pack the batch instead of passing a mask. The values of `cu_seqlens` may change
+between replays. To disable a completion, set its advantage to 0, use beta = 0 and pass
+`num_items_in_batch`. Arguments that are not tensors are captured as constants. Call the function
+once before capture, so that its kernels are compiled and loaded. Read `metrics` during capture.
+
+The block sizes of the kernels stand in the modules of the kernels. They are constants, because they
+determine the order of sums. If they were tuned by timing at run time, noise in the timings could
+change the bits of the results. The constants were chosen from the compiler's reports (registers,
+spills, tensor-core instructions). tests/kernels/test_triton_compile.py compiles every entry for
+sm_80, 90, 100, 120 and gfx942. It requires zero register spills and checks that the shared memory
+does not exceed the limit.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -93,3 +117,45 @@ def is_aligned(matrix: Tensor) -> bool:
     """
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def architecture(device: torch.device) -> str:
+    """Return the device architecture, for example "sm_90" or "gfx942".
+
+    The result is "interpreter" if Triton interprets the kernels on the CPU.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    return _architecture(device.index if device.type == "cuda" and device.index is not None else -1)
+
+
+@functools.cache
+def _architecture(index: int) -> str:
+    from triton.runtime import driver
+
+    with torch.cuda.device(index):  # Triton reports the current device
+        target = driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+# ---- Capture of CUDA graphs
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Return whether operations on x are being captured into a CUDA graph."""
+    if not x.is_cuda:
+        return False
+    with torch.cuda.device_of(x):  # the query below uses the stream of the current device
+        return torch.cuda.is_current_stream_capturing()
+
+
+def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
+    """Raise ValueError if a CUDA graph captures operations on x and `value` is not `expected`.
+
+    Call this for an argument whose value the host would have to read.
+    """
+    if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
+        came = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{name}: expected {expected!r} while a CUDA graph is recorded, got {came}"
+        )

@@ -19,21 +19,111 @@ fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import GROUP_BYTES, SLICE_COLUMNS, architecture, linear_config
 from grpo_fast.kernels.gpu.epilogue import fold_tile
-from grpo_fast.kernels.gpu.launch import HeadInputs, ceil_div, is_aligned, launch, outputs
+from grpo_fast.kernels.gpu.launch import (
+    HeadInputs,
+    architecture,
+    ceil_div,
+    is_aligned,
+    launch,
+    outputs,
+)
 from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exceeds_max_nll, exp_fp32, finish
 from grpo_fast.kernels.types import LogitTransform, RowStats, transform_arguments
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+# Number of vocabulary columns that one program processes for a block of rows. These columns are
+# called a slice. The number is constant, so that the order of sums, and with it every bit of a
+# log-probability, does not depend on the number of rows. The value is a compromise: larger slices
+# leave more multiprocessors idle in the last wave of programs, and smaller slices need more
+# programs. For example, a 1 GiB chunk at V = 151936 has 2752 rows. On 132 multiprocessors, slices
+# of 4096 columns give 6.2 waves of programs, so the seventh wave is nearly empty. Slices of 2048
+# columns take 5% less time. Slices of 1024 columns would save another 3%, but would double the
+# number of programs.
+SLICE_COLUMNS = 2048
+
+# Maximum size of the hidden states that are processed concurrently. Every tile of W reads them
+# again, so they must stay in L2 together with the tiles of W in use. On an H100 (50 MB of L2), 8
+# MiB are 2 to 4% faster than 24 MiB at H = 2048 and 4096. At H = 896, 8 MiB are 3% slower with
+# stored exponentials, and 3% faster without.
+GROUP_BYTES = 8 << 20
+
+
+class LinearConfig(NamedTuple):
+    """Block sizes of the kernel that computes logps from hidden states.
+
+    A program computes BLOCK_T rows of one vocabulary slice. A tile of logits has BLOCK_V columns,
+    and the GEMM advances by BLOCK_H elements of the hidden size. The epilogue processes a tile in
+    pieces of `piece` columns, so that only one piece needs additional registers. The bits of a
+    log-probability depend on `piece` and `block_h`, but not on the other fields.
+
+    With `flatten`, the loops over tiles and over the hidden size are one pipelined loop, so that
+    the loads of the next tile overlap with the epilogue of the current tile.
+    """
+
+    block_t: int
+    block_v: int
+    block_h: int
+    num_warps: int
+    num_stages: int
+    piece: int
+    use_tma: bool = False
+    flatten: bool = False
+
+
+# Block sizes that `linear_config` returns. The key is (architecture or "other", whether inputs have
+# 16 bits, whether W is aligned). W is aligned if the size of a row is a multiple of 16 bytes, which
+# tensor descriptors (TMA) and vector loads require. FMA units multiply fp32 inputs, in IEEE
+# precision. The tile sizes were chosen so that registers do not spill:
+#
+# - Only sm_90 and gfx942 use a tile of 128 x 128. It would spill on all other architectures. On
+#   sm_100, it would spill only with a soft cap and Triton 3.6. But Triton 3.9 cannot compile a tile
+#   for sm_100 that is split into pieces and uses 8 warps.
+# - Unaligned rows are loaded element by element, and large tiles then spill. In fp32, even a tile
+#   of 32 x 64 spills.
+# - sm_120 uses pointers instead of TMA, because with TMA, Triton 3.6 uses local memory there.
+_LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
+    ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True, flatten=True),
+    ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
+    ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2, 32),
+    ("other", True, True): LinearConfig(128, 64, 64, 8, 3, 64),
+    ("other", True, False): LinearConfig(64, 64, 32, 8, 2, 64),
+    ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
+    ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
+}
+# Larger tiles of sm_90, for 16-bit inputs, an aligned W and an epilogue that needs few registers.
+# These tiles have twice as many columns, which reduces the L2 traffic from 1/64 to 1/85 byte per
+# flop. On Hopper, the L2 traffic limits the speed of a 128 x 128 tile.
+#
+# - plain: no soft cap, bias, entropy or temperature per row. With any of these, this tile would
+#   spill registers in a flattened loop. benchmarks/LOG.md has the times on an H100.
+# - light: no soft cap, and no bias together with an entropy; or no exponentials are stored.
+_LARGE = {
+    "plain": LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True),
+    "light": LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
+}
+
+
+def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, epilogue: str) -> LinearConfig:
+    """Return the block sizes of the kernel that computes logps from hidden states.
+
+    They do not depend on the batch. `epilogue` is "plain", "light" or "heavy", from few to many
+    registers. The results are bitwise equal for all three, because `piece` and `block_h` are.
+    """
+    key = arch, dtype in (torch.bfloat16, torch.float16), aligned
+    if key == ("sm_90", True, True) and epilogue in _LARGE:
+        return _LARGE[epilogue]
+    return _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
 
 
 @triton.jit

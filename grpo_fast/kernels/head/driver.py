@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.gpu.launch import is_capturing
 from grpo_fast.kernels.head.given import GivenLogits, GivenSets, LogitSums
 from grpo_fast.kernels.head.shards import ShardedHead, VocabularyShard
 from grpo_fast.kernels.head.sources import DenseHead, ExponentialHead, RowSource

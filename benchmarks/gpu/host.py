@@ -94,7 +94,7 @@ def claimed_gpu() -> Iterator[None]:
             (torch, {"mm": product, "empty": lambda *a, pin_memory=False, **b: empty(*a, **b)}),
             (torch.cuda, {"Event": Event, "current_stream": lambda device=None: None}),
             (torch.cuda, {"_exchange_device": lambda i: 0, "is_available": lambda: True}),
-            (torch.cuda, {"_maybe_exchange_device": lambda i: 0}),
+            (torch.cuda, {"_maybe_exchange_device": lambda i: 0, "current_device": lambda: 0}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
             (workspace, {"gpu_bytes": lambda device: 141 << 30}),
             (route, runs_here),

@@ -171,6 +171,7 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "target_kernel": lambda given: 2 * given["hidden_ptr"].nbytes,
     "write_hidden_kernel": lambda given: (
         given["target_ptr"].shape[0] * given["H"] * (4 + 2 + given["out_ptr"].element_size())
+        + sizes_of(given["hidden_ptr"], given["scaled_ptr"])
     ),
     "add_targets_kernel": target_rows,
     "support_head_kernel": indexed_rows,

@@ -142,8 +142,8 @@ def row_coefficients(
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, constants = loss_arguments(config)
     launch(
-        coefficients_kernel, ceil_div(len(logps), BLOCK_T), logps,
-        *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
+        coefficients_kernel, ceil_div(logps.shape[0], BLOCK_T), logps,
+        *(vector(x) for x in terms[:5]), losses, grad_logps, logps.shape[0], *numbers,
         BLOCK_T=BLOCK_T, num_warps=4, **constants,
     )  # fmt: skip
     return losses, grad_logps

@@ -67,20 +67,42 @@ def times_kernel(
 
 
 @triton.jit
-def write_hidden_kernel(
-    product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, out_ptr, H,
-    stride_product_t, stride_weight_v, stride_weight_h, stride_out_t, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Compute one row of dH from the product E·W and the weight row of the target."""
-    row = tl.program_id(0).to(tl.int64)
-    by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    # Load no elements of the weight row if by_target is 0, because the target id may then be
-    # invalid.
-    read = tl.where(by_target == 0.0, 0, H)
+def write_scaled_row(hidden_ptr, out_ptr, by_row, H, BLOCK_H: tl.constexpr):
+    """Write by_row·hidden for one row. If by_row is 0, write zeros without reading `hidden`."""
+    read = tl.where(by_row == 0.0, 0, H)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
-        inside = cols < H
+        h = tl.load(hidden_ptr + cols, mask=cols < read, other=0.0)
+        scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)
+        tl.store(out_ptr + cols, scaled.to(out_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def write_hidden_kernel(
+    product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, out_ptr, hidden_ptr, scaled_ptr,
+    n_rows, H, stride_product_t, stride_weight_v, stride_weight_h, stride_out_t, stride_hidden_t,
+    stride_scaled_t, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Compute one row of dH from the product E·W and the weight row of the target.
+
+    If `scaled_ptr` is given, also write by_row·hidden.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
+    if scaled_ptr is not None:
+        write_scaled_row(
+            hidden_ptr + row * stride_hidden_t, scaled_ptr + row * stride_scaled_t, by_row, H,
+            BLOCK_H,
+        )  # fmt: skip
+    # A padding row has no row of dH.
+    width = tl.where(row < n_rows, H, 0)
+    target = tl.load(target_ptr + row, mask=row < n_rows, other=0).to(tl.int64)
+    # Load no elements of the weight row if by_target is 0, because the target id may then be
+    # invalid.
+    read = tl.where(by_target == 0.0, 0, width)
+    for start in range(0, width, BLOCK_H):
+        cols = start + tl.arange(0, BLOCK_H)
+        inside = cols < width
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
         at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
@@ -96,16 +118,11 @@ def scaled_hidden_kernel(
     hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Write by_row·hidden for one row. If by_row is 0, write zeros without reading `hidden`."""
     row = tl.program_id(0).to(tl.int64)
-    by_row = tl.load(by_row_ptr + row)
-    read = tl.where(by_row == 0.0, 0, H)
-    for start in range(0, H, BLOCK_H):
-        cols = start + tl.arange(0, BLOCK_H)
-        h = tl.load(hidden_ptr + row * stride_hidden_t + cols, mask=cols < read, other=0.0)
-        scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)
-        to = out_ptr + row * stride_out_t + cols
-        tl.store(to, scaled.to(out_ptr.dtype.element_ty), mask=cols < H)
+    write_scaled_row(
+        hidden_ptr + row * stride_hidden_t, out_ptr + row * stride_out_t,
+        tl.load(by_row_ptr + row), H, BLOCK_H,
+    )  # fmt: skip
 
 
 def times(
@@ -139,14 +156,25 @@ def write_hidden_(
     by_target: Tensor,  # (padded C,) fp32
     target_ids: Tensor,  # (C,)
     weight: Tensor,  # (V, H)
-) -> Tensor:
-    """Write dH[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]] to `out`."""
+    hidden: Tensor | None = None,  # (padded C, H)
+) -> Tensor | None:  # (padded C, H)
+    """Write dH[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]] to `out`.
+
+    With `hidden`, also return `scaled_hidden(hidden, by_row, hidden.dtype)` from the same launch.
+    """
+    count = target_ids.shape[0]
+    scaled = (
+        None
+        if hidden is None
+        else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    )
     launch(
-        write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
-        weight, out, weight.shape[1], product.stride(0), weight.stride(0),
-        weight.stride(1), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
+        write_hidden_kernel, count if hidden is None else hidden.shape[0], product, by_row,
+        by_target, target_ids, weight, out, hidden, scaled, count, weight.shape[1],
+        product.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
+        0 if hidden is None else hidden.stride(0), weight.shape[1], BLOCK_H=BLOCK_H, num_warps=4,
     )  # fmt: skip
-    return out
+    return scaled
 
 
 def scaled_hidden(

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.launch import (
+    SLICE_COLUMNS,
     HeadInputs,
     architecture,
     ceil_div,
@@ -40,17 +41,6 @@ from grpo_fast.kernels.types import LogitTransform, RowStats, transform_argument
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-
-# Number of vocabulary columns that one program processes for a block of rows. These columns are
-# called a slice. The number is constant, so that the order of sums, and with it every bit of a
-# log-probability, does not depend on the number of rows. The value is a compromise: larger slices
-# leave more multiprocessors idle in the last wave of programs, and smaller slices need more
-# programs. For example, a 1 GiB chunk at V = 151936 has 2752 rows. On 132 multiprocessors, slices
-# of 4096 columns give 6.2 waves of programs, so the seventh wave is nearly empty. Slices of 2048
-# columns take 5% less time. Slices of 1024 columns would save another 3%, but would double the
-# number of programs.
-SLICE_COLUMNS = 2048
 
 # Maximum size of the hidden states that are processed concurrently. Every tile of W reads them
 # again, so they must stay in L2 together with the tiles of W in use. On an H100 (50 MB of L2), 8

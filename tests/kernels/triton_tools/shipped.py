@@ -104,6 +104,7 @@ def around_gemms(hidden_size: int) -> None:
     filled = Exponentials((by, by, None), None, None, None, by)
     gradients.times(by, filled, LogitTransform(1.0, 30.0, by), ROWS)
     gradients.write_hidden_(hidden, product, by, by, ids, weight)
+    gradients.write_hidden_(torch.empty_like(hidden), product, by, by, ids, weight, hidden)
     scaled = gradients.scaled_hidden(hidden, by, hidden.dtype)
     matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]
     for d_weight in (torch.empty(vocab, hidden_size), weight):

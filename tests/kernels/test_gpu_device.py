@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, MagicMock
 
 import pytest
 import torch
@@ -78,6 +79,31 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     found = [launch.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
     launch._architecture.cache_clear()
     assert found == ["sm_80", "sm_90", "sm_80"] and gpus.current == 0
+
+
+def test_later_launches_call_the_compiled_kernel():
+    """Check that a launch calls the compiled kernel only if Triton would select the same one."""
+    calls = []
+    kernel, compiled = MagicMock(arg_names=["x", "y", "n", "BLOCK", "HAS"]), MagicMock()
+    kernel.__getitem__.return_value.return_value = compiled
+    kernel.__getitem__.side_effect = lambda grid: calls.append(grid) or DEFAULT
+    x = torch.zeros(64)
+
+    def start(*args, BLOCK=8, **options):
+        launch.launch(kernel, 3, *args, BLOCK=BLOCK, HAS=True, num_warps=4, **options)
+        return len(calls)
+
+    assert start(x, None, 5) == 1
+    assert start(torch.ones(9), None, 7) == 1  # the properties are the same
+    assert compiled.__getitem__.call_args.args == ((3, 1, 1),)
+    given = compiled.__getitem__.return_value.call_args.args
+    assert torch.equal(given[0], torch.ones(9)) and given[1:] == (None, 7, 8, True)
+    others = [
+        (x, None, 1), (x, None, 16), (x, None, 2**31 + 1), (x, x, 5), (x, 0.5, 5),
+        (x.double(), None, 5), (x[1:], None, 5),
+    ]  # fmt: skip
+    assert [start(*args) for args in others] == list(range(2, 9))
+    assert start(x, None, 5, BLOCK=16) == 9 and start(x, None, 5) == 9
 
 
 @pytest.mark.parametrize(

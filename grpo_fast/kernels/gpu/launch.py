@@ -79,7 +79,8 @@ def launch(kernel: JITFunction, programs: int, *args: object, **options: object)
     # Disable fused multiply-add. The compiler would use it in some kernels but not in others, so
     # two kernels could give bitwise different results for the same row (see rows.py).
     compiled = kernel[(programs,)](*args, enable_fp_fusion=False, **options)
-    if compiled is not None:  # the interpreter compiles nothing
+    # The interpreter compiles nothing. On AMD, Triton also specialises on the sizes of tensors.
+    if compiled is not None and torch.version.hip is None:
         names = kernel.arg_names[len(args) :]
         _compiled[key] = compiled, tuple(options[name] for name in names)
 

@@ -14,13 +14,15 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
+if TYPE_CHECKING:  # these modules import triton
+    from grpo_fast.kernels.gpu.linear import LinearConfig
+    from grpo_fast.kernels.gpu.rows import RowConfig
 
 ROWS = 64
 # Rows, columns and depth of a tile. Without multicast, a tile of R x C reads (R + C)/(R·C) bytes
@@ -46,12 +48,15 @@ class Candidate(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Return the configuration as source code for grpo_fast/kernels/gpu/configs.py."""
+        """Return the configuration as source code for the tables of the kernels."""
         return f"{type(self.config).__name__}{tuple(self.config)}"
 
 
 def candidates() -> list[Candidate]:
     """Return the candidates for sm_90 that fit into its registers and its shared memory."""
+    from grpo_fast.kernels.gpu.linear import LinearConfig
+    from grpo_fast.kernels.gpu.rows import RowConfig
+
     found = [
         Candidate("rows", dtype, RowConfig(block_v, warps))
         for dtype in ("float32", "bfloat16")

@@ -30,7 +30,8 @@ TARGETS = {
 class TargetOnlyDriver:
     """Driver that tells the compiler its target, but cannot launch a kernel."""
 
-    launcher_cls = utils = None
+    launcher_cls: Any = None
+    utils: Any = None
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -63,7 +64,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     Yields:
         A list that receives (kernel name, compiled kernel) at each launch.
     """
-    from grpo_fast.kernels.gpu import configs
+    from grpo_fast.kernels.gpu import launch
 
     compiled: list[tuple[str, Any]] = []
 
@@ -72,9 +73,9 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
         compiled.append((kernel.fn.__name__, result))
 
     driver.set_active(TargetOnlyDriver(TARGETS[arch]))
-    configs._architecture.cache_clear()
+    launch._architecture.cache_clear()
     try:
         with patched_launches(warmup):
             yield compiled
     finally:
-        configs._architecture.cache_clear()
+        launch._architecture.cache_clear()

@@ -15,7 +15,7 @@ import heapq
 from typing import NamedTuple
 
 from benchmarks.kernels.shapes import MODELS, Shape, name_of
-from grpo_fast.kernels.gpu.configs import SLICE_COLUMNS
+from grpo_fast.kernels.gpu.launch import SLICE_COLUMNS
 from grpo_fast.kernels.head.sources import TARGET_SHARE
 from grpo_fast.kernels.head.sums import GATHER_BELOW
 from grpo_fast.kernels.types import ROW_MULTIPLE, padded

@@ -114,7 +114,7 @@ class Plain(TorchFunctionMode):
         if function is Tensor.__setitem__ and isinstance(args[1], Tensor):
             return args[0].index_put_((args[1],), args[2])
         if function is Tensor.__setitem__:
-            return self.picked(*args[:2]).copy_(args[2])
+            return torch.ops.aten.copy_(self.picked(*args[:2]), args[2])
         if function is Tensor.__invert__:
             return args[0].bitwise_not()
         if function is Tensor.nonzero:
@@ -171,6 +171,7 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "target_kernel": lambda given: 2 * given["hidden_ptr"].nbytes,
     "write_hidden_kernel": lambda given: (
         given["target_ptr"].shape[0] * given["H"] * (4 + 2 + given["out_ptr"].element_size())
+        + sizes_of(given["hidden_ptr"], given["scaled_ptr"])
     ),
     "add_targets_kernel": target_rows,
     "support_head_kernel": indexed_rows,
@@ -184,7 +185,7 @@ def recording() -> Iterator[Recorder]:
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import driver, sources
-    from grpo_fast.loss import support_rows, value_checks
+    from grpo_fast.loss import call, checks
 
     recorder = Recorder()
 
@@ -213,7 +214,7 @@ def recording() -> Iterator[Recorder]:
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
         """Record a wait of the host, and assume that the support of every row has SET_SIZE ids.
 
-        This replaces `support_rows._sizes`, which reads the number of rows with a support and the
+        This replaces `call._sizes`, which reads the number of rows with a support and the
         number of ids in all supports. Fake tensors have no values to read.
         """
         recorder.syncs.append("sizes of the support")
@@ -239,12 +240,12 @@ def recording() -> Iterator[Recorder]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched_launches(recorder.kernel))
         for place, changes in (
-            (linear, {"is_aligned": lambda x: True, "tiles": lambda x, *shape: x}),
+            (linear, {"is_aligned": lambda x: True, "tiles": lambda p, x, *shape: x}),
             (linear, {"architecture": lambda device: "sm_90"}),
             (driver, {"read_later": later}),
             (driver.Activity, {"keep": keep}),
-            (value_checks, {"copy_to_host_async": copied, "_pending": []}),
-            (support_rows, {"_sizes": sizes}),
+            (checks, {"copy_to_host_async": copied, "_pending": []}),
+            (call, {"_sizes": sizes}),
             (support, {"is_aligned": lambda x: True}),
             (sources.DenseHead, {"chunk": chunk, "release": release}),
             (driver.Driver, {"logps": logps}),

@@ -1,4 +1,5 @@
-"""Time kernel configurations on a GPU, and print lines for grpo_fast/kernels/gpu/configs.py.
+"""Time kernel configurations on a GPU, and print lines for linear.py and rows.py of
+grpo_fast/kernels/gpu.
 
     python -m benchmarks.gpu.tune --compile sm_90   compiles all candidates; needs no GPU (minutes)
     python -m benchmarks.gpu.tune                   times the candidates that can run, on a GPU
@@ -102,7 +103,7 @@ def agree(result: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def table_line(arch: str, found: dict[str, Any]) -> str:
-    """Return the fastest configuration as a line for configs.py, with its speedup in a comment."""
+    """Return the fastest configuration as a line of a table, with its speedup in a comment."""
     best, row = next(iter(found["rows"].items()))
     gain = found["rows"]["shipped"]["median_ms"] / row["median_ms"]
     where = "{kind} {dtype} H={hidden} V={vocab}".format(**found["setting"])

@@ -11,10 +11,10 @@ from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import checks, entry
 from grpo_fast.loss.autograd import loss_from_logits, loss_from_logps
 from grpo_fast.loss.call import Call
+from grpo_fast.loss.checks import raise_pending
 from grpo_fast.loss.divergence import checked_term
 from grpo_fast.loss.entry import LossOutput as LossOutput
 from grpo_fast.loss.ranks import Agreement
-from grpo_fast.loss.value_checks import raise_pending
 from grpo_fast.objective.config import LossConfig
 
 
@@ -245,7 +245,7 @@ def grpo_loss(
         torch.Size([2, 5])
     """
     raise_pending()
-    checks.given_logps(logps, entropy, config)
+    entry.check_given_logps(logps, entropy, config)
     call = Call(
         tensors=(logps.reshape(-1), None if entropy is None else entropy.reshape(-1)), like=logps,
         config=config, advantages=advantages, completion_mask=completion_mask,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.head.divergence import Divergences, buffers_of
 from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
@@ -28,7 +28,7 @@ from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
 from grpo_fast.kernels.route import Route, unavailable
 from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import Context
-from grpo_fast.loss import values
+from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
 from grpo_fast.objective.coefficients import row_terms, token_loss
 from grpo_fast.objective.tokens import Tokens
@@ -122,7 +122,7 @@ def driven(
         rows, gradients = driver.token_level(TokenLevel(terms, config), divergences, wanted)
         logps = rows.logps
         entropy = rows.entropy
-        values.check_logps(logps, call.checks)
+        checks.check_logps(logps, call.checks)
         loss = rows.losses.sum(dtype=torch.float64)
         if terms.grad_entropy is not None and entropy is not None:
             loss = loss + (terms.grad_entropy * entropy).sum(dtype=torch.float64)
@@ -132,10 +132,11 @@ def driven(
         # without gradients also uses this path.
         stats = driver.logps(return_entropy=config.needs_entropy, stores=any(wanted))
         _, logps, entropy = stats
-        values.check_logps(logps, call.checks)
+        checks.check_logps(logps, call.checks)
         result = token_loss(logps, entropy, tokens, config)
         loss = result.loss
-        known = Known(result.grad_logps, result.grad_entropy, stats)
+        # A GPU has no other work while the host would wait for the number of rows without gradient.
+        known = Known(result.grad_logps, result.grad_entropy, stats, counts_on_gpu=False)
         term = sum_of(divergences, known) if any(wanted) else divergences or known
         gradients = driver.gradients(term, wanted)
     # 3. Add the divergence, and expand the results from the active rows to all rows.
@@ -157,7 +158,7 @@ def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
     # Otherwise, an in-place change of the input would change the output.
     lp = rows.active(logps).to(torch.float32, copy=True)
     h = None if entropy is None else rows.active(entropy).to(torch.float32, copy=True)
-    values.check_logps(lp, call.checks, values.NO_FINITE_LOGP)
+    checks.check_logps(lp, call.checks, checks.NO_FINITE_LOGP)
     result = token_loss(lp, h, call.tokens, config)
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else lp.new_empty(0)
@@ -277,9 +278,9 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
     if on_gpu and unavailable("triton", "cuda") is None:
-        from grpo_fast.kernels.gpu import scale
+        from grpo_fast.kernels.gpu import gradients as kernels
 
-        return scale.scale_(gradient, upstream)
+        return kernels.scale_(gradient, upstream)
     return gradient.mul_(upstream)
 
 
@@ -304,7 +305,7 @@ class LogpsFunction(torch.autograd.Function):
         logps = with_targets(call, logps)
         # Check the logps, because an infinite logp is the only sign of a target whose logit is
         # -inf.
-        values.check_logps(logps, call.checks)
+        checks.check_logps(logps, call.checks)
         spread = call.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(with_targets(call, entropy))
         outputs = spread(logps), flat, spread(lse)

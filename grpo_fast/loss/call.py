@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.capture import is_capturing, refuse
+from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.head.sums import weight_unit
 from grpo_fast.kernels.head.terms import saves_time
-from grpo_fast.kernels.route import Route, head_route, rows_route
-from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route
+from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
-from grpo_fast.loss import values
-from grpo_fast.loss.support_rows import support_rows
-from grpo_fast.loss.value_checks import ValueChecks
+from grpo_fast.loss import checks
+from grpo_fast.loss.checks import ValueChecks
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.tokens import Tokens
@@ -136,22 +135,13 @@ class Call:
             numbers = torch.arange(count + 1, device=like.device)
             lengths = torch.searchsorted(segments, numbers).diff()
         # 2. Collect the inputs of the loss, and check their values.
-        self.tokens = tokens = self._tokens(config, index, lengths, segments)
-        transform = self.transform
-        if isinstance(transform.temperature, Tensor):
-            temperature = selected(transform.temperature, index)
-            transform = transform._replace(temperature=temperature)
-        values.check_numbers(
-            self.checks, values.LOGPS_RULES if self.has_logits else values.RULES,
-            advantages=tokens.advantages, old_logps=tokens.old_logps, ref_logps=tokens.ref_logps,
-            sampling_logps=tokens.sampling_logps, temperature=transform.temperature,
-        )  # fmt: skip
+        transform = self._find_inputs(config, index, lengths, segments)
         ids = segments
         if self.has_logits:
             end = self.vocabulary_size
             expected = f"ids in [0, {end}) at the active tokens"
             ids = selected(like, index, torch.int64)
-            ids = values.checked_ids("target_ids", ids, end, self.checks, expected=expected)
+            ids = checks.checked_ids("target_ids", ids, end, self.checks, expected=expected)
         self.rows = self._rows(index, ids, transform)
         return self
 
@@ -160,18 +150,21 @@ class Call:
 
         Usually, rows with target -100 are removed. On a GPU this costs a sync, because the host
         needs the number of remaining rows. If all rows are kept instead, `left_out` marks the rows
-        with target -100, whose results must be set to 0. All rows are kept in three cases:
+        with target -100, whose results must be set to 0. All rows are kept in four cases:
 
         - A CUDA graph is captured. The number of rows must then not depend on the values of
           targets.
         - The logits are given on a GPU. The row kernels process all rows in any case.
+        - The gradient is small, so that a GPU would take longer to wait than to compute all rows.
+          Rows with target -100 must not change the products, even if they are NaN, so this is done
+          only if exponentials are stored.
         - The Triton kernels compute logps without a gradient. They skip each block of rows that
           contains no target. In a large call, the rows with target -100 are moved to the end first.
         """
         flat = self.like.reshape(-1)
-        is_ignored = flat == values.IGNORED_TARGET
+        is_ignored = flat == checks.IGNORED_TARGET
         takes_all = flat.is_cuda and len(self.tensors) == 1 and self.support is None
-        takes_all = takes_all or is_capturing(flat)
+        takes_all = takes_all or is_capturing(flat) or self._keeps_all_rows()
         skips = not (takes_all or any(self.wanted)) and self._skips_blocks()
         index: Tensor | None = None
         ignored: Tensor | None = is_ignored
@@ -189,13 +182,13 @@ class Call:
 
         transform = self.transform
         if isinstance(transform.temperature, Tensor):
-            temperatures = valid(selected(transform.temperature, index), 1)
-            values.check_numbers(self.checks, temperature=temperatures)
+            temperatures = valid(selected(transform.temperature, index).clone(), 1)
+            checks.check_numbers(self.checks, temperature=temperatures)
             transform = transform._replace(temperature=temperatures)
         end = self.vocabulary_size
-        expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
+        expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
         ids = valid(selected(flat, index, torch.int64), 0)
-        ids = values.checked_ids("target_ids", ids, end, self.checks, expected=expected)
+        ids = checks.checked_ids("target_ids", ids, end, self.checks, expected=expected)
         self.left_out = ignored
         self.rows = self._rows(index, valid(ids, -1) if skips else ids, transform)
         return self
@@ -214,6 +207,19 @@ class Call:
         self.rows = self._rows(None, ids, self.transform)
         self.checks.send()
         return self
+
+    def _keeps_all_rows(self) -> bool:
+        """Return whether a pass with gradient is too small to wait for the number of targets."""
+        if not self.like.is_cuda or len(self.tensors) == 1 or not any(self.wanted):
+            return False
+        hidden, weight, _ = self.tensors
+        if saves_time(hidden, 4 * self.like.numel() * weight.numel()):
+            return False
+        # `hidden_rows` may be invalid in rows without a target.
+        others = (self.support, self.hidden_rows, self.shard)
+        if self.return_entropy or any(x is not None for x in others):
+            return False
+        return head_route(self.backend, weight).exponentials is not None
 
     def _skips_blocks(self) -> bool:
         """Return whether a pass without gradient skips each block of rows without a target."""
@@ -239,7 +245,7 @@ class Call:
         predicting = index
         if self.hidden_rows is not None:
             end = len(self.tensors[0])
-            predicting = values.checked_ids(
+            predicting = checks.checked_ids(
                 "hidden_rows", selected(self.hidden_rows, index, torch.int64), end, self.checks,
                 kind="rows", expected=f"rows in [0, {end}) at the active tokens",
             )  # fmt: skip
@@ -255,7 +261,7 @@ class Call:
         refuse("completion_mask", mask, mask)
         flat = mask.reshape(-1)
         if flat.dtype != torch.bool:
-            values.check_numbers(self.checks, completion_mask=flat)
+            checks.check_numbers(self.checks, completion_mask=flat)
             flat = flat != 0
         return unless_all(flat)
 
@@ -267,26 +273,30 @@ class Call:
             length = num_rows // max(count, 1)
             lengths = torch.full((count,), length, dtype=torch.int64, device=device)
             return lengths, torch.arange(count, device=device).repeat_interleave(length)
-        cu = values.checked_offsets(self.cu_seqlens.long(), num_rows, self.checks)
+        cu = checks.checked_offsets(self.cu_seqlens.long(), num_rows, self.checks)
         rows = torch.arange(num_rows, device=device)
         # With right=True, an empty completion gets no row. With only the inner offsets, the index
         # of a completion is less than B even if the offsets on a GPU are invalid.
         return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
-    def _tokens(
+    def _find_inputs(
         self, config: LossConfig, index: Tensor | None, lengths: Tensor, segments: Tensor
-    ) -> Tokens:
-        """Return the inputs of the loss for the active tokens."""
+    ) -> LogitTransform:
+        """Set `tokens`, the inputs of the loss for the active tokens.
+
+        Returns:
+            The logit transform, with the temperatures of the active tokens.
+        """
         # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
         items = self.num_items_in_batch
         device = lengths.device
         by_prompt = config.aggregation == "prompt_mean"
         if not by_prompt:
-            items = values.checked_total("num_items_in_batch", items, device, self.checks)
+            items = checks.checked_total("num_items_in_batch", items, device, self.checks)
         elif isinstance(items, Tensor):
             items = items.detach().to(device, non_blocking=device.type == "cuda").double()
-            values.check_numbers(self.checks, num_items_in_batch=items)
-        completions = values.checked_total(
+            checks.check_numbers(self.checks, num_items_in_batch=items)
+        completions = checks.checked_total(
             "num_completions_in_batch", self.num_completions_in_batch, device, self.checks
         )
         # 2. Compute the weight of every token.
@@ -302,18 +312,35 @@ class Call:
             entropy_weight = weights
         elif items is not None:
             entropy_weight = 1.0 / items
-        # 3. Expand advantages to one per token.
+        # 3. Expand advantages to one per token, and copy the other values of the tokens.
         advantages = self.advantages
         assert advantages is not None
         if advantages.dim() == 1 and advantages.shape[0] == lengths.shape[0]:
-            advantages = advantages.detach().float()[segments]
+            each = {"advantages": advantages.detach().float()[segments]}
         else:
-            advantages = selected(advantages, index)
-        old, ref, sampling = (
-            None if x is None else selected(x, index)
-            for x in (self.old_logps, self.ref_logps, self.sampling_logps)
-        )
-        return Tokens(advantages, weights, entropy_weight, lengths, segments, old, ref, sampling)
+            each = {"advantages": selected(advantages, index)}
+        transform = self.transform
+        for name, x in (
+            ("old_logps", self.old_logps),
+            ("ref_logps", self.ref_logps),
+            ("temperature", transform.temperature),
+        ):
+            if isinstance(x, Tensor):
+                each[name] = selected(x, index)
+        # Check all values in one pass, which saves launches on a GPU.
+        matrix = torch.stack(list(each.values()))
+        rules = checks.LOGPS_RULES if self.has_logits else checks.RULES
+        checks.check_rows(self.checks, rules, list(each), matrix)
+        rows = dict(zip(each, matrix.unbind(), strict=True))
+        sampling = None
+        if self.sampling_logps is not None:
+            sampling = selected(self.sampling_logps, index).clone()
+            checks.check_numbers(self.checks, rules, sampling_logps=sampling)
+        self.tokens = Tokens(
+            rows["advantages"], weights, entropy_weight, lengths, segments, rows.get("old_logps"),
+            rows.get("ref_logps"), sampling,
+        )  # fmt: skip
+        return transform._replace(temperature=rows.get("temperature", transform.temperature))
 
     # ---- Kernels
 
@@ -379,18 +406,93 @@ class Call:
 def selected(x: Tensor, index: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the active elements of x, which has N elements, as a flat tensor.
 
-    A float result is a copy of x. An int64 result may share memory with x, so the caller must pass
-    it to `checked_ids`, which returns a copy.
+    The result may share memory with x. The caller must copy it, because metrics are computed
+    later, when the caller of the public function may have changed x.
     """
     x = x.detach().reshape(-1)
-    if index is None:
-        # Copy float tensors even if they have the requested dtype. The metrics are computed later,
-        # when the caller may have changed x.
-        return x.to(dtype, copy=dtype != torch.int64)
-    return x.index_select(0, index).to(dtype)
+    return (x if index is None else x.index_select(0, index)).to(dtype)
 
 
 def unless_all(is_active: Tensor) -> Tensor | None:
     """Return the indices of the active rows, or None if all rows are active."""
     index = is_active.nonzero().squeeze(1)
     return None if len(index) == len(is_active) else index
+
+
+def support_rows(
+    support: Support,
+    active_index: Tensor | None,  # (T,) int64, None: all
+    target_ids: Tensor,  # (T,) int64
+    vocab_size: int,
+    found: ValueChecks,
+) -> SupportRows | None:
+    """Convert a `Support` to the form that the kernels expect.
+
+    Rows with an empty set use the full vocabulary. If all active rows have an empty set, the result
+    is None. The host must know the total size of all sets, which costs a GPU sync.
+
+    Args:
+        support: one set of ids for each target of the caller.
+        active_index: (T,), int64. Positions of the active targets. None if all targets are active.
+        target_ids: (T,), int64. The active targets.
+        vocab_size: V.
+        found: the checks of the call.
+    """
+    # 1. Find the start and the size of the set of each active row.
+    count = len(support.ids)
+    bounds = checks.checked_offsets(support.offsets, count, found, "support.offsets", "nnz")
+    starts = bounds[:-1]
+    lengths = bounds.diff()
+    if active_index is not None:
+        starts = starts[active_index]
+        lengths = lengths[active_index]
+    # 2. Separate the rows without a set, which use the full vocabulary.
+    has_set = lengths > 0
+    count, total = _sizes(has_set, lengths)
+    if count == 0:
+        return None
+    own_rows = other_rows = None
+    if count < len(lengths):
+        # Use nonzero_static() with the known number of sets. nonzero() would cost a second sync.
+        own_rows = torch.nonzero_static(has_set, size=count)[:, 0]
+        other_rows = torch.nonzero_static(~has_set, size=len(lengths) - count)[:, 0]
+        starts = starts[own_rows]
+        lengths = lengths[own_rows]
+        target_ids = target_ids[own_rows]
+    # 3. Copy the ids of the remaining rows into one vector.
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    columns = support.ids.long()
+    if total < len(columns):  # skip the sets of inactive rows
+        rows = rows_of(bounds, total)
+        places = starts[rows] - bounds[rows] + torch.arange(total, device=columns.device)
+        columns = columns[places]
+    expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
+    columns = checks.checked_ids("support.ids", columns, vocab_size, found, expected=expected)
+    # 4. Find the position of each target in its set.
+    target_places = kernel_module("support", "cpu" if columns.is_cpu else "torch").target_places
+    places, repeated = target_places(columns, bounds, target_ids, vocab_size)
+    _check_targets(target_ids, places, repeated, found)
+    if found.are_late(places):
+        places = places.clamp(min=0)
+    return SupportRows(own_rows, other_rows, columns, bounds, places)
+
+
+def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
+    """Return the number of rows with a set, and the total size of all sets.
+
+    benchmarks/gpu/recorder.py replaces this function, because fake tensors have no values.
+    """
+    # Copy both numbers to the host in one transfer, because each transfer costs a GPU sync.
+    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
+    return count, total
+
+
+def _check_targets(ids: Tensor, places: Tensor, repeated: Tensor, found: ValueChecks) -> None:
+    missing = places < 0
+    absent = "support: expected every active target among the ids of its set"
+    if places.is_cpu and missing.any():
+        first = int(ids[missing][0])
+        absent += f", got {int(missing.sum())} that are not, the first of them target id {first}"
+    found.add_flag(missing.any(), absent)
+    twice = "support.ids: expected no id twice in one row, got id"
+    found.add(lambda x: "" if x[0] < 0 else f"{twice} {x[0]} twice", repeated)

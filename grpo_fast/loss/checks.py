@@ -1,28 +1,39 @@
-"""Checks of shapes, dtypes, devices and options, which raise a ValueError.
+"""Checks of arguments, which raise a ValueError. This module has all tables of allowed values.
 
-`values.py` checks the values of tensors.
+`tensor`, `head`, `layout` and `options` check dtypes, shapes, devices and numbers at once.
+`ValueChecks` checks the values of tensors. Values on the CPU are checked at once. With
+`validate="full"`, values on a GPU are also checked at once. With `validate="auto"`, the checks on a
+GPU do not wait for the device: all numbers that they need are copied to the host in the background
+as one tensor, and the next call that finds a wrong number raises the error. Until then, ids and
+offsets are clamped, so that no kernel reads out of bounds.
 """
 
 from __future__ import annotations
+
+import math
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from copy import copy
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, conflict, number, require
-from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.gpu.launch import is_capturing
 from grpo_fast.kernels.route import BACKENDS
-from grpo_fast.kernels.support import Support
-from grpo_fast.kernels.types import LogitTransform
-from grpo_fast.loss.call import Call
+from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.loss.ranks import is_sharded
-from grpo_fast.loss.values import TOTALS
-from grpo_fast.objective.aggregation import LEAST_TOTAL
+from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
 from grpo_fast.objective.config import CHOICES, LossConfig
-from grpo_fast.objective.corrections import DEFAULT
-from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
-from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.objective.divergences import DIVERGENCES
 
-VALIDATE = ("auto", "full")
+# ---- Tables
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING = "a floating-point tensor (16, 32 or 64 bits)"
 KINDS = {  # the allowed dtypes for each description in a message
@@ -35,11 +46,105 @@ KINDS = {  # the allowed dtypes for each description in a message
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-# The arguments of a loss whose gradients are never computed.
-CONSTANT = (
-    "advantages", "completion_mask", "cu_seqlens", "old_logps", "ref_logps", "sampling_logps",
-    "num_items_in_batch", "num_completions_in_batch",
-)  # fmt: skip
+# The allowed words of each option, and the expectation and the predicate of each number.
+WORDS = {
+    "backend": BACKENDS,
+    "validate": ("auto", "full"),
+    "entropy_over": CHOICES["entropy_over"],
+    "kind": tuple(DIVERGENCES),
+}
+TOTALS = f"a number > 0 (at least {LEAST_TOTAL:g})"
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "logit_scale": ("a finite number, not 0", lambda x: x != 0),
+    "softcap": ("None or a finite number > 0", lambda x: x > 0),
+    "temperature": ("a finite number > 0", lambda x: x > 0),
+    "grad_filter": ("None or a number in (0, 1)", lambda x: 0 < x < 1),
+    "beta": ("a number in (0, 1)", lambda x: 0 < x < 1),
+    "coef": ("a finite number >= 0", lambda x: x >= 0),
+    "teacher.floor": ("a number in (0, 1)", lambda x: 0 < x < 1),
+    "num_items_in_batch": (TOTALS, lambda x: x >= LEAST_TOTAL),
+    "num_completions_in_batch": (TOTALS, lambda x: x >= LEAST_TOTAL),
+}
+NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one whose logit is -inf"
+NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"
+IGNORED_TARGET = -100
+IGNORED_HINT = (
+    f"; {IGNORED_TARGET} marks ignored labels in transformers: "
+    f"pass completion_mask=(target_ids != {IGNORED_TARGET})"
+)
+
+
+class Rule(NamedTuple):
+    """The allowed values of an argument. NaN is never allowed after `convert`."""
+
+    expected: str  # description of the allowed values
+    otherwise: str  # description of the wrong values, for a message about a GPU tensor
+    low: float = -sys.float_info.max  # the least allowed value
+    high: float = sys.float_info.max  # the greatest allowed value
+    # Converts the values before they are compared with `low` and `high`.
+    convert: Callable[[Tensor], Tensor] = lambda x: x
+    hint: str = ""  # the usual cause of a value above `high`
+
+    def judge(self, name: str, x: Tensor | None, extremes: list[float]) -> str:
+        """Return an error message if a converted value is not allowed, and "" if all are.
+
+        Args:
+            name: name of the argument.
+            x: the values before `convert`. With them, the message contains the first wrong value
+                and the number of wrong values. None on a GPU. The message then contains the text
+                `self.otherwise` instead.
+            extremes: the least and the greatest value after `convert`. Both are NaN if a value is.
+        """
+        low, high = extremes
+        if self.low <= low and high <= self.high:
+            return ""
+        got = self.otherwise
+        if x is not None:
+            pairs = zip(x.tolist(), self.convert(x).tolist(), strict=True)
+            bad = [value for value, number in pairs if not self.low <= number <= self.high]
+            got = f"{bad[0]:g} ({len(bad)} of {x.numel()} values)"
+        hint = self.hint if high > self.high else ""
+        return f"{name}: expected {self.expected}, got {got}{hint}"
+
+
+LEAST = math.ulp(0.0)  # the least number > 0
+Rules = dict[str, Rule]  # keyed by the name of the argument
+# The rules of most functions. old_logps may be -inf, because the ratio is clamped. ref_logps must
+# be finite, because the KL would otherwise be infinite.
+RULES: Rules = {
+    "advantages": Rule("finite numbers", "NaN or inf"),
+    "old_logps": Rule("numbers at the active tokens", "NaN", -math.inf, math.inf),
+    "ref_logps": Rule("finite numbers at the active tokens", "NaN or inf"),
+    "temperature": Rule("finite numbers > 0 at the active tokens", "others", LEAST),
+    "weights": Rule("finite numbers", "NaN or inf"),
+    # Compare instead of computing x·(x - 1), because torch has no arithmetic for float8 and uint16.
+    "completion_mask": Rule("only 0 and 1", "other values", 0, 0, lambda x: (x != 0) & (x != 1)),
+    "num_items_in_batch": Rule("numbers >= 0", "others", 0),
+}
+
+# The rules of the losses that compute logps from logits. The old, reference and sampling logps of
+# these losses are log-probabilities, so they may exceed 0 only by `ROUNDING`. `RULES` has no upper
+# limit for logps, because `grpo_loss` also accepts log-densities of continuous actions, which may
+# be positive.
+ROUNDING = 1e-2  # a log-probability that is rounded to 16 bits may be this much above 0
+ROUNDED = (
+    ". The usual cause is a log_softmax of logits in 16 bits: compute it in fp32, or clamp the "
+    "values at 0"
+)
+_LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
+LOGPS_RULES = RULES | {
+    "old_logps": Rule(_LOGPS, "positive numbers, or NaN", -math.inf, ROUNDING, hint=ROUNDED),
+    "ref_logps": Rule(
+        f"finite {_LOGPS}", "positive numbers, NaN or inf", high=ROUNDING, hint=ROUNDED
+    ),
+    # Allow NaN, which marks a token without a logp from the sampler.
+    "sampling_logps": Rule(
+        _LOGPS, "positive numbers", -math.inf, ROUNDING, torch.nan_to_num, hint=ROUNDED
+    ),
+}
+
+
+# ---- Tensors, shapes and options
 
 
 def tensor(
@@ -158,140 +263,6 @@ def logits(x: Tensor, target_ids: Tensor) -> None:
         raise argument_error("logits", "at least one vocabulary column", tuple(x.shape))
 
 
-def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> None:
-    """Check the logps and the entropy. The entropy must not be None if the config needs it."""
-    tensor("logps", logps)
-    if logps.dim() not in (1, 2):
-        raise argument_error("logps", "shape (B, L) or (T,)", tuple(logps.shape))
-    like_logps("entropy", entropy, logps)
-    is_config(config)
-    if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
-        option = "entropy_coef" if config.entropy_coef != 0 else "top_entropy_quantile"
-        why = "logps alone have no entropy; pass a tensor like logps"
-        raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
-
-
-def transform(x: LogitTransform, like: Tensor | None = None) -> None:
-    """Check a logit transform.
-
-    The temperature must be a number, or a tensor of the shape of `like`. If `like` is None, it must
-    be a number.
-    """
-    number("logit_scale", x.logit_scale, "a finite number, not 0", lambda x: x != 0)
-    if x.softcap is not None:
-        number("softcap", x.softcap, "None or a finite number > 0", lambda x: x > 0)
-    temperature(x.temperature, like)
-
-
-def temperature(x: float | Tensor, like: Tensor | None) -> None:
-    """Check a temperature, as described in `transform`."""
-    if isinstance(x, Tensor) and like is not None:
-        like_logps("temperature", x, like)
-        constant("temperature", x)
-    else:
-        number("temperature", x, "a finite number > 0", lambda x: x > 0)
-
-
-def logps(call: Call) -> None:
-    """Check the arguments of `linear_logps` and `logits_logps`."""
-    transform(call.transform, call.like)
-    choice("entropy_over", call.entropy_over, CHOICES["entropy_over"])
-    choice("backend", call.backend, BACKENDS)
-    support(call.support, call.like, is_shard=call.shard is not None)
-
-
-def loss(call: Call) -> None:
-    """Check the arguments of a loss.
-
-    The shapes of the tensors must fit the padded or packed layout of `call.like`.
-    """
-    options(call)
-    config = call.config
-    is_config(config)
-    assert config is not None
-    # 1. Reject an exact KL, which only trainers support.
-    if config.kl_estimator in EXACT:
-        expected = f"one of {list(KL_ESTIMATORS)}"
-        kind = EXACT[config.kl_estimator]
-        came = f"{config.kl_estimator!r}; add linear_divergence(..., kind={kind!r}) to the loss"
-        raise argument_error("kl_estimator", expected, came)
-    like = call.like
-    advantages = call.advantages
-    cu_seqlens = call.cu_seqlens
-    # 2. Check the shapes of mask, offsets, advantages and logps.
-    like_logps("completion_mask", call.completion_mask, like, MASK)
-    _offsets(cu_seqlens, like)
-    count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensor("advantages", advantages, same_device=("the logps", like))
-    assert advantages is not None
-    if tuple(advantages.shape) not in ((count,), tuple(like.shape)):
-        expected = f"shape (B,) = ({count},) or one per token {tuple(like.shape)}"
-        raise argument_error("advantages", expected, tuple(advantages.shape))
-    for name in ("old_logps", "ref_logps", "sampling_logps"):
-        like_logps(name, getattr(call, name), like)
-    # 3. Check that no input requires grad. Its gradient is not computed, so the caller probably
-    # forgot .detach() and expects a gradient.
-    for name in CONSTANT:
-        constant(name, getattr(call, name))
-    # 4. Check the arguments that the config requires or forbids.
-    reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
-    if call.sampling_logps is None and reading and config.corrections != DEFAULT:
-        why = "these corrections read the sampler's logps; pass sampling_logps"
-        raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
-    if call.has_logits:
-        temperature(config.temperature, like)
-    if config.uses_reference and call.ref_logps is None:
-        why = "the KL needs the reference's logps; pass ref_logps"
-        raise conflict("ref_logps=None", f"beta={config.beta}", why)
-    if call.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
-        why = "its beta weighs the step from old_logps; pass ref_logps=None"
-        raise conflict("ref_logps", f"loss_type={config.loss_type!r}", why)
-    # 5. Check the totals of the optimizer step.
-    for name in ("num_items_in_batch", "num_completions_in_batch"):
-        value = getattr(call, name)
-        if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
-            _prompt_items(value, count, config)
-        elif isinstance(value, Tensor) and value.numel() != 1:
-            raise argument_error(name, TOTALS, f"a tensor of shape {tuple(value.shape)}")
-        elif value is not None and not isinstance(value, Tensor):
-            number(name, value, TOTALS, lambda x: x >= LEAST_TOTAL)
-
-
-def options(x: Call) -> None:
-    """Check the options of a loss call that are not part of the config."""
-    choice("backend", x.backend, BACKENDS)
-    choice("validate", x.validate, VALIDATE)
-    support(x.support, x.like, is_shard=x.shard is not None)
-    if x.grad_filter is None:
-        return
-    number("grad_filter", x.grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
-    for name, other, why in (
-        ("group", x.shard, "the filter sees the columns of one rank only"),
-        ("support", x.support, "rows of a support have no columns to leave out"),
-        ("divergence", x.divergence, "its gradient has no columns to leave out"),
-    ):
-        if other is not None:
-            raise conflict(f"grad_filter={x.grad_filter}", name, f"{why}; pass grad_filter=None")
-
-
-def support(support: object, target_ids: Tensor, *, is_shard: bool) -> None:
-    """Check that a `Support` fits the targets, and that the head is not split over ranks."""
-    if support is None:
-        return
-    if not isinstance(support, Support):
-        raise argument_error("support", "None or a Support(ids, offsets)", type(support).__name__)
-    refuse("support", target_ids, support.ids)
-    if is_shard:
-        raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
-    same_device = ("target_ids", target_ids)
-    tensor("support.ids", support.ids, IDS, same_device=same_device)
-    if support.ids.dim() != 1:
-        raise argument_error("support.ids", "shape (nnz,)", tuple(support.ids.shape))
-    meaning = "(T+1,), one set for each target,"
-    shape = (target_ids.numel() + 1,)
-    tensor("support.offsets", support.offsets, OFFSETS, shape, meaning, same_device)
-
-
 def inplace(x: Tensor, flat: Tensor) -> None:
     """Check that the logits x can be overwritten with their gradient.
 
@@ -307,19 +278,6 @@ def is_config(config: object) -> None:
     require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
 
 
-def _prompt_items(value: object, count: int, config: LossConfig) -> None:
-    """Check `num_items_in_batch` for the aggregation "prompt_mean"."""
-    meaning = f"(B,) = ({count},), the tokens of each completion's prompt"
-    name = "num_items_in_batch"
-    if value is None and count % (config.group_size or 1):
-        raise argument_error(
-            name, f"{meaning}, where groups of {config.group_size} are not whole", None
-        )
-    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
-        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise argument_error(name, f"None or {meaning},", came)
-
-
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
     """Check that x is (B, L, K) with target_ids (B, L), or (T, K) with target_ids (T,)."""
     if x.dim() not in (2, 3):
@@ -330,16 +288,229 @@ def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
         raise argument_error("target_ids", expected, tuple(target_ids.shape))
 
 
-def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
-    if like.dim() == 2 and cu_seqlens is not None:
-        shape = getattr(cu_seqlens, "shape", None)
-        came = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"
-        why = "the offsets belong to the packed layout (T,); pass cu_seqlens=None"
-        raise conflict(f"cu_seqlens, {came},", "the padded layout (B, L)", why)
-    if like.dim() == 1:
-        tensor("cu_seqlens", cu_seqlens, PACKED, same_device=("the logps", like))
-        assert cu_seqlens is not None
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-            raise argument_error("cu_seqlens", "shape (B+1,)", tuple(cu_seqlens.shape))
-        if cu_seqlens.numel() == 1 and like.numel():
-            raise argument_error("cu_seqlens", f"offsets from 0 to T = {like.numel()}", "only one")
+def options(**given: object) -> None:
+    """Check words and numbers by the tables WORDS and NUMBERS."""
+    for name, value in given.items():
+        if name in WORDS:
+            choice(name, value, WORDS[name])
+            continue
+        expected, holds = NUMBERS[name]
+        if value is not None or not expected.startswith("None"):
+            number(name, value, expected, holds)
+
+
+def temperature(x: float | Tensor, like: Tensor) -> None:
+    """Check that a temperature is a number, or a tensor of the shape of `like`."""
+    if isinstance(x, Tensor):
+        like_logps("temperature", x, like)
+        constant("temperature", x)
+    else:
+        options(temperature=x)
+
+
+# ---- Values of tensors
+
+# A function that receives the numbers of a check, and returns an error message, or "" if they are
+# allowed.
+Judge = Callable[[list[float]], str]
+FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q"}  # the letters of `struct`
+
+
+class ValueChecks:
+    """The value checks of one call.
+
+    `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, `add` only stores
+    the numbers of the check, and `send` starts to copy all stored numbers to the host, once at the
+    end of a call. If the call raises an error before `send`, the stored numbers are dropped,
+    because the call returns no result that could be wrong.
+
+    Args:
+        validate: "auto" or "full", as in `linear_grpo_loss`.
+    """
+
+    numbers: Tensor  # the bits of all stored numbers on the host, valid after `ready`
+    ready: torch.cuda.Event
+
+    def __init__(self, validate: str) -> None:
+        self.validate = validate
+        self.kept: list[tuple[Judge, tuple[Tensor, ...]]] = []
+
+    def are_late(self, x: Tensor) -> bool:
+        """Return whether a wrong value in x raises an error only in a later call.
+
+        The caller must then clamp x, because the kernels of this call still use it.
+        """
+        return x.is_cuda and self.validate == "auto"
+
+    def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
+        """Check the values of some fp32, fp64 or int64 tensors. All must be on one device."""
+        if self.are_late(tensors[0]):
+            self.kept.append((judge, tensors))
+        elif not is_capturing(tensors[0]):
+            if message := judge([y for x in tensors for y in x.reshape(-1).tolist()]):
+                raise ValueError(message)
+        return self
+
+    def add_flag(self, is_wrong: Tensor, message: str) -> ValueChecks:
+        """Check that a 0-d bool tensor is False. `message` is the error otherwise."""
+        return self.add(lambda flags: message if flags[0] else "", is_wrong.float())
+
+    def send(self) -> None:
+        """Start to copy the stored numbers to the host, where `raise_pending` checks them."""
+        if not self.kept or is_capturing(self.kept[0][1][0]):
+            return
+        # Copy the bits of all dtypes in one tensor, because each copy takes the host about 10 us.
+        tensors = [x for _, each in self.kept for x in each]
+        parts = [x.reshape(-1).view(torch.int32) for x in tensors]
+        self.numbers, self.ready = copy_to_host_async(torch.cat(parts))
+        # Keep only the sizes. A second backward pass checks its logps with this object, too. That
+        # pass must not change or repeat the checks that were already sent.
+        with _lock:
+            _pending.append(copy(self))
+        self.kept = []
+
+    def messages(self) -> Iterator[str]:
+        """Yield the message of each stored check, or "" if it has not failed."""
+        # Decode the bits of all numbers at once. Views of the parts would take ten times as long.
+        bits = self.numbers.tolist()
+        layout = "".join(f"{x.numel()}{FORMATS[x.dtype]}" for _, each in self.kept for x in each)
+        values = iter(struct.unpack(f"={layout}", struct.pack(f"={len(bits)}i", *bits)))
+        for judge, tensors in self.kept:
+            yield judge(list(islice(values, sum(x.numel() for x in tensors))))
+
+
+_pending: list[ValueChecks] = []
+_lock = threading.Lock()
+
+
+def raise_pending() -> None:
+    """Raise a ValueError if a value check of an earlier GPU call failed.
+
+    Only checks whose results have been copied to the host are considered.
+    """
+    if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    with _lock:
+        arrived = [x for x in _pending if x.ready.query()]
+        _pending[:] = [x for x in _pending if x not in arrived]
+    text = "; ".join(dict.fromkeys(y for x in arrived for y in x.messages() if y))
+    if text:
+        raise ValueError(f"{text} (in an earlier call; validate='full' checks at once)")
+
+
+def check_numbers(
+    checks: ValueChecks, rules: Rules = RULES, **tensors: Tensor | None
+) -> ValueChecks:
+    """Check each tensor by the rule for its name. Tensors without a rule are not checked."""
+    for name, x in tensors.items():
+        if x is not None and x.numel() and name in rules:
+            low, high = rules[name].convert(x).aminmax()
+            if low.dtype not in (torch.float32, torch.float64, torch.int64):
+                low, high = low.float(), high.float()
+            checks.add(partial(rules[name].judge, name, x if x.is_cpu else None), low, high)
+    return checks
+
+
+def check_rows(checks: ValueChecks, rules: Rules, names: list[str], x: Tensor) -> None:
+    """Check each row of x, (len(names), T) fp32, by the rule for its name, in one pass over x."""
+    if not x.numel():
+        return
+
+    def judge(extremes: list[float]) -> str:
+        for i, name in enumerate(names):
+            values = x[i] if x.is_cpu else None
+            if message := rules[name].judge(name, values, extremes[i :: len(names)]):
+                return message
+        return ""
+
+    checks.add(judge, *x.aminmax(dim=1))
+
+
+def checked_total(
+    name: str, value: Total | None, device: torch.device, checks: ValueChecks
+) -> Total | None:
+    """Check the number of tokens or completions in an optimizer step, and return it.
+
+    A tensor on the CPU is converted to a float. A tensor on a GPU is moved to `device`.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().reshape(())
+    # Do not copy a number from the CPU to a GPU, because the copy costs a GPU sync.
+    value = value if value.is_cpu else value.to(device).double()
+    message = f"{name}: expected {TOTALS}, got "
+    checks.add(lambda x: "" if LEAST_TOTAL <= x[0] < math.inf else f"{message}{x[0]}", value)
+    return float(value) if value.is_cpu else value
+
+
+def checked_offsets(
+    cu: Tensor, num_rows: int, checks: ValueChecks, name: str = "cu_seqlens", end: str = "T"
+) -> Tensor:
+    """Check that offsets ascend from 0 to num_rows, and return them.
+
+    If the check is deferred, the returned offsets are forced to be ascending and in [0, num_rows],
+    so that no length computed from wrong offsets is negative.
+
+    Args:
+        cu: (B+1,), int64. The offsets.
+        num_rows: the expected last offset.
+        checks: the checks of the call.
+        name: name of the argument in the message.
+        end: symbol for num_rows in the message, for example "T".
+
+    Returns:
+        The offsets, (B+1,), int64.
+    """
+
+    def judge(offsets: list[float]) -> str:
+        first, last = offsets[0], offsets[-1]
+        if (first, last) == (0, num_rows) and offsets == sorted(offsets):
+            return ""
+        shown = offsets if len(offsets) <= 16 else [first, "...", last]
+        expected = f"non-decreasing offsets from 0 to {end} = {num_rows}"
+        return f"{name}: expected {expected}, got {shown}"
+
+    # `send` cannot view the bits of a strided tensor.
+    checks.add(judge, cu if cu.stride(0) == 1 else cu.clone(memory_format=torch.contiguous_format))
+    return cu.clamp(0, num_rows).cummax(0).values if checks.are_late(cu) else cu
+
+
+def checked_ids(
+    name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
+) -> Tensor:
+    """Check that ids are in [0, end), and return a copy.
+
+    If the check is deferred, the copy is clamped to [0, end).
+
+    Args:
+        name: name of the argument in the message.
+        x: (T,), int64. The ids.
+        end: upper bound, exclusive.
+        checks: the checks of the call.
+        expected: description of the allowed values in the message.
+        kind: the word for the values in the message.
+    """
+    if not x.numel():
+        return x
+
+    def judge(extremes: list[float]) -> str:
+        low, high = extremes
+        if 0 <= low and high < end:
+            return ""
+        hint = IGNORED_HINT if name == "target_ids" and low == IGNORED_TARGET else ""
+        return f"{name}: expected {expected}, got {kind} from {low} to {high}{hint}"
+
+    checks.add(judge, *x.aminmax())
+    # Clamp ids whose check is deferred, because the kernels use ids as memory indices and run
+    # before the check.
+    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
+
+
+def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -> None:
+    """Check that no logp is -inf, because its loss would be infinite.
+
+    This is the last check of a call, so it also starts to copy the stored numbers to the host.
+    """
+    if x.numel():
+        checks.add(lambda low: message if low[0] == -math.inf else "", x.amin())
+    checks.send()

@@ -8,17 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
+from grpo_fast.errors import LEAST_LOGP, argument_error, conflict, require
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm, Teacher, TeacherHead, TeacherTopK
-from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.loss import checks, entry
 from grpo_fast.loss.autograd import apply_loss, divergence_loss
 from grpo_fast.loss.call import Call
+from grpo_fast.loss.checks import ValueChecks, check_numbers, raise_pending
 from grpo_fast.loss.ranks import Agreement, local_rows
-from grpo_fast.loss.value_checks import ValueChecks, raise_pending
-from grpo_fast.loss.values import check_numbers
-from grpo_fast.objective.divergences import DIVERGENCES
 
 # Largest sum of a teacher's K probabilities that is accepted. It is slightly more than 1, because
 # inference servers round log-probabilities to 16 bits.
@@ -135,7 +132,7 @@ def linear_divergence(
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
         # Pass `like` in place of target_ids, because only its shape and device matter here.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
-        checks.transform(LogitTransform(logit_scale, softcap, temperature))
+        checks.options(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
         term = DivergenceTerm(teacher, kind, beta=beta)
         call = Call(
             tensors=tensors, like=like, backend=backend, hidden_rows=hidden_rows, support=support,
@@ -143,7 +140,7 @@ def linear_divergence(
             shard=ranks.shard(tensors[1]), temperature=temperature, softcap=softcap,
             logit_scale=logit_scale,
         )  # fmt: skip
-        checks.options(call)
+        entry.check_options(call)
         # 2. Prepare the rows, and check that the other ranks make the same call.
         call.find_all_rows()
         of_rows = _weights(weights, like, hidden.dtype)
@@ -174,9 +171,7 @@ def checked_term(
         return None
     if not isinstance(term, DivergenceTerm):
         raise argument_error("divergence", "None or a DivergenceTerm", type(term).__name__)
-    choice("kind", term.kind, tuple(DIVERGENCES))
-    number("beta", term.beta, "a number in (0, 1)", lambda x: 0 < x < 1)
-    number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
+    checks.options(kind=term.kind, beta=term.beta, coef=term.coef)
     return term._replace(teacher=_checked_teacher(term.teacher, weight, target_ids, ranks, support))
 
 
@@ -211,14 +206,14 @@ def _checked_teacher(
     require(fits, "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
-    checks.transform(teacher.transform)
+    checks.options(**teacher.transform._asdict())
     return teacher._replace(hidden=hidden)
 
 
 def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK:
     # 1. Check dtypes and shapes.
     checks.constant("teacher.logps", teacher.logps)
-    number("teacher.floor", teacher.floor, "a number in (0, 1)", lambda x: 0 < x < 1)
+    checks.options(**{"teacher.floor": teacher.floor})
     logps = _rows_like("teacher.logps", teacher.logps, checks.FLOATING, like)
     ids = _rows_like("teacher.ids", teacher.ids, checks.IDS, like).long()
     K = logps.shape[1]

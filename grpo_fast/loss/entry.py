@@ -12,13 +12,18 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import unknown_keyword
+from grpo_fast.errors import argument_error, conflict, unknown_keyword
+from grpo_fast.kernels.gpu.launch import refuse
+from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import checks
 from grpo_fast.loss.autograd import Run, apply_logps, apply_loss
 from grpo_fast.loss.call import Call
 from grpo_fast.loss.ranks import NO_GROUP, Agreement, local_rows
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.corrections import DEFAULT
+from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.objective.metrics import token_metrics
 
 P = ParamSpec("P")
@@ -126,6 +131,159 @@ def head_tensors(
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
+# ---- Checks of a call
+
+# The arguments of a loss whose gradients are never computed.
+CONSTANT = (
+    "advantages", "completion_mask", "cu_seqlens", "old_logps", "ref_logps", "sampling_logps",
+    "num_items_in_batch", "num_completions_in_batch",
+)  # fmt: skip
+
+
+def check_given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> None:
+    """Check the logps and the entropy. The entropy must not be None if the config needs it."""
+    checks.tensor("logps", logps)
+    if logps.dim() not in (1, 2):
+        raise argument_error("logps", "shape (B, L) or (T,)", tuple(logps.shape))
+    checks.like_logps("entropy", entropy, logps)
+    checks.is_config(config)
+    if entropy is None and (config.entropy_coef != 0 or config.top_entropy_quantile < 1):
+        option = "entropy_coef" if config.entropy_coef != 0 else "top_entropy_quantile"
+        why = "logps alone have no entropy; pass a tensor like logps"
+        raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
+
+
+def check_logps(call: Call) -> None:
+    """Check the arguments of `linear_logps` and `logits_logps`."""
+    checks.options(
+        logit_scale=call.logit_scale, softcap=call.softcap, entropy_over=call.entropy_over,
+        backend=call.backend,
+    )  # fmt: skip
+    checks.temperature(call.temperature, call.like)
+    _check_support(call.support, call.like, is_shard=call.shard is not None)
+
+
+def check_loss(call: Call) -> None:
+    """Check the arguments of a loss.
+
+    The shapes of the tensors must fit the padded or packed layout of `call.like`.
+    """
+    check_options(call)
+    config = call.config
+    checks.is_config(config)
+    assert config is not None
+    # 1. Reject an exact KL, which only trainers support.
+    if config.kl_estimator in EXACT:
+        expected = f"one of {list(KL_ESTIMATORS)}"
+        kind = EXACT[config.kl_estimator]
+        came = f"{config.kl_estimator!r}; add linear_divergence(..., kind={kind!r}) to the loss"
+        raise argument_error("kl_estimator", expected, came)
+    like = call.like
+    advantages = call.advantages
+    cu_seqlens = call.cu_seqlens
+    # 2. Check the shapes of mask, offsets, advantages and logps.
+    checks.like_logps("completion_mask", call.completion_mask, like, checks.MASK)
+    _offsets(cu_seqlens, like)
+    count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    checks.tensor("advantages", advantages, same_device=("the logps", like))
+    assert advantages is not None
+    if tuple(advantages.shape) not in ((count,), tuple(like.shape)):
+        expected = f"shape (B,) = ({count},) or one per token {tuple(like.shape)}"
+        raise argument_error("advantages", expected, tuple(advantages.shape))
+    for name in ("old_logps", "ref_logps", "sampling_logps"):
+        checks.like_logps(name, getattr(call, name), like)
+    # 3. Check that no input requires grad. Its gradient is not computed, so the caller probably
+    # forgot .detach() and expects a gradient.
+    for name in CONSTANT:
+        checks.constant(name, getattr(call, name))
+    # 4. Check the arguments that the config requires or forbids.
+    reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
+    if call.sampling_logps is None and reading and config.corrections != DEFAULT:
+        why = "these corrections read the sampler's logps; pass sampling_logps"
+        raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
+    if call.has_logits:
+        checks.temperature(config.temperature, like)
+    if config.uses_reference and call.ref_logps is None:
+        why = "the KL needs the reference's logps; pass ref_logps"
+        raise conflict("ref_logps=None", f"beta={config.beta}", why)
+    if call.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
+        why = "its beta weighs the step from old_logps; pass ref_logps=None"
+        raise conflict("ref_logps", f"loss_type={config.loss_type!r}", why)
+    # 5. Check the totals of the optimizer step.
+    for name in ("num_items_in_batch", "num_completions_in_batch"):
+        value = getattr(call, name)
+        if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
+            _prompt_items(value, count, config)
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise argument_error(name, checks.TOTALS, f"a tensor of shape {tuple(value.shape)}")
+        elif value is not None and not isinstance(value, Tensor):
+            checks.options(**{name: value})
+
+
+def check_options(x: Call) -> None:
+    """Check the options of a loss call that are not part of the config."""
+    checks.options(backend=x.backend, validate=x.validate, grad_filter=x.grad_filter)
+    _check_support(x.support, x.like, is_shard=x.shard is not None)
+    if x.grad_filter is None:
+        return
+    for name, other, why in (
+        ("group", x.shard, "the filter sees the columns of one rank only"),
+        ("support", x.support, "rows of a support have no columns to leave out"),
+        ("divergence", x.divergence, "its gradient has no columns to leave out"),
+    ):
+        if other is not None:
+            raise conflict(f"grad_filter={x.grad_filter}", name, f"{why}; pass grad_filter=None")
+
+
+def _check_support(support: object, target_ids: Tensor, *, is_shard: bool) -> None:
+    """Check that a `Support` fits the targets, and that the head is not split over ranks."""
+    if support is None:
+        return
+    if not isinstance(support, Support):
+        raise argument_error("support", "None or a Support(ids, offsets)", type(support).__name__)
+    refuse("support", target_ids, support.ids)
+    if is_shard:
+        raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
+    same_device = ("target_ids", target_ids)
+    checks.tensor("support.ids", support.ids, checks.IDS, same_device=same_device)
+    if support.ids.dim() != 1:
+        raise argument_error("support.ids", "shape (nnz,)", tuple(support.ids.shape))
+    meaning = "(T+1,), one set for each target,"
+    shape = (target_ids.numel() + 1,)
+    checks.tensor("support.offsets", support.offsets, checks.OFFSETS, shape, meaning, same_device)
+
+
+def _prompt_items(value: object, count: int, config: LossConfig) -> None:
+    """Check `num_items_in_batch` for the aggregation "prompt_mean"."""
+    meaning = f"(B,) = ({count},), the tokens of each completion's prompt"
+    name = "num_items_in_batch"
+    if value is None and count % (config.group_size or 1):
+        raise argument_error(
+            name, f"{meaning}, where groups of {config.group_size} are not whole", None
+        )
+    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
+        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise argument_error(name, f"None or {meaning},", came)
+
+
+def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:
+    if like.dim() == 2 and cu_seqlens is not None:
+        shape = getattr(cu_seqlens, "shape", None)
+        came = repr(cu_seqlens) if shape is None else f"shape {tuple(shape)}"
+        why = "the offsets belong to the packed layout (T,); pass cu_seqlens=None"
+        raise conflict(f"cu_seqlens, {came},", "the padded layout (B, L)", why)
+    if like.dim() == 1:
+        checks.tensor("cu_seqlens", cu_seqlens, checks.PACKED, same_device=("the logps", like))
+        assert cu_seqlens is not None
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+            raise argument_error("cu_seqlens", "shape (B+1,)", tuple(cu_seqlens.shape))
+        if cu_seqlens.numel() == 1 and like.numel():
+            raise argument_error("cu_seqlens", f"offsets from 0 to T = {like.numel()}", "only one")
+
+
+# ---- Computation
+
+
 def loss(run: Run, call: Call, ranks: Agreement = NO_GROUP) -> LossOutput:
     """Compute a loss.
 
@@ -135,7 +293,7 @@ def loss(run: Run, call: Call, ranks: Agreement = NO_GROUP) -> LossOutput:
         ranks: the tensor-parallel ranks that make the same call.
     """
     # 1. Check the arguments, and find the active tokens.
-    checks.loss(call)
+    check_loss(call)
     config = call.config
     assert config is not None
     call.find_tokens()
@@ -178,7 +336,7 @@ def logps(
     call: Call, ranks: Agreement = NO_GROUP
 ) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
     """Compute logps and, if requested, entropies, in the layout of the targets."""
-    checks.logps(call)
+    check_logps(call)
     call.find_targets()
     if ranks.group is not None:
         numbers = (*call.transform, call.return_entropy)

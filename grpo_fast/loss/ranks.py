@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from grpo_fast.errors import argument_error, require
-from grpo_fast.kernels.gpu.capture import refuse
+from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.types import Context

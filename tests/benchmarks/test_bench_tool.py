@@ -400,16 +400,16 @@ def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
 
 
 def test_candidates_hold_the_shipped_configurations():
-    from grpo_fast.kernels.gpu import configs
+    from grpo_fast.kernels.gpu import linear, rows
 
     every = candidates.candidates()
     assert len(set(every)) == len(every) > 40
-    assert configs.row_config(32000) in [c.config for c in every if c.kind == "rows"]
-    shipped = configs._LINEAR["sm_90", True, True]
+    assert rows.row_config(32000) in [c.config for c in every if c.kind == "rows"]
+    shipped = linear._LINEAR["sm_90", True, True]
     for kind in candidates.KINDS:
         assert shipped in [c.config for c in every if c.kind == kind], kind
     for candidate in every:
-        assert eval(candidate.line, vars(configs)) == candidate.config
+        assert eval(candidate.line, vars(linear) | vars(rows)) == candidate.config
 
 
 def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):

@@ -23,25 +23,42 @@ def budgets():
 def test_launches_and_waits(budgets, name):
     """Check that a call launches few kernels, and waits for the GPU at most once.
 
-    At most 19 kernels per chunk and 26 other kernels are allowed. While the host waits for the
+    At most 18 kernels per chunk and 23 other kernels are allowed. While the host waits for the
     number of active rows, the GPU must have other work. If the GEMMs of the gradient are small, the
     host does not wait.
     """
     found = budgets[name]
-    assert found["per_chunk"] <= 19 and found["outside"] <= 26
+    assert found["per_chunk"] <= 18 and found["outside"] <= 23
     waits = name not in ("with KL", "1024 rows, H = 896")
     assert found["syncs"] == 0 and found["reads"] == waits
 
 
-@pytest.mark.parametrize("name", ["linear_logps", "sequence level, 1024 rows, H = 896"])
-def test_no_wait(budgets, name):
-    """Check that the host does not wait for the number of rows that have a target or a gradient."""
-    assert budgets[name]["syncs"] == 0 and budgets[name]["reads"] == 0
+# The number of times that a call waits while the GPU has no other work. The number of tokens that a
+# mask keeps, of targets in a large call with gradients, of rows without gradient in the backward
+# pass of such a call, and of ids in a support determine shapes.
+WAITS = {
+    "with a mask": 1,
+    "with a mask, 1024 rows": 1,
+    "logits_grpo_loss, mask": 1,
+    "linear_logps, gradient": 2,
+    "support, 50 ids": 1,
+    "support, frozen head": 1,
+}
 
 
-def test_a_mask_costs_one_wait(budgets):
-    assert budgets["with a mask"]["syncs"] == 1 and budgets["with a mask"]["outside"] <= 25
-    assert budgets["sequence level"]["syncs"] == 1 and budgets["sequence level"]["outside"] <= 66
+def test_waits(budgets):
+    """Check every case, including zero advantages and several chunks.
+
+    In the case "several chunks", a second wait ends while the GPU computes the first product.
+    """
+    assert {name: x["syncs"] for name, x in budgets.items() if x["syncs"]} == WAITS
+    reads = {name for name, x in budgets.items() if x["reads"]}
+    assert reads <= {*TRAINED[:3], "with a mask", "frozen head (LoRA)", "head alone",
+                     "several chunks", "three heads of one weight"}  # fmt: skip
+
+
+def test_launches_outside_of_chunks(budgets):
+    assert budgets["with a mask"]["outside"] <= 21 and budgets["sequence level"]["outside"] <= 60
 
 
 @pytest.mark.parametrize(

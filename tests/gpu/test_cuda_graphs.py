@@ -51,9 +51,9 @@ def recorded(monkeypatch):
     for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
         monkeypatch.setattr(f"{gpu}.{name}.launch", lambda *args, **options: None)
     monkeypatch.setattr(f"{gpu}.linear.is_aligned", lambda matrix: True)
-    monkeypatch.setattr(f"{gpu}.linear.tiles", lambda matrix, *shape: matrix)
+    monkeypatch.setattr(f"{gpu}.linear.tiles", lambda p, matrix, *shape: matrix)
     monkeypatch.setattr(f"{gpu}.linear.architecture", lambda device: "sm_90")
-    monkeypatch.setattr(f"{gpu}.scale.scale_", lambda gradient, factor: gradient)
+    monkeypatch.setattr(f"{gpu}.gradients.scale_", lambda gradient, factor: gradient)
     # torch.is_autocast_enabled does not support the meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")
@@ -156,7 +156,7 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
     """
     recorded(False)
     # Disable the value checks, because they copy numbers to pinned host memory, which needs a GPU.
-    monkeypatch.setattr("grpo_fast.loss.value_checks.ValueChecks.send", lambda self: None)
+    monkeypatch.setattr("grpo_fast.loss.checks.ValueChecks.send", lambda self: None)
     # Skip rows even if the GEMMs are small.
     monkeypatch.setattr("grpo_fast.kernels.head.terms.READ_FROM", 0)
 
@@ -201,7 +201,7 @@ def test_a_capture_computes_what_a_normal_call_skips(monkeypatch, return_entropy
         return [*results, *found, loss, *torch.autograd.grad(loss, leaves)]
 
     expected = run()
-    for module in ("loss.call", "loss.value_checks", "kernels.head.driver"):
+    for module in ("loss.call", "loss.checks", "kernels.head.driver"):
         monkeypatch.setattr(f"grpo_fast.{module}.is_capturing", lambda x: True)
     monkeypatch.setattr(
         "grpo_fast.kernels.head.terms.active_rows",

@@ -1,7 +1,7 @@
 """Tests of CUDA graphs on a real GPU.
 
 A replay with new input values must give the same bits as a normal call with these values.
-`benchmarks/gpu_session.sh --part tests` runs the tests. grpo_fast/kernels/gpu/capture.py documents
+`benchmarks/gpu_session.sh --part tests` runs the tests. grpo_fast/kernels/gpu/launch.py documents
 what can be captured. tests/gpu/test_cuda_graphs.py checks without a GPU that captured code reads no
 values on the host.
 """

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from unittest.mock import DEFAULT, MagicMock
 
 import pytest
 import torch
 
 from grpo_fast.kernels import workspace
-from grpo_fast.kernels.gpu import capture
+from grpo_fast.kernels.gpu import launch
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.head import sums as half_range
-from grpo_fast.loss.value_checks import ValueChecks
-from grpo_fast.loss.values import checked_total
+from grpo_fast.loss.checks import ValueChecks, checked_total
 from tests.gpu.test_cuda_graphs import OnGpu
 from tests.kernels.triton_tools.launcher import HAS_TRITON
 
@@ -54,9 +54,9 @@ def test_a_copy_to_the_host_has_arrived_when_its_own_stream_says_so(gpus, monkey
 
 def test_the_stream_of_the_tensor_is_asked_whether_it_is_recorded(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpus.current == 1)
-    assert capture.is_capturing(gpus.tensor)
-    assert not capture.is_capturing(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
-    assert not capture.is_capturing(torch.zeros(1)) and gpus.current == 0
+    assert launch.is_capturing(gpus.tensor)
+    assert not launch.is_capturing(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
+    assert not launch.is_capturing(torch.zeros(1)) and gpus.current == 0
 
 
 def test_a_total_on_the_cpu_is_not_copied_to_the_gpu():
@@ -70,17 +70,40 @@ def test_a_total_on_the_cpu_is_not_copied_to_the_gpu():
 def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     import triton.runtime
 
-    from grpo_fast.kernels.gpu import configs
-
     def target() -> SimpleNamespace:
         return SimpleNamespace(backend="cuda", arch=(90, 80)[gpus.current])
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
     monkeypatch.setattr(triton.runtime, "driver", driver)
-    configs._architecture.cache_clear()
-    found = [configs.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
-    configs._architecture.cache_clear()
+    launch._architecture.cache_clear()
+    found = [launch.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
+    launch._architecture.cache_clear()
     assert found == ["sm_80", "sm_90", "sm_80"] and gpus.current == 0
+
+
+def test_later_launches_call_the_compiled_kernel():
+    """Check that a launch calls the compiled kernel only if Triton would select the same one."""
+    calls = []
+    kernel, compiled = MagicMock(arg_names=["x", "y", "n", "BLOCK", "HAS"]), MagicMock()
+    kernel.__getitem__.return_value.return_value = compiled
+    kernel.__getitem__.side_effect = lambda grid: calls.append(grid) or DEFAULT
+    x = torch.zeros(64)
+
+    def start(*args, BLOCK=8, **options):
+        launch.launch(kernel, 3, *args, BLOCK=BLOCK, HAS=True, num_warps=4, **options)
+        return len(calls)
+
+    assert start(x, None, 5) == 1
+    assert start(torch.ones(9), None, 7) == 1  # the properties are the same
+    assert compiled.__getitem__.call_args.args == ((3, 1, 1),)
+    given = compiled.__getitem__.return_value.call_args.args
+    assert torch.equal(given[0], torch.ones(9)) and given[1:] == (None, 7, 8, True)
+    others = [
+        (x, None, 1), (x, None, 16), (x, None, 2**31 + 1), (x, x, 5), (x, 0.5, 5),
+        (x.double(), None, 5), (x[1:], None, 5),
+    ]  # fmt: skip
+    assert [start(*args) for args in others] == list(range(2, 9))
+    assert start(x, None, 5, BLOCK=16) == 9 and start(x, None, 5) == 9
 
 
 @pytest.mark.parametrize(
@@ -142,7 +165,7 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     for name, value in (
         ("launch", lambda *args, **options: started.append(options["BLOCK_V"])),
         ("architecture", lambda device: "sm_90"),
-        ("tiles", lambda matrix, *shape: matrix),
+        ("tiles", lambda p, matrix, *shape: matrix),
     ):
         monkeypatch.setattr(linear, name, value)
     hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()

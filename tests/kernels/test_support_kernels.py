@@ -110,7 +110,7 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
     the statistics.
     """
     if IS_INTERPRETER and width == 300:
-        monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
+        monkeypatch.setattr("grpo_fast.kernels.gpu.support.SUPPORT_COLUMNS", 128)
     transform, tensors = TRANSFORMS[name], tensors_of(width, dtype)
     found = of_head(support_kernels, tensors, transform)
     raw, stats, _, slopes = exact(*tensors, transform, torch.ones(R))

@@ -16,7 +16,6 @@ from importlib import metadata
 
 import pytest
 
-from grpo_fast.kernels.gpu import configs
 from tests.kernels.triton_tools.launcher import HAS_TRITON, OTHER_TRITON, run_python
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
@@ -71,13 +70,15 @@ def test_the_entropy_changes_no_sum():
 
     All tiles of sm_90 must add columns and hidden units in the same order.
     """
-    heavy = configs._LINEAR["sm_90", True, True]
-    for large in configs._LARGE.values():
+    from grpo_fast.kernels.gpu import linear
+
+    heavy = linear._LINEAR["sm_90", True, True]
+    for large in linear._LARGE.values():
         assert (large.piece, large.block_h) == (heavy.piece, heavy.block_h)
-    for config in (*configs._LARGE.values(), *configs._LINEAR.values()):
+    for config in (*linear._LARGE.values(), *linear._LINEAR.values()):
         assert (
             config.block_v // config.piece in (1, 2, 4, 8)
-            and configs.SLICE_COLUMNS % config.block_v == 0
+            and linear.SLICE_COLUMNS % config.block_v == 0
         )
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import grpo_fast
 from grpo_fast import DivergenceTerm, LossConfig, Support, TeacherHead
-from grpo_fast.kernels.gpu import capture
+from grpo_fast.kernels.gpu import launch
 
 T, H, V = 7, 4, 11
 LEAVES = {
@@ -152,7 +152,7 @@ def recorded(call, patch):
     # Skip modules of other packages. Some lazy modules of transformers raise an error when an
     # attribute is read.
     ours = [module for name, module in sys.modules.items() if name.startswith("grpo_fast.")]
-    asked = capture.is_capturing
+    asked = launch.is_capturing
     for module in ours:
         if getattr(module, "is_capturing", None) is asked:
             patch.setattr(module, "is_capturing", lambda x: True)

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.loss import value_checks
+from grpo_fast.loss import checks as value_checks
 from grpo_fast.loss.call import Call
-from grpo_fast.loss.value_checks import ValueChecks
-from grpo_fast.loss.values import checked_offsets
+from grpo_fast.loss.checks import ValueChecks, checked_offsets
 from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
 from tests.pairs import pairs
 
@@ -195,8 +194,8 @@ def test_offsets_of_no_completion_are_refused_at_once(late):
 def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
     def check(flag, message, after=0):
         checks = ValueChecks("auto")
-        checks.kept = [(lambda is_wrong: message if is_wrong else "", (torch.tensor(flag),))]
-        checks.numbers, checks.ready = {torch.bool: torch.tensor([flag])}, Event(after)
+        checks.kept = [(lambda flags: message if flags[0] else "", (torch.tensor(float(flag)),))]
+        checks.numbers, checks.ready = torch.tensor([float(flag)]).view(torch.int32), Event(after)
         return checks
 
     late = check(True, "c: expected 3", after=1)

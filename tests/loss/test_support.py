@@ -112,18 +112,21 @@ def test_extras(form, extra, backend, monkeypatch):
     check(take(form, monkeypatch), case, backend=backend)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ENGINES)
-def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
+@pairs(form=FORMS, backend=ENGINES, over=("support", "vocabulary"))
+def test_no_row_has_the_whole_vocabulary(form, backend, over, monkeypatch):
     """Check that masked rows get gradient 0 if no active row uses the full vocabulary.
 
-    No dense gradient is then computed, so the code must write the zeros explicitly.
+    No dense gradient is then computed, so the code must write the zeros explicitly. Entropies over
+    the vocabulary have a dense gradient, which must not replace that of the sets, or be replaced.
     """
-    case, function = make_case(37, support=True, **options_for("dapo")), take(form, monkeypatch)
+    more = {} if over == "support" else {"entropy_coef": 0.2, "entropy_over": over}
+    case = make_case(37, support=True, **options_for("dapo", **more))
+    function = take(form, monkeypatch)
     whole = case.kept.all(-1)
     assert (whole & case.mask).any() and not case.mask.all()
     case.kept[whole] = torch.arange(case.kept.shape[-1]) == case.ids[whole, None]
-    result = check(function, case, backend=backend)
+    judge = check if over == "support" else loss_cases.check
+    result = judge(function, case, backend=backend)
     if form == "logits":
         over = run(function, case, backend=backend, inplace=True)
         assert torch.equal(over.grads["logits"], result.grads["logits"])

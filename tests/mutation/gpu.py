@@ -3,17 +3,9 @@
 # Each entry has five fields: name, key of suites.SUITES, description of the fault, original text,
 # and replacement.
 PLANTS = {
-    "grpo_fast/kernels/gpu/capture.py": [
-        ("device-recorded", "devices", "the current GPU is queried instead of the tensor's GPU",
-         "with torch.cuda.device_of(x):", "with torch.cuda.device(0):"),
-    ],
     "grpo_fast/kernels/gpu/coefficients.py": [
         ("triton-nan-hidden", "triton_nan", "the NaN of an active row has no gradient",
          "tl.where(lp != lp, lp, g)", "g"),
-    ],
-    "grpo_fast/kernels/gpu/configs.py": [
-        ("device-architecture", "devices", "a GPU uses the blocks for the architecture of the current GPU",
-         "with torch.cuda.device(index):", "with torch.cuda.device(-1):"),
     ],
     "grpo_fast/kernels/gpu/epilogue.py": [
         ("triton-clean-tile", "triton_linear", "a target in the right half of a tile counts as an ordinary column",
@@ -28,10 +20,18 @@ PLANTS = {
          "offs_h.to(tl.int64) * stride_weight_h", "offs_h * stride_weight_h"),
     ],
     "grpo_fast/kernels/gpu/gradients.py": [
+        ("triton-scale-blocks", "triton_scale", "programs scale each other's elements again",
+         "first = tl.program_id(0).to(tl.int64) * BLOCK", "first = tl.program_id(0).to(tl.int64)"),
         ("triton-weights-far", "triton_weights", "a recomputed row keeps the unit of the first sweep",
          "tl.where(exceeds_max_nll(lse, z_target), lse, z_target)", "z_target"),
         ("beyond-target", "triton_range", "the target's row of a large transposed head is read from a wrong address",
          "cols.to(tl.int64) * stride_weight_h", "cols * stride_weight_h"),
+    ],
+    "grpo_fast/kernels/gpu/launch.py": [
+        ("device-recorded", "devices", "the current GPU is queried instead of the tensor's GPU",
+         "with torch.cuda.device_of(x):", "with torch.cuda.device(0):"),
+        ("device-architecture", "devices", "a GPU uses the blocks for the architecture of the current GPU",
+         "with torch.cuda.device(index):", "with torch.cuda.device(-1):"),
     ],
     "grpo_fast/kernels/gpu/linear.py": [
         ("triton-join-scale", "triton_linear", "slices with different maxima are added unscaled",
@@ -60,10 +60,6 @@ PLANTS = {
          "    g = tl.where(counts, g, 0.0)\n", ""),
         ("triton-support-ragged", "triton_support", "the target of a row is counted from the start of the first row",
          "out_ptr + first_out, tl.load(target_ptr + row), lse", "out_ptr + first_out, tl.load(target_ptr + row) + first, lse"),
-    ],
-    "grpo_fast/kernels/gpu/scale.py": [
-        ("triton-scale-blocks", "triton_scale", "programs scale each other's elements again",
-         "first = tl.program_id(0).to(tl.int64) * BLOCK", "first = tl.program_id(0).to(tl.int64)"),
     ],
     "grpo_fast/kernels/gpu/support.py": [
         ("beyond-hidden", "triton_range", "a row of hidden with a large stride is read from a wrong address",

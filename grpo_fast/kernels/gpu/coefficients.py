@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch
+from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, expm1_minus, log1p
 from grpo_fast.kernels.types import vector
 from grpo_fast.objective.coefficients import RowTerms
@@ -142,8 +142,8 @@ def row_coefficients(
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, constants = loss_arguments(config)
     launch(
-        coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
-        *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
+        coefficients_kernel, ceil_div(logps.shape[0], BLOCK_T), logps,
+        *(vector(x) for x in terms[:5]), losses, grad_logps, logps.shape[0], *numbers,
         BLOCK_T=BLOCK_T, num_warps=4, **constants,
     )  # fmt: skip
     return losses, grad_logps

@@ -4,10 +4,14 @@
     write_hidden_  dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden  by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_   the contribution of the targets to dW (target_rows.py)
+    scale_         gradient *= upstream gradient, in the backward pass
 
 exponentials.py defines the matrix E of exponentials, unit and target_unit. y_t is the target of row
 t. For each element of a (C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and
-scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN.
+scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN. scale_ reads and
+writes the gradient once. If its factor is 1, as in `loss.backward()`, every program returns
+immediately. The programs check this themselves, because the factor is on the device, and the host
+would have to synchronise to read it.
 """
 
 from __future__ import annotations
@@ -17,14 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch
+from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_logits
 from grpo_fast.kernels.gpu.target_rows import add_targets_
 from grpo_fast.kernels.types import Exponentials, LogitTransform, transform_arguments, vector
 
-__all__ = ["add_targets_", "scaled_hidden", "times", "write_hidden_"]
+__all__ = ["add_targets_", "scale_", "scaled_hidden", "times", "write_hidden_"]
 
 BLOCK_T, BLOCK_H = 128, 1024
+# Number of elements that a program processes per step.
+SCALE_BLOCK = 4096
+# Maximum number of programs. It is large enough to keep any device busy. It is small enough that,
+# for an upstream gradient of 1, all programs start and return within microseconds.
+SCALE_PROGRAMS = 2048
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_padded"])
@@ -58,20 +67,42 @@ def times_kernel(
 
 
 @triton.jit
-def write_hidden_kernel(
-    product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, out_ptr, H,
-    stride_product_t, stride_weight_v, stride_weight_h, stride_out_t, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Compute one row of dH from the product E·W and the weight row of the target."""
-    row = tl.program_id(0).to(tl.int64)
-    by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    # Load no elements of the weight row if by_target is 0, because the target id may then be
-    # invalid.
-    read = tl.where(by_target == 0.0, 0, H)
+def write_scaled_row(hidden_ptr, out_ptr, by_row, H, BLOCK_H: tl.constexpr):
+    """Write by_row·hidden for one row. If by_row is 0, write zeros without reading `hidden`."""
+    read = tl.where(by_row == 0.0, 0, H)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
-        inside = cols < H
+        h = tl.load(hidden_ptr + cols, mask=cols < read, other=0.0)
+        scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)
+        tl.store(out_ptr + cols, scaled.to(out_ptr.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def write_hidden_kernel(
+    product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, out_ptr, hidden_ptr, scaled_ptr,
+    n_rows, H, stride_product_t, stride_weight_v, stride_weight_h, stride_out_t, stride_hidden_t,
+    stride_scaled_t, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Compute one row of dH from the product E·W and the weight row of the target.
+
+    If `scaled_ptr` is given, also write by_row·hidden.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
+    if scaled_ptr is not None:
+        write_scaled_row(
+            hidden_ptr + row * stride_hidden_t, scaled_ptr + row * stride_scaled_t, by_row, H,
+            BLOCK_H,
+        )  # fmt: skip
+    # A padding row has no row of dH.
+    width = tl.where(row < n_rows, H, 0)
+    target = tl.load(target_ptr + row, mask=row < n_rows, other=0).to(tl.int64)
+    # Load no elements of the weight row if by_target is 0, because the target id may then be
+    # invalid.
+    read = tl.where(by_target == 0.0, 0, width)
+    for start in range(0, width, BLOCK_H):
+        cols = start + tl.arange(0, BLOCK_H)
+        inside = cols < width
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
         at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
@@ -87,16 +118,11 @@ def scaled_hidden_kernel(
     hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Write by_row·hidden for one row. If by_row is 0, write zeros without reading `hidden`."""
     row = tl.program_id(0).to(tl.int64)
-    by_row = tl.load(by_row_ptr + row)
-    read = tl.where(by_row == 0.0, 0, H)
-    for start in range(0, H, BLOCK_H):
-        cols = start + tl.arange(0, BLOCK_H)
-        h = tl.load(hidden_ptr + row * stride_hidden_t + cols, mask=cols < read, other=0.0)
-        scaled = tl.where(by_row == 0.0, 0.0, h.to(tl.float32) * by_row)
-        to = out_ptr + row * stride_out_t + cols
-        tl.store(to, scaled.to(out_ptr.dtype.element_ty), mask=cols < H)
+    write_scaled_row(
+        hidden_ptr + row * stride_hidden_t, out_ptr + row * stride_out_t,
+        tl.load(by_row_ptr + row), H, BLOCK_H,
+    )  # fmt: skip
 
 
 def times(
@@ -116,7 +142,7 @@ def times(
     by_row, by_target = (torch.empty(rows, dtype=torch.float32, device=lse.device) for _ in "rt")
     *scalars, temperature_ptr = transform_arguments(transform)
     launch(
-        times_kernel, triton.cdiv(rows, BLOCK_T), vector(grad_logps), filled.raw_target, lse, logps,
+        times_kernel, ceil_div(rows, BLOCK_T), vector(grad_logps), filled.raw_target, lse, logps,
         temperature_ptr, by_row, by_target, lse.shape[0], rows, *scalars, BLOCK_T=BLOCK_T,
         num_warps=4,
     )  # fmt: skip
@@ -130,14 +156,25 @@ def write_hidden_(
     by_target: Tensor,  # (padded C,) fp32
     target_ids: Tensor,  # (C,)
     weight: Tensor,  # (V, H)
-) -> Tensor:
-    """Write dH[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]] to `out`."""
+    hidden: Tensor | None = None,  # (padded C, H)
+) -> Tensor | None:  # (padded C, H)
+    """Write dH[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]] to `out`.
+
+    With `hidden`, also return `scaled_hidden(hidden, by_row, hidden.dtype)` from the same launch.
+    """
+    count = target_ids.shape[0]
+    scaled = (
+        None
+        if hidden is None
+        else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    )
     launch(
-        write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
-        weight, out, weight.shape[1], product.stride(0), weight.stride(0),
-        weight.stride(1), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
+        write_hidden_kernel, count if hidden is None else hidden.shape[0], product, by_row,
+        by_target, target_ids, weight, out, hidden, scaled, count, weight.shape[1],
+        product.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
+        0 if hidden is None else hidden.stride(0), weight.shape[1], BLOCK_H=BLOCK_H, num_warps=4,
     )  # fmt: skip
-    return out
+    return scaled
 
 
 def scaled_hidden(
@@ -152,3 +189,30 @@ def scaled_hidden(
         hidden.stride(0), out.stride(0), BLOCK_H=BLOCK_H, num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit(do_not_specialize=["size"])
+def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        # Process several blocks per program, because at most PROGRAMS programs are launched.
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(first, tl.cast(size, tl.int64), step):
+            at = start + tl.arange(0, BLOCK)
+            values = tl.load(gradient_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+            tl.store(
+                gradient_ptr + at, (values * factor).to(gradient_ptr.dtype.element_ty), mask=at <
+                size,
+            )  # fmt: skip
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a contiguous gradient by a one-element factor in place.
+
+    The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
+    """
+    size = gradient.numel()
+    programs = min(ceil_div(size, SCALE_BLOCK), SCALE_PROGRAMS)
+    launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=SCALE_BLOCK, num_warps=8)
+    return gradient

@@ -1,8 +1,32 @@
-"""Launch function of the Triton kernels, and types and helpers that several kernels share."""
+"""Launches of Triton kernels, capture of CUDA graphs, and helpers that several kernels share.
+
+A graph contains kernel launches but no decisions of the host. During capture, the host must
+therefore not read tensor values. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`,
+`linear_logps`, `logits_logps`, their gradients and `LossOutput.metrics` then behave as follows:
+
+    no compaction    rows with coefficient 0 stay in the GEMMs as exact zeros, so their inputs must
+                     be finite; targets of -100 are masked
+    no value checks  invalid values in tensors are not reported; ids are clamped into [0, V)
+
+Arguments whose values determine shapes are rejected: `completion_mask`, `grad_filter` and
+`validate="full"`. Pack the batch instead of passing a mask. The values of `cu_seqlens` may change
+between replays. To disable a completion, set its advantage to 0, use beta = 0 and pass
+`num_items_in_batch`. Arguments that are not tensors are captured as constants. Call the function
+once before capture, so that its kernels are compiled and loaded. Read `metrics` during capture.
+
+The block sizes of the kernels stand in the modules of the kernels. They are constants, because they
+determine the order of sums. If they were tuned by timing at run time, noise in the timings could
+change the bits of the results. The constants were chosen from the compiler's reports (registers,
+spills, tensor-core instructions). tests/kernels/test_triton_compile.py compiles every entry for
+sm_80, 90, 100, 120 and gfx942. It requires zero register spills and checks that the shared memory
+does not exceed the limit.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,19 +37,69 @@ if TYPE_CHECKING:
     from triton import JITFunction
 
 
+# Number of vocabulary columns that one program processes for a block of rows. These columns are
+# called a slice. The number is constant, so that the order of sums, and with it every bit of a
+# log-probability, does not depend on the number of rows. The value is a compromise: larger slices
+# leave more multiprocessors idle in the last wave of programs, and smaller slices need more
+# programs. For example, a 1 GiB chunk at V = 151936 has 2752 rows. On 132 multiprocessors, slices
+# of 4096 columns give 6.2 waves of programs, so the seventh wave is nearly empty. Slices of 2048
+# columns take 5% less time. Slices of 1024 columns would save another 3%, but would double the
+# number of programs.
+SLICE_COLUMNS = 2048
+
+# Compiled kernels, and the compile-time arguments that their launches need. The keys contain
+# everything on which Triton specialises a kernel.
+_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+
+
 def launch(kernel: JITFunction, programs: int, *args: object, **options: object) -> None:
     """Launch `programs` programs of a kernel on the device of its first tensor.
 
     Without programs, do nothing, because Triton cannot launch an empty grid. Tests replace this
     function.
+
+    `kernel[grid](...)` binds its arguments by name and looks for the compiled kernel in every call.
+    The compiled kernel that it returns is called directly in later launches, which takes the host
+    less time. Arguments must be in the order of the kernel's parameters, with compile-time
+    arguments at the end.
     """
     if not programs:
         return
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
-    with torch.cuda.device_of(tensor):
-        # Disable fused multiply-add. The compiler would use it in some kernels but not in others,
-        # so two kernels could give bitwise different results for the same row (see rows.py).
-        kernel[(programs,)](*args, enable_fp_fusion=False, **options)
+    device = tensor.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device_of(tensor):
+            return launch(kernel, programs, *args, **options)
+    key = (id(kernel), device, *map(_specialisation, args), *options.values())
+    found = _compiled.get(key)
+    if found is not None:
+        compiled, constants = found
+        compiled[programs, 1, 1](*args, *constants)
+        return
+    # Disable fused multiply-add. The compiler would use it in some kernels but not in others, so
+    # two kernels could give bitwise different results for the same row (see rows.py).
+    compiled = kernel[(programs,)](*args, enable_fp_fusion=False, **options)
+    # The interpreter compiles nothing. On AMD, Triton also specialises on the sizes of tensors.
+    if compiled is not None and torch.version.hip is None:
+        names = kernel.arg_names[len(args) :]
+        _compiled[key] = compiled, tuple(options[name] for name in names)
+
+
+def _specialisation(x: Any) -> object:
+    """Return the properties of a kernel argument for which Triton compiles a different kernel."""
+    if x is None or isinstance(x, float):
+        return type(x)
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if isinstance(x, int):
+        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31)
+    # A tensor descriptor.
+    return x.base.dtype, *x.block_shape
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up. triton.cdiv takes ten times as long on the host."""
+    return -(-a // b)
 
 
 def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
@@ -46,6 +120,7 @@ class HeadInputs(NamedTuple):
     bias: Tensor | None  # (V,)
     target_ids: Tensor  # (T,)
     transform: LogitTransform
+    descriptors: dict[tuple[int, int, int], Any]  # made by `linear.tiles`, for several launches
 
 
 def is_aligned(matrix: Tensor) -> bool:
@@ -55,3 +130,45 @@ def is_aligned(matrix: Tensor) -> bool:
     """
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def architecture(device: torch.device) -> str:
+    """Return the device architecture, for example "sm_90" or "gfx942".
+
+    The result is "interpreter" if Triton interprets the kernels on the CPU.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    return _architecture(device.index if device.type == "cuda" and device.index is not None else -1)
+
+
+@functools.cache
+def _architecture(index: int) -> str:
+    from triton.runtime import driver
+
+    with torch.cuda.device(index):  # Triton reports the current device
+        target = driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+# ---- Capture of CUDA graphs
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Return whether operations on x are being captured into a CUDA graph."""
+    if not x.is_cuda:
+        return False
+    with torch.cuda.device_of(x):  # the query below uses the stream of the current device
+        return torch.cuda.is_current_stream_capturing()
+
+
+def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
+    """Raise ValueError if a CUDA graph captures operations on x and `value` is not `expected`.
+
+    Call this for an argument whose value the host would have to read.
+    """
+    if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
+        came = "a tensor" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{name}: expected {expected!r} while a CUDA graph is recorded, got {came}"
+        )

@@ -19,21 +19,101 @@ fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.configs import GROUP_BYTES, SLICE_COLUMNS, architecture, linear_config
 from grpo_fast.kernels.gpu.epilogue import fold_tile
-from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned, launch, outputs
+from grpo_fast.kernels.gpu.launch import (
+    SLICE_COLUMNS,
+    HeadInputs,
+    architecture,
+    ceil_div,
+    is_aligned,
+    launch,
+    outputs,
+)
 from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exceeds_max_nll, exp_fp32, finish
 from grpo_fast.kernels.types import LogitTransform, RowStats, transform_arguments
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Maximum size of the hidden states that are processed concurrently. Every tile of W reads them
+# again, so they must stay in L2 together with the tiles of W in use. On an H100 (50 MB of L2), 8
+# MiB are 2 to 4% faster than 24 MiB at H = 2048 and 4096. At H = 896, 8 MiB are 3% slower with
+# stored exponentials, and 3% faster without.
+GROUP_BYTES = 8 << 20
+
+
+class LinearConfig(NamedTuple):
+    """Block sizes of the kernel that computes logps from hidden states.
+
+    A program computes BLOCK_T rows of one vocabulary slice. A tile of logits has BLOCK_V columns,
+    and the GEMM advances by BLOCK_H elements of the hidden size. The epilogue processes a tile in
+    pieces of `piece` columns, so that only one piece needs additional registers. The bits of a
+    log-probability depend on `piece` and `block_h`, but not on the other fields.
+
+    With `flatten`, the loops over tiles and over the hidden size are one pipelined loop, so that
+    the loads of the next tile overlap with the epilogue of the current tile.
+    """
+
+    block_t: int
+    block_v: int
+    block_h: int
+    num_warps: int
+    num_stages: int
+    piece: int
+    use_tma: bool = False
+    flatten: bool = False
+
+
+# Block sizes that `linear_config` returns. The key is (architecture or "other", whether inputs have
+# 16 bits, whether W is aligned). W is aligned if the size of a row is a multiple of 16 bytes, which
+# tensor descriptors (TMA) and vector loads require. FMA units multiply fp32 inputs, in IEEE
+# precision. The tile sizes were chosen so that registers do not spill:
+#
+# - Only sm_90 and gfx942 use a tile of 128 x 128. It would spill on all other architectures. On
+#   sm_100, it would spill only with a soft cap and Triton 3.6. But Triton 3.9 cannot compile a tile
+#   for sm_100 that is split into pieces and uses 8 warps.
+# - Unaligned rows are loaded element by element, and large tiles then spill. In fp32, even a tile
+#   of 32 x 64 spills.
+# - sm_120 uses pointers instead of TMA, because with TMA, Triton 3.6 uses local memory there.
+_LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
+    ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True, flatten=True),
+    ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
+    ("gfx942", True, True): LinearConfig(128, 128, 64, 8, 2, 32),
+    ("other", True, True): LinearConfig(128, 64, 64, 8, 3, 64),
+    ("other", True, False): LinearConfig(64, 64, 32, 8, 2, 64),
+    ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
+    ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
+}
+# Larger tiles of sm_90, for 16-bit inputs, an aligned W and an epilogue that needs few registers.
+# These tiles have twice as many columns, which reduces the L2 traffic from 1/64 to 1/85 byte per
+# flop. On Hopper, the L2 traffic limits the speed of a 128 x 128 tile.
+#
+# - plain: no soft cap, bias, entropy or temperature per row. With any of these, this tile would
+#   spill registers in a flattened loop. benchmarks/LOG.md has the times on an H100.
+# - light: no soft cap, and no bias together with an entropy; or no exponentials are stored.
+_LARGE = {
+    "plain": LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True),
+    "light": LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True),
+}
+
+
+def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, epilogue: str) -> LinearConfig:
+    """Return the block sizes of the kernel that computes logps from hidden states.
+
+    They do not depend on the batch. `epilogue` is "plain", "light" or "heavy", from few to many
+    registers. The results are bitwise equal for all three, because `piece` and `block_h` are.
+    """
+    key = arch, dtype in (torch.bfloat16, torch.float16), aligned
+    if key == ("sm_90", True, True) and epilogue in _LARGE:
+        return _LARGE[epilogue]
+    return _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
 
 
 @triton.jit
@@ -206,11 +286,14 @@ def join_kernel(
         tl.store(entropy_ptr + rows, entropy, mask=in_rows)
 
 
-def tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def tiles(p: HeadInputs, matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a tensor descriptor (TMA) of a matrix whose tiles have rows x columns elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    key = id(matrix), rows, columns
+    if key not in p.descriptors:
+        p.descriptors[key] = TensorDescriptor.from_tensor(matrix, [rows, columns])
+    return p.descriptors[key]
 
 
 def head_inputs(
@@ -226,7 +309,7 @@ def head_inputs(
     the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
-    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
+    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform, {})
 
 
 def slice_count(p: HeadInputs) -> int:
@@ -283,12 +366,12 @@ def sweep(
     hidden, weight, destination = p.hidden, p.weight, out
     # With TMA, pass tensor descriptors instead of pointers.
     if config.use_tma:
-        hidden = tiles(hidden, config.block_t, config.block_h)
-        weight = tiles(weight, config.block_v, config.block_h)
+        hidden = tiles(p, hidden, config.block_t, config.block_h)
+        weight = tiles(p, weight, config.block_v, config.block_h)
     if store_tma and out is not None:
-        destination = tiles(out, config.block_t, config.piece)
+        destination = tiles(p, out, config.block_t, config.piece)
     launch(
-        slice_kernel, triton.cdiv(rows, config.block_t) * slice_count(p),
+        slice_kernel, ceil_div(rows, config.block_t) * slice_count(p),
         hidden, weight, p.bias, p.target_ids, temperature_ptr, destination,
         raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
@@ -320,7 +403,7 @@ def statistics(
         partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
         launch(
-            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows,
+            join_kernel, ceil_div(rows, 32), partial, p.target_ids, *stats, rows,
             p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
         )  # fmt: skip
     return stats
@@ -353,7 +436,7 @@ def head_logps(
 def aligned_copy(matrix: Tensor) -> Tensor:
     """Copy a matrix into rows that start at multiples of 16 bytes."""
     columns = matrix.shape[1]
-    per_row = triton.cdiv(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
+    per_row = ceil_div(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
     shape = (matrix.shape[0], per_row)
     copy = torch.empty(shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
     return copy.copy_(matrix)

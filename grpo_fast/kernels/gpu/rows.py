@@ -25,13 +25,14 @@ give different last bits for the same row.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
-from grpo_fast.kernels.gpu.configs import RAGGED, row_config
 from grpo_fast.kernels.gpu.launch import launch, outputs
 from grpo_fast.kernels.gpu.math import (
     FLOOR,
@@ -44,6 +45,28 @@ from grpo_fast.kernels.gpu.math import (
 from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, transform_arguments, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
+
+
+class RowConfig(NamedTuple):
+    """Block sizes of a row kernel. One program processes one row, BLOCK_V columns at a time."""
+
+    block_v: int
+    num_warps: int
+
+
+def row_config(vocab: int) -> RowConfig:
+    """Return the block sizes of all row kernels. Equal block sizes give equal bits.
+
+    With eight warps, a thread processes 8 columns. It needs one vector load for 16-bit logits and
+    two for fp32 logits. With 16 columns per thread, registers would spill: with fp32 logits on
+    sm_80, and with 16-bit logits on sm_120 and Triton 3.6. A small vocabulary uses a smaller block,
+    because the lanes of a large block would mostly process padding.
+    """
+    return RowConfig(1024, 4) if vocab <= 1024 else RowConfig(2048, 8)
+
+
+# Block sizes for the rows of token sets, which have tens to hundreds of logits each.
+RAGGED = RowConfig(256, 2)
 
 
 @triton.jit

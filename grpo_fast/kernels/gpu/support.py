@@ -25,6 +25,7 @@ W and the row's scalars.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,8 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels import support_reference
-from grpo_fast.kernels.gpu import configs
-from grpo_fast.kernels.gpu.launch import is_aligned, launch, outputs
+from grpo_fast.kernels.gpu.launch import ceil_div, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import (
     FLOOR,
     capped_logits,
@@ -44,6 +44,45 @@ from grpo_fast.kernels.gpu.math import (
 )
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.types import LogitTransform, transform_arguments
+
+
+class SupportConfig(NamedTuple):
+    """Block sizes of a kernel for token sets.
+
+    One program processes one row of hidden states, and reads BLOCK_K rows of W at a time.
+    """
+
+    block_k: int
+    block_h: int
+    num_warps: int
+
+
+# Maximum hidden size of the token-set kernel. One row of `hidden` and one row of slopes must fit
+# into the registers of 16 warps.
+SUPPORT_COLUMNS = 8192
+
+
+def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
+    """Return the block sizes of the kernel that reads the weight rows of a token set.
+
+    `width` is the hidden size. Each thread loads 128 bytes of W at a time, so that two programs
+    keep about 64 KiB of loads in flight on a multiprocessor. If W is unaligned, every element needs
+    a separate address, and a thread loads only a quarter as much.
+    """
+    # Round H up, because the size of a Triton block must be a power of two.
+    block_h = max(1 << (width - 1).bit_length(), 128)
+    num_warps = min(max(block_h // 512, 4), 16)
+    numbers = 32 * num_warps * (128 // dtype.itemsize if aligned else 16)
+    return SupportConfig(min(max(numbers // block_h, 1), 32), block_h, num_warps)
+
+
+def sums_config(*, aligned: bool) -> SupportConfig:
+    """Return the block sizes of the kernel that sums listed rows, 1024 columns at a time.
+
+    Several programs share one row of dW, each with 1024 of its columns. A common token, such as a
+    line break, may occur in every set, and one program would take too long for its row.
+    """
+    return SupportConfig(8 if aligned else 4, 1024, 4)
 
 
 @triton.jit
@@ -206,12 +245,12 @@ def head_rows(
     count, width = len(rows.places), weight.shape[1]
     # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
     # registers.
-    if width > configs.SUPPORT_COLUMNS:
+    if width > SUPPORT_COLUMNS:
         return support_reference.head_rows(
             hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,
             return_slopes=return_slopes,
         )  # fmt: skip
-    config = configs.support_config(width, weight.dtype, aligned=is_aligned(weight))
+    config = support_config(width, weight.dtype, aligned=is_aligned(weight))
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     slopes = new((count, width)) if return_slopes else None
@@ -277,9 +316,9 @@ def _sums(
         out: (S, H), rows contiguous.
         add: add to `out` instead of overwriting it.
     """
-    width, config = out.shape[1], configs.sums_config(aligned=is_aligned(matrix))
+    width, config = out.shape[1], sums_config(aligned=is_aligned(matrix))
     launch(
-        sums_kernel, out.shape[0] * triton.cdiv(width, config.block_h), factors, index, offsets,
+        sums_kernel, out.shape[0] * ceil_div(width, config.block_h), factors, index, offsets,
         matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
         BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip

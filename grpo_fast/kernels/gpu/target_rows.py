@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import launch
+from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.linear import load_tile
 
 # Threshold of |A|²/|S|² above which a row of dW is recomputed, because the rounding error of A is
@@ -166,8 +166,8 @@ def add_targets_(
     count, (rows, width) = ids.shape[0], scaled.shape
     if not count:
         return
-    block_h = min(triton.next_power_of_2(width), SEGMENT_H)
-    blocks, device = triton.cdiv(width, block_h), ids.device
+    block_h = min(1 << (width - 1).bit_length(), SEGMENT_H)
+    blocks, device = ceil_div(width, block_h), ids.device
     # ends[i] is the position after the last id that equals ids[i].
     ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(order))
 
@@ -189,7 +189,8 @@ def add_targets_(
     add(None, None, flags)
     # 3. Compute the fp32 product of the flagged rows, and add the targets to it. nonzero_static
     # does not synchronise, because its size is fixed. Unused entries are -1.
-    places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
+    is_flagged = flags[:, 0] if blocks == 1 else flags.any(1)
+    places = torch.nonzero_static(is_flagged, size=count)[:, 0]
     columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
     products = torch.empty((count, width), dtype=torch.float32, device=device)
     launch(
@@ -197,7 +198,7 @@ def add_targets_(
         BLOCK_T=1024, num_warps=4,
     )  # fmt: skip
     launch(
-        column_product_kernel, triton.cdiv(count, BLOCK_U) * triton.cdiv(width, BLOCK_H), columns,
+        column_product_kernel, ceil_div(count, BLOCK_U) * ceil_div(width, BLOCK_H), columns,
         scaled, places, products, count, rows, width, BLOCK_U=BLOCK_U, BLOCK_H=BLOCK_H,
         BLOCK_T=BLOCK_T, num_warps=8, num_stages=2,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.capture import is_capturing
+from grpo_fast.kernels.gpu.launch import is_capturing
 from grpo_fast.kernels.head.given import GivenLogits, GivenSets, LogitSums
 from grpo_fast.kernels.head.shards import ShardedHead, VocabularyShard
 from grpo_fast.kernels.head.sources import DenseHead, ExponentialHead, RowSource
@@ -157,7 +157,7 @@ class Driver:
         terms = policy.terms
         stats = self.logps(return_entropy=policy.config.needs_entropy, stores=True)
         losses, g = source.kernels.row_coefficients(stats[1], terms, policy.config)
-        known = Known(g, terms.grad_entropy, stats)
+        known = Known(g, terms.grad_entropy, stats, counts_on_gpu=False)
         return RowLoss(*stats, losses, g), self.gradients(sum_of(other, known), wanted)
 
     def _accumulate(

@@ -369,7 +369,7 @@ class DenseHead:
         """Add the gradients of a chunk to dH, dW and db."""
         assert at.hidden is not None
         rows = self._hidden_rows(at.rows)
-        sums.add(rows, at.hidden, d_logits, len(at.target_ids), keep)
+        sums.add(rows, at.hidden, d_logits, at.target_ids.shape[0], keep)
 
 
 class ExponentialHead(DenseHead):
@@ -441,7 +441,9 @@ class ExponentialHead(DenseHead):
                 pad_rows(torch.where(g == 0, 0.0, g * x)) for x in (filled.unit, filled.target_unit)
             )
         else:
-            by_row, by_target = self.kernels.gradients.times(g, filled, at.transform, len(matrix))
+            by_row, by_target = self.kernels.gradients.times(
+                g, filled, at.transform, matrix.shape[0]
+            )
         dominant = filled.dominant
         errors = None if dominant is None else dominant.rounding_errors(matrix)
         return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, errors))

@@ -228,16 +228,19 @@ class HeadSums:
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, rows: slice | Tensor
     ) -> None:
         """Add a chunk of exponentials to dH and dW, using GPU kernels."""
+        scaled: Tensor | None = None
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
-            self.kernels.write_hidden_(
-                out, product, by.by_row, by.by_target, by.target_ids, self.weight
-            )
+            scaled = self.kernels.write_hidden_(
+                out, product, by.by_row, by.by_target, by.target_ids, self.weight,
+                h if self.wanted.weight else None,
+            )  # fmt: skip
             del product  # free its memory before dW is computed
             self._add_hidden(out, rows)
         if self.wanted.weight:
-            scaled = self.kernels.scaled_hidden(h, by.by_row, h.dtype)
+            if scaled is None:
+                scaled = self.kernels.scaled_hidden(h, by.by_row, h.dtype)
             # Sort stably, so that the rows of an id stay in order. The sum is then reproducible.
             # Sort int32, which takes a GPU half as long as int64.
             ids, order = by.target_ids.to(torch.int32).sort(stable=True)

@@ -127,27 +127,34 @@ class Known:
         g: (T,).
         g_entropy: (T,), or None.
         stats: (lse, logps, entropy) of all rows. The entropy may be None without `g_entropy`.
+        counts_on_gpu: whether the host waits for a GPU to count the rows with a coefficient of 0,
+            so that these rows can be left out of the products.
     """
 
     needs_all_rows = False
     may_hide_nan = False
     goes_back = True
 
-    def __init__(self, g: Tensor, g_entropy: Tensor | None, stats: RowStats) -> None:
+    def __init__(
+        self, g: Tensor, g_entropy: Tensor | None, stats: RowStats, *, counts_on_gpu: bool = True
+    ) -> None:
         self.g = g
         self.g_entropy = g_entropy
         self.stats = stats
+        self.counts_on_gpu = counts_on_gpu
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Known:
         """Return the term with the values of the rows of a source."""
         values = self.g, self.g_entropy, *self.stats
         g, g_entropy, lse, logps, entropy = (None if x is None else select(x) for x in values)
         assert g is not None and lse is not None and logps is not None
-        return Known(g, g_entropy, (lse, logps, entropy))
+        return Known(g, g_entropy, (lse, logps, entropy), counts_on_gpu=self.counts_on_gpu)
 
     def mask(self, flops: float) -> Tensor | None:
         """Return a mask of the rows with a nonzero coefficient."""
-        return active_rows(self.g, self.g_entropy) if saves_time(self.g, flops) else None
+        if self.g.is_cuda and not (self.counts_on_gpu and saves_time(self.g, flops)):
+            return None
+        return active_rows(self.g, self.g_entropy)
 
     def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
         """Compute the d-logits of a chunk from the known statistics."""

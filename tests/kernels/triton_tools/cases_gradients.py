@@ -48,10 +48,13 @@ def test_dh_rows(rows, width):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
     # Tied embedding weights may be stored transposed, which must not change the bits.
-    again = gradients.write_hidden_(
-        torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
+    again, hidden = torch.empty_like(out), draw(32, width, seed=4).bfloat16()
+    hidden[1] = NAN  # a row with coefficient 0
+    scaled = gradients.write_hidden_(
+        again, product, by_row, by_target, ids, weight.t().contiguous().t(), hidden
     )
     assert torch.equal(again, out)
+    assert torch.equal(scaled, gradients.scaled_hidden(hidden, by_row, hidden.dtype))
 
 
 def test_scaled_rows():

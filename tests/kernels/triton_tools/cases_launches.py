@@ -14,6 +14,7 @@ from grpo_fast import LossConfig, Support
 from grpo_fast.kernels.gpu import exponentials, gradients, linear, rows, support
 from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head import support as head_support
+from grpo_fast.loss.call import Call
 from tests.loss_cases import make_case, options_for, run
 
 
@@ -127,3 +128,28 @@ def test_rows_without_coefficient_are_inert(zeros):
     logps = raw.log_softmax(-1).gather(-1, case.ids[0, :, None])[:, 0]
     exact = torch.autograd.grad(logps, raw, share[0])[0].T @ h
     assert (found[1].double() - exact).norm() <= 3e-3 * exact.norm()
+
+
+def test_rows_without_a_target_change_nothing(monkeypatch):
+    """Check logps and gradients if a GPU keeps rows without a target, because it should not wait.
+
+    These rows contain NaN, which must not reach any result.
+    """
+    g = torch.Generator().manual_seed(5)
+    hidden = torch.randn(40, 16, generator=g).bfloat16()
+    weight = torch.randn(600, 16, generator=g).bfloat16()
+    ids = torch.randint(600, (40,), generator=g)
+    ids[::3] = -100
+    hidden[ids == -100] = torch.nan
+    found = []
+    for keeps in (True, False):
+        monkeypatch.setattr(Call, "_keeps_all_rows", lambda call, keeps=keeps: keeps)
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        logps = grpo_fast.linear_logps(*leaves, ids, backend="triton")
+        (logps * torch.arange(40)).sum().backward()
+        found.append((logps.detach(), *(x.grad for x in leaves)))
+    (logps, d_hidden, d_weight), (*expected, all_d_weight) = found
+    assert torch.equal(logps, expected[0]) and (logps[ids == -100] == 0).all()
+    torch.testing.assert_close(d_hidden, expected[1])
+    torch.testing.assert_close(d_weight, all_d_weight)
+    assert (d_hidden[ids == -100] == 0).all()

@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from grpo_fast.kernels.gpu import configs, exponentials, gradients, linear, support
+from grpo_fast.kernels.gpu import exponentials, gradients, linear, support
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.triton_tools.interpreter import only_memory_of
@@ -20,7 +20,7 @@ def transposed():
     The operating system allocates only the memory pages that are written, so the weight takes
     little memory.
     """
-    vocab, width = 262400, configs.SUPPORT_COLUMNS
+    vocab, width = 262400, support.SUPPORT_COLUMNS
     pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
     weight = torch.frombuffer(pages, dtype=torch.bfloat16).view(width, vocab).T

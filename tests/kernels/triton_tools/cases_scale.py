@@ -1,11 +1,11 @@
-"""Interpreter cases for the scaling of gradients (kernels/gpu/scale.py)."""
+"""Interpreter cases for the scaling of gradients (kernels/gpu/gradients.py)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from grpo_fast.kernels.gpu import scale as scale_triton
+from grpo_fast.kernels.gpu import gradients
 from tests.kernels.triton_tools.interpreter import only_memory_of
 from tests.pairs import pairs
 
@@ -18,11 +18,11 @@ def test_scaled(dtype, size, programs, monkeypatch):
 
     The product is computed in fp32 and rounded once.
     """
-    monkeypatch.setattr(scale_triton, "PROGRAMS", programs)
+    monkeypatch.setattr(gradients, "SCALE_PROGRAMS", programs)
     before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
     x, factor = before.clone(), torch.tensor(-0.3)
     with only_memory_of(x, factor):
-        assert scale_triton.scale_(x, factor) is x
+        assert gradients.scale_(x, factor) is x
     assert torch.equal(x, (before.float() * factor).to(dtype))
 
 
@@ -31,5 +31,5 @@ def test_an_upstream_of_one_writes_nothing(dtype):
     x = torch.randn(5000).to(dtype)
     x[7], x[8] = float("nan"), float("inf")
     bits = x.view(torch.uint8).clone()
-    scale_triton.scale_(x, torch.ones((), dtype=dtype))
+    gradients.scale_(x, torch.ones((), dtype=dtype))
     assert torch.equal(x.view(torch.uint8), bits)

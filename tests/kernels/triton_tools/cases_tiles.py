@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast import linear_logps
 from grpo_fast.kernels.gpu import exponentials, linear
-from grpo_fast.kernels.gpu.configs import LinearConfig
+from grpo_fast.kernels.gpu.linear import LinearConfig
 from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.loss import call
 from tests.kernels.formulas import final, statistics

@@ -16,7 +16,6 @@ from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
 from grpo_fast.kernels.gpu import divergence as divergence_triton
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
-from grpo_fast.kernels.gpu import scale as scale_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.teachers import Divergence
@@ -93,7 +92,7 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
 
 
 def scaled(dtype: torch.dtype) -> None:
-    scale_triton.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
+    gradients.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
 
 
 def around_gemms(hidden_size: int) -> None:
@@ -105,6 +104,7 @@ def around_gemms(hidden_size: int) -> None:
     filled = Exponentials((by, by, None), None, None, None, by)
     gradients.times(by, filled, LogitTransform(1.0, 30.0, by), ROWS)
     gradients.write_hidden_(hidden, product, by, by, ids, weight)
+    gradients.write_hidden_(torch.empty_like(hidden), product, by, by, ids, weight, hidden)
     scaled = gradients.scaled_hidden(hidden, by, hidden.dtype)
     matrix = torch.empty(ROWS, 1024, dtype=torch.bfloat16)[:, :vocab]
     for d_weight in (torch.empty(vocab, hidden_size), weight):

@@ -1,0 +1,219 @@
+"""CPU time that the host spends on one call on a GPU, measured without a GPU.
+
+    python -m benchmarks.gpu.host                      prints a table in Markdown
+    python -m benchmarks.gpu.host --against CHECKOUT   also measures a second checkout
+    python -m benchmarks.gpu.host --profile CASE       prints the functions that take the most time
+
+All tensors are CPU tensors that claim to be on a GPU. The Triton kernels are compiled for sm_90 and
+launched by Triton's own code, but the last step, which enters the CUDA driver, does nothing.
+Matrix products do nothing either. All other operations of torch run on the CPU, where an operation
+on a few thousand elements takes about as long as a launch on a GPU. The backward pass runs in the
+calling thread. On a GPU, autograd runs it in a thread of the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.fake_driver import TARGETS, TargetOnlyDriver
+from benchmarks.gpu.report import table
+from benchmarks.options import new_parser
+from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
+
+ROWS = 1024
+HIDDEN = 896
+# As with V = 151936, dW is written in 16 bits and the rows are one chunk.
+VOCAB = 20032
+BATCHES = 15
+CALLS = 25
+
+
+class Driver(TargetOnlyDriver):
+    """Driver that loads and launches kernels by doing nothing."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *args: (1, 1, 32, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": 232448},
+    )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *args: None
+
+
+class Event:
+    """Event of a copy that has arrived at once."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def product(
+    a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return an uninitialised matrix in place of a product."""
+    shape = a.shape[0], b.shape[1]
+    return a.new_empty(shape, dtype=out_dtype or a.dtype) if out is None else out
+
+
+@contextlib.contextmanager
+def claimed_gpu() -> Iterator[None]:
+    """Let all CPU tensors claim to be on a GPU in a `with` block."""
+    from triton.runtime import driver
+
+    from grpo_fast.kernels import route, workspace
+    from grpo_fast.loss import autograd
+
+    driver.set_active(Driver(TARGETS["sm_90"]))
+    empty = torch.empty
+    runs_here = {"unavailable": lambda *args: None}
+    with contextlib.ExitStack() as stack:
+        for place, changes in (
+            (Tensor, {"is_cuda": property(lambda x: True), "is_cpu": property(lambda x: False)}),
+            (torch, {"mm": product, "empty": lambda *a, pin_memory=False, **b: empty(*a, **b)}),
+            (torch.cuda, {"Event": Event, "current_stream": lambda device=None: None}),
+            (torch.cuda, {"_exchange_device": lambda i: 0, "is_available": lambda: True}),
+            (torch.cuda, {"_maybe_exchange_device": lambda i: 0, "current_device": lambda: 0}),
+            (torch.cuda, {"is_current_stream_capturing": lambda: False}),
+            (workspace, {"gpu_bytes": lambda device: 141 << 30}),
+            (route, runs_here),
+            (autograd, runs_here),
+        ):
+            stack.enter_context(mock.patch.multiple(place, **changes))
+        yield
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """Return the calls to be measured."""
+    torch.manual_seed(0)
+    hidden = (torch.randn(ROWS, HIDDEN) / HIDDEN).bfloat16().requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN).bfloat16().requires_grad_()
+    logits = torch.zeros(ROWS, 64).bfloat16().requires_grad_()
+    ids = torch.randint(64, (ROWS,))
+    advantages = torch.randn(8)
+    old = -torch.rand(ROWS)
+    options: dict[str, Any] = dict(
+        cu_seqlens=torch.arange(0, ROWS + 1, ROWS // 8, dtype=torch.int32), old_logps=old,
+        num_items_in_batch=float(ROWS), backend="triton",
+    )  # fmt: skip
+
+    def loss(loss_type: str, **more: Any) -> None:
+        config = CONFIGS[loss_type]
+        out = linear_grpo_loss(hidden, weight, ids, advantages, config, **options, **more)
+        out.loss.backward()
+        hidden.grad = weight.grad = None
+
+    def from_logits() -> None:
+        config = CONFIGS["dapo"]
+        logits_grpo_loss(logits, ids, advantages, config, **options).loss.backward()
+        logits.grad = None
+
+    def logps() -> None:
+        linear_logps(hidden, weight, ids, backend="triton").sum().backward()
+        hidden.grad = weight.grad = None
+
+    def logps_alone() -> None:
+        with torch.no_grad():
+            linear_logps(hidden, weight, ids, backend="triton")
+
+    return {
+        "linear_grpo_loss, dapo": partial(loss, "dapo"),
+        "linear_grpo_loss, gspo": partial(loss, "gspo"),
+        "logits_grpo_loss, dapo": from_logits,
+        "linear_logps and backward": logps,
+        "linear_logps, no gradient": logps_alone,
+    }
+
+
+CONFIGS = {name: LossConfig(loss_type=name) for name in ("dapo", "gspo")}
+
+
+def serve() -> None:
+    """Measure a batch of the case that each line of the input names, and print us per call."""
+    with claimed_gpu():
+        calls = cases()
+        for call in calls.values():
+            call()
+            call()
+        for line in sys.stdin:
+            call = calls[line.strip()]
+            start = time.thread_time()
+            for _ in range(CALLS):
+                call()
+            print((time.thread_time() - start) / CALLS * 1e6, flush=True)
+
+
+def worker(checkout: Path) -> Callable[[str], float]:
+    """Start a process that measures the package of a checkout. Return a function that asks it."""
+    code = f"import runpy; runpy.run_path({__file__!r}, run_name='host')['serve']()"
+    # Let malloc keep freed pages, as the allocator of a GPU does.
+    kept = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 40))
+    environment = {**os.environ, **kept, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=checkout, env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+    def ask(case: str) -> float:
+        assert child.stdin is not None and child.stdout is not None
+        print(case, file=child.stdin, flush=True)
+        return float(child.stdout.readline())
+
+    return ask
+
+
+def main(arguments: list[str]) -> int:
+    parser = new_parser(__doc__)
+    parser.add_argument("--against", type=Path, help="a second checkout, measured in turn")
+    parser.add_argument("--profile", metavar="CASE", help="profile one case")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.profile:
+        with claimed_gpu():
+            call = cases()[options.profile]
+            call()
+            call()
+            profile = cProfile.Profile()
+            profile.enable()
+            for _ in range(10 * CALLS):
+                call()
+            profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        return 0
+    checkouts = [Path.cwd()] + ([options.against] if options.against else [])
+    workers = [worker(x) for x in checkouts]
+    rows = []
+    for case in ("linear_grpo_loss, dapo", "linear_grpo_loss, gspo", "logits_grpo_loss, dapo",
+                 "linear_logps and backward", "linear_logps, no gradient"):  # fmt: skip
+        times = [[ask(case) for ask in workers] for _ in range(BATCHES)]
+        least = [f"{min(x):.0f}" for x in zip(*times, strict=True)]
+        ratio = statistics.median(x[0] / x[-1] for x in times)
+        rows.append((case, *least, *([f"{ratio:.2f}"] if options.against else [])))
+    columns = "case | us" + (" | us, second checkout | ratio" if options.against else "")
+    print(*table("CPU time of one call", columns, rows), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,20 @@ def machine(hardware: dict[str, Any]) -> str:
         return str(hardware["gpu"])
     instructions = " ".join(hardware.get("instructions", [])) or "no SIMD"
     return f"{hardware['cores']} cores of {hardware['cpu']}, {instructions}"
+
+
+# Names of processors by vendor, family and model, as in `measure.hardware`.
+PROCESSORS = {
+    "AMD EPYC (family 25, model 1)": "AMD Zen 3",
+    "AMD EPYC (family 25, model 17)": "AMD Zen 4",
+    "AMD EPYC (family 26, model 2)": "AMD Zen 5",
+    "Intel(R) Xeon(R) Processor (family 6, model 167)": "Intel Xeon",
+}
+
+
+def short_machine(hardware: dict[str, Any]) -> str:
+    """Return the hardware of a report in a few words, such as "2 cores, AMD Zen 5"."""
+    if "gpu" in hardware:
+        found = re.match(r"NVIDIA (\w+) (\d+)GB", hardware["gpu"])
+        return f"{found[1]} {found[2]} GB" if found else str(hardware["gpu"])
+    return f"{hardware['cores']} cores, {PROCESSORS.get(hardware['cpu'], hardware['cpu'])}"

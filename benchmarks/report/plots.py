@@ -1,14 +1,15 @@
-"""Pictures for benchmarks/README.md, and the bar chart of the main README.md.
+"""Pictures for benchmarks/README.md and for the main README.md.
 
 `python -m benchmarks.report.readme` draws them from the files in benchmarks/results/.
 
-The first picture has four panels: time and memory over the number of tokens, time relative to the
-limit, and a roofline. All points of a curve come from one run. The roof of the roofline consists of
+The first picture has three panels: time over the number of tokens, a roofline, and time relative to
+the limit. All points of a curve come from one run. The roof of the roofline consists of
 limits that were measured on the same machine: the bandwidth is that of the fastest copy, and the
 peak comes from benchmarks/kernels/ceiling.py. Without these measurements, no roof is drawn.
 
-The second picture compares the time and the memory of all providers at one shape. The third
-picture compares the time and the memory of an update with a pretrained model.
+The second picture, for README.md, compares the time of all providers at single shapes, and their
+memory over the number of tokens. The third picture compares the time and the memory of an update
+with a pretrained model.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.ceiling import file_of
-from benchmarks.report.files import cases_of, machine
+from benchmarks.report.files import cases_of, machine, short_machine
 from benchmarks.report.tables import fastest_peer
 
 OURS = "grpo_fast (auto)"
@@ -30,7 +32,7 @@ MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
 # Assumed flops per logit (for exponentials and products) in a kernel that reads logits.
 LOGITS_FLOPS = 8
-BARS_SHAPE = [512, 896, 32000]  # the smallest shape that all peers ran
+LONGEST_BAR = 4  # longest bar of a panel, relative to the second shortest
 
 
 def is_standard(case: dict[str, Any]) -> bool:
@@ -38,8 +40,8 @@ def is_standard(case: dict[str, Any]) -> bool:
     return is_loss and case["active"] == 1 and case["softmax"] == "flat"
 
 
-def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) -> None:
-    """Draw a value over the number of tokens, for grpo_fast, the peers and the limits.
+def draw_curves(axes: Any, cases: list[dict[str, Any]]) -> None:
+    """Draw the time over the number of tokens, for grpo_fast, the peers and the limits.
 
     The panel shows the run that measured one LM head at the largest number of token counts.
     """
@@ -50,10 +52,10 @@ def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) 
     lines: dict[str, tuple[str, list[tuple[int, float]]]] = {}
     for case in sorted(chosen, key=lambda case: case["shape"][0]):
         for name, row in case["rows"].items():
-            if value in row and (name == OURS or row["role"] != "ours"):
+            if "median_ms" in row and (name == OURS or row["role"] != "ours"):
                 points = lines.setdefault(name, (row["role"], []))[1]
-                points.append((case["shape"][0], row[value]))
-    axes.set_title(f"{label} over tokens   H={h} V={v} {dtype}", loc="left", fontsize=10)
+                points.append((case["shape"][0], row["median_ms"]))
+    axes.set_title(f"Milliseconds over tokens, H={h} V={v} {dtype}", loc="left", fontsize=12)
     axes.set_prop_cycle(color=PEERS)
     for index, (name, (role, points)) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": COLORS[role]} if role != "peer" else {}
@@ -61,12 +63,14 @@ def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) 
         style |= {"lw": 3.2, "zorder": 1} if role == "ours" else {"lw": 1.1}
         marker = MARKERS[index % len(MARKERS)]
         axes.plot(*zip(*points, strict=True), marker=marker, ms=4, label=name, **style)
-    log_axes(axes, "tokens N", label)
-    axes.legend(fontsize=7, frameon=False)
+    log_axes(axes, "tokens N", "milliseconds")
+    axes.legend(fontsize=11, frameon=False)
 
 
 def log_axes(axes: Any, x: str, y: str) -> None:
-    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlabel(x, fontsize=11)
+    axes.set_ylabel(y, fontsize=11)
     axes.grid(True, which="major", alpha=0.3)
 
 
@@ -78,20 +82,20 @@ def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
             n, h, v = case["shape"]
             chosen[(h, v, n, case["dtype"])] = case
     title = "Time relative to the three GEMMs, by shape (lower is better)"
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=12)
     for place, key in enumerate(sorted(chosen)):
         rows = chosen[key]["rows"]
         best = fastest_peer(chosen[key])
         axes.bar(place - 0.2, rows[OURS]["ratio_to_limit"], 0.38, color=COLORS["ours"])
         if best:
             axes.bar(place + 0.2, rows[best]["ratio_to_limit"], 0.38, color=COLORS["peer"])
-            style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 6}
+            style = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 11}
             axes.text(place + 0.2, 0.02, best, color="white", **style)
     axes.set_xticks(range(len(chosen)))
     labels = [f"H={h}\nN={n}\nV={v}" for h, v, n, _ in sorted(chosen)]
-    axes.set_xticklabels(labels, fontsize=6)
+    axes.set_xticklabels(labels, fontsize=11)
     axes.axhline(1, color="gray", lw=0.8)
-    axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=8)
+    axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=11)
 
 
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
@@ -141,7 +145,7 @@ def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> 
     for _, x, y, operation in sorted(points, key=lambda point: -point[2]):
         slowest["linear_*" if operation.startswith("linear") else operation] = (x, y)
     for operation, (x, y) in slowest.items():
-        style = {"fontsize": 7, "color": COLORS["ours"], "va": "center"}
+        style = {"fontsize": 10, "color": COLORS["ours"], "va": "center"}
         axes.annotate(operation, (x, y / 1e9), (6, -7), textcoords="offset points", **style)
 
 
@@ -151,8 +155,8 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
     dtype = counts.most_common(1)[0][0]
     cases = [case for case in cases if case["dtype"] == dtype]
     points, (peak, bandwidth) = roofline_points(cases), ceiling(cases)
-    title = f"Roofline, {dtype}: work that cannot be avoided over measured time"
-    axes.set_title(title, loc="left", fontsize=10)
+    title = f"Roofline, {dtype}: necessary work ÷ measured time"
+    axes.set_title(title, loc="left", fontsize=12)
     for role, label, size in (("peer", "peers", 10), ("ours", "grpo_fast", 24)):
         chosen = [(x, y / 1e9) for kind, x, y, _ in points if kind == role]
         style = {"color": COLORS[role], "s": size, "zorder": 3}
@@ -166,18 +170,18 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
         label = f"limit: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s"
         axes.plot(xs, roof, color=COLORS["limit"], lw=1.4, label=label)
     log_axes(axes, "flop per byte", "GFLOP/s (higher is better)")
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
+    axes.legend(fontsize=10, frameon=False, loc="lower right")
 
 
 def draw(paths: list[str], out: Path) -> Path:
-    """Draw the picture with four panels, and return its path."""
+    """Draw the picture with three panels, and return its path."""
     cases = cases_of(paths)
     title = f"linear_grpo_loss and its parts: {machine(cases[0]['hardware'])}"
-    with picture(out, (12, 8), (2, 2), title, commits_of(cases)) as axes:
-        draw_curves(axes[0][0], cases, "median_ms", "Milliseconds")
-        draw_curves(axes[0][1], cases, "workspace_mib", "MiB besides inputs and gradients")
-        draw_relative_times(axes[1][0], cases)
-        draw_roofline(axes[1][1], cases)
+    grid = [["curves", "roofline"], ["relative", "relative"]]
+    with picture(out, (12, 9), grid, title, commits_of(cases)) as axes:
+        draw_curves(axes["curves"], cases)
+        draw_relative_times(axes["relative"], cases)
+        draw_roofline(axes["roofline"], cases)
     return out
 
 
@@ -206,70 +210,128 @@ def draw_steps(paths: list[Path], out: Path) -> None:
         ("peak_mib", 1 / 1024, "GiB beyond weights and moments (lower is better)"),
     )
     title = f"Update of SmolLM2-135M on one thread, {reports[0]['hardware']['cpu']}"
-    with picture(out, (9, 3.4), (1, 2), title, commits_of(reports)) as axes:
+    with picture(out, (11, 4.4), (1, 2), title, commits_of(reports)) as axes:
         for panel, (value, scale, label) in zip(axes, panels, strict=True):
-            panel.set_title(label, loc="left", fontsize=10)
+            panel.set_title(label, loc="left", fontsize=11)
             heights = [row[value] * scale for row in results]
             labels = [f"{name}\n{height:.3g}" for name, height in zip(names, heights, strict=True)]
-            panel.bar_label(panel.bar(places, heights, 0.85, color=colors), labels, fontsize=7)
-            panel.set_xticks([*ticks], [*ticks.values()], fontsize=8)
+            panel.bar_label(panel.bar(places, heights, 0.85, color=colors), labels, fontsize=10)
+            panel.set_xticks([*ticks], [*ticks.values()], fontsize=10)
             panel.margins(y=0.18)
             panel.spines[["top", "right"]].set_visible(False)
 
 
 @contextlib.contextmanager
 def picture(
-    out: Path, size: tuple[float, float], grid: tuple[int, int], title: str, note: str
+    out: Path, size: tuple[float, float], grid: Any, title: str, note: str
 ) -> Iterator[Any]:
-    """Yield the axes of a new figure. On exit, add the title and the note, and save the figure."""
+    """Yield the axes of a new figure. On exit, add the title and the note, and save the figure.
+
+    `grid` is (rows, columns), or the names of the panels as in `pyplot.subplot_mosaic`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(*grid, figsize=size)
+    if isinstance(grid, tuple):
+        figure, axes = pyplot.subplots(*grid, figsize=size)
+    else:
+        figure, axes = pyplot.subplot_mosaic(grid, figsize=size)
     yield axes
-    figure.suptitle(title, fontsize=11)
-    figure.text(0.99, 0.005, note, ha="right", fontsize=6, color="gray")
+    figure.suptitle(title, fontsize=13)
+    figure.text(0.99, 0.005, note, ha="right", fontsize=8, color="gray")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
 
 
 def commits_of(cases: list[dict[str, Any]]) -> str:
-    return f"measured at {', '.join(sorted({case['commit'] for case in cases}))}"
+    short = {re.sub(r"^(\w{12})\w*", r"\1", case["commit"]) for case in cases}
+    return f"measured at {', '.join(sorted(short))}"
 
 
-def draw_bars(paths: list[str], out: Path) -> None:
-    """Draw the bar chart of README.md: time and memory of each provider at `BARS_SHAPE` in fp32."""
-    cases = filter(is_standard, cases_of(paths))
-    case = next(c for c in cases if c["shape"] == BARS_SHAPE and c["dtype"] == "fp32")
-    rows = {
-        "grpo_fast" if name == OURS else name: row
+def draw_readme(timed: list[dict[str, Any]], memory: dict[str, Any], out: Path) -> None:
+    """Draw the picture of README.md: bars of time for some cases, and memory over tokens.
+
+    Args:
+        timed: one case of `linear_grpo_loss` for each panel of bars.
+        memory: the report of benchmarks.kernels.memory.
+        out: path of the picture.
+    """
+    places = [f"time {index}" for index in range(len(timed))]
+    grid = [places, ["memory"] * len(timed)]
+    title = "Loss and its gradients: lower is better"
+    with picture(out, (9.6, 7.4), grid, title, commits_of([*timed, memory])) as axes:
+        for place, case in zip(places, timed, strict=True):
+            draw_bars(axes[place], case)
+        draw_memory(axes["memory"], memory)
+
+
+def draw_bars(axes: Any, case: dict[str, Any]) -> None:
+    """Draw the time of each provider, divided by the time of the three matrix products."""
+    values = {
+        "grpo_fast" if name == OURS else name: row["ratio_to_limit"]
         for name, row in case["rows"].items()
         if "median_ms" in row and (name == OURS or row["role"] == "peer")
     }
-    tokens, width, vocabulary = BARS_SHAPE
-    shape = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, fp32"
-    title = f"Loss and gradients, {shape}: lower is better"
-    # Put one panel below the other. Next to each other, they would be too small on a phone.
-    with picture(out, (7, 5.4), (2, 1), title, commits_of([case])) as axes:
-        title = "Time relative to three bare matrix products"
-        bars(axes[0], {name: row["ratio_to_limit"] for name, row in rows.items()}, title, "%.2f×")
-        title = "Memory besides inputs and gradients"
-        bars(axes[1], {name: row["workspace_mib"] for name, row in rows.items()}, title, "%.0f MiB")
-        axes[0].axvline(1, color="gray", lw=0.8)
-        axes[0].set_xticks([1], ["the matrix products alone"], fontsize=9, color="gray")
-
-
-def bars(axes: Any, values: dict[str, float], title: str, written: str) -> None:
-    """Draw horizontal bars with the smallest value on top, and write each value next to its bar."""
     names = sorted(values, key=lambda name: -values[name])
+    longest = LONGEST_BAR * sorted(values.values())[1]
     colors = [COLORS["ours"] if name == "grpo_fast" else "#9db8cc" for name in names]
-    drawn = axes.barh(range(len(names)), [values[name] for name in names], color=colors)
-    axes.bar_label(drawn, fmt=written, padding=4, fontsize=10)
-    axes.set_yticks(range(len(names)), names, fontsize=10)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlim(0, 1.15 * max(values.values()))
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    drawn = axes.barh(names, [min(values[name], longest) for name in names], color=colors)
+    cut = {name: " (bar cut)" if values[name] > longest else "" for name in names}
+    labels = [f"{values[name]:.2f}×{cut[name]}" for name in names]
+    axes.bar_label(drawn, labels, padding=4, fontsize=11)
+    tokens, width, vocabulary = case["shape"]
+    axes.set_title(
+        f"{short_machine(case['hardware'])}: time ÷ three matrix products\n"
+        f"{tokens:,} tokens, hidden {width:,}, vocabulary {vocabulary:,}, {case['dtype']}",
+        loc="left", x=-0.3, fontsize=11,
+    )  # fmt: skip
+    axes.tick_params(axis="y", labelsize=11)
+    axes.set_xlim(0, 1.5 * min(longest, max(values.values())))
+    axes.axvline(1, color="gray", lw=0.8)
     axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def draw_memory(axes: Any, report: dict[str, Any]) -> None:
+    """Draw the peak memory over the number of tokens, and where each provider runs out of it."""
+    limit = report["limit_gib"] * 1024
+    ended: dict[int, list[str]] = {}  # names of the providers that run out at a number of tokens
+    axes.set_prop_cycle(color=PEERS)
+    for index, (name, provider) in enumerate(report["providers"].items()):
+        rows = {int(tokens): row for tokens, row in provider.get("tokens", {}).items()}
+        points = {
+            tokens: row["workspace_mib"] for tokens, row in rows.items() if row["status"] == "ok"
+        }
+        if not points:
+            continue
+        is_ours = name == OURS
+        style: dict[str, Any] = {"color": COLORS["ours"], "lw": 3.2} if is_ours else {"lw": 1.4}
+        label = "grpo_fast" if is_ours else name
+        marker = MARKERS[index % len(MARKERS)]
+        (line,) = axes.plot([*points], [*points.values()], marker=marker, label=label, **style)
+        for tokens, row in rows.items():
+            if row["status"] == "out of memory":
+                last = max(points)
+                axes.plot([last, tokens], [points[last], limit], color=line.get_color(), ls=":")
+                ended.setdefault(tokens, []).append(label)
+    for tokens, names in ended.items():
+        axes.plot(tokens, limit, marker="X", ms=11, color="black", clip_on=False)
+        style = {"ha": "center", "va": "bottom", "fontsize": 11, "textcoords": "offset points"}
+        axes.annotate("\n".join(names), (tokens, limit), (0, 8), **style)
+    axes.axhline(limit, color="gray", lw=0.8)
+    axes.set_title(
+        f"{short_machine(report['hardware'])}: memory besides inputs and gradients\n"
+        f"hidden {report['hidden']}, vocabulary {report['vocabulary']:,}, {report['dtype']}, "
+        f"1 thread; ✖ runs out of {report['limit_gib']} GiB",
+        loc="left", fontsize=11,
+    )  # fmt: skip
+    log_axes(axes, "tokens", "MiB")
+    counts = sorted({int(n) for p in report["providers"].values() for n in p.get("tokens", {})})
+    axes.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=11)
+    axes.set_yticks([64, 512, 4096, limit], ["64", "512", "4096", f"{limit}"], fontsize=11)
+    axes.set_ylim(top=9 * limit)
+    axes.minorticks_off()
+    axes.legend(fontsize=11, frameon=False, loc="lower right", ncols=2)

@@ -1,29 +1,34 @@
 """Measure all numbers in benchmarks/README.md that come from a CPU, and update all its tables.
 
     python -m benchmarks.report.readme                 measure everything (15 minutes)
+    python -m benchmarks.report.readme --machine       measure the loss on this CPU (8 minutes)
     python -m benchmarks.report.readme --only loss     run one step (--help names all steps)
     python -m benchmarks.report.readme --tables        only update tables and pictures
 
 Measure on a quiet machine. Each step writes a file to benchmarks/results/, usually cpu-STEP.json.
-The command then draws kernels.png and readme.png from these files, draws step-real.png from the
-results of the pretrained model, and updates the tables in benchmarks/README.md. The GPU tables
-come from gpu_session.json, which benchmarks/gpu_session.sh writes.
+The steps of --machine write cpu-STEP-PROCESSOR.json. The command then draws kernels.png,
+readme.png and step-real.png, and updates the tables in benchmarks/README.md and the table of the
+loss in README.md. The GPU tables come from gpu_session.json, which benchmarks/gpu_session.sh
+writes, and the memory in readme.png from `python -m benchmarks.kernels.memory`.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS, ROOT
+from benchmarks import RESULTS, ROOT, measure
 from benchmarks.options import new_parser
 from benchmarks.report import plots
-from benchmarks.report.files import cases_of, machine
+from benchmarks.report.files import PROCESSORS, cases_of, machine, short_machine
+from benchmarks.report.tables import fastest_peer
 
 PAGE = ROOT / "benchmarks" / "README.md"
+README = ROOT / "README.md"
 DEVICES = ("cpu", "gpu")
 BEGIN, END = "<!-- {} tables: begin -->", "<!-- {} tables: end -->"
 
@@ -50,7 +55,20 @@ STEPS = {
     "ceiling": "benchmarks.kernels.ceiling",
     "rollout": "benchmarks.trainers.rollout --device cpu --budget 6 --json",
 }
+# Steps of --machine. They measure the loss against its peers, on any CPU.
+OURS_ONCE = f"{FAST.replace('grpo_fast', 'auto')} --backend auto"
+BF16 = f"--budget 1 --shapes 1024,256,8192 --dtype bf16 {OURS_ONCE}"
+MACHINE_STEPS = {
+    "loss": f"benchmarks {CPU} --backend auto --budget 1.5 {SMALL} --out",
+    "large": f"benchmarks {CPU} --budget 1 --shapes 512,896,151936 {OURS_ONCE} --out",
+    "bf16": f"benchmarks {CPU} {BF16} --out",
+    "fair": f"benchmarks {FAIR} --budget 1 {SMALL} {OURS_ONCE} --out",
+    "fair-bf16": f"benchmarks {FAIR} {BF16} --out",
+}
+# Processors in the order in which the tables show them.
+MACHINES = ("zen3", "zen4", "zen5", "xeon")
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
+BARS_SHAPE = [512, 896, 32000]  # the CPU's shape in readme.png, which all peers ran
 # Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md lists the
 # commands.
 REAL_STEPS = ("step-real", "step-real-2k", "step-real-2k-trl", "step-real-8k")
@@ -60,11 +78,25 @@ def file_of(name: str) -> Path:
     return RESULTS / f"cpu-{name}.json"
 
 
-def run_step(name: str) -> int:
+def processor() -> str:
+    """Return the name of this machine's processor in the names of files, such as "zen3"."""
+    cpu = measure.hardware("cpu")["cpu"]
+    if cpu not in PROCESSORS:
+        raise ValueError(f"--machine: expected one of {list(PROCESSORS)}, got {cpu}")
+    return PROCESSORS[cpu].partition(" ")[2].lower().replace(" ", "")
+
+
+def machine_files() -> list[Path]:
+    """Return the results of --machine that exist, in the order of `MACHINES`."""
+    files = (file_of(f"{step}-{name}") for name in MACHINES for step in MACHINE_STEPS)
+    return [file for file in files if file.is_file()]
+
+
+def run_step(name: str, command_line: str) -> int:
     """Run a step, and return its exit code."""
     started = time.monotonic()
     print(f"== {name}", flush=True)
-    command = [sys.executable, "-m", *STEPS[name].split()]
+    command = [sys.executable, "-m", *command_line.split()]
     if command[-1] in ("--out", "--json"):
         command.append(str(file_of(name)))
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -74,16 +106,21 @@ def run_step(name: str) -> int:
 
 def tables(device: str) -> str:
     """Return the tables for "cpu" or "gpu" in Markdown, with one table for each operation."""
-    files = [file_of(name) for name, command in STEPS.items() if command.endswith("--out")]
+    files = machine_files()
+    files += [file_of(name) for name, command in STEPS.items() if command.endswith("--out")]
     if device == "gpu":
         files = [RESULTS / "gpu_session.json"]
     cases = cases_of(file for file in files if file.is_file())
-    commits: dict[str, set[str]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
-        commits.setdefault(machine(case["hardware"]), set()).add(case["commit"])
-    lines = []
-    for name in sorted(commits):
-        lines += [f"{name};", f"commits: {', '.join(sorted(commits[name]))}.", ""]
+        groups.setdefault(machine(case["hardware"]), []).append(case)
+    return "\n".join(line for name, group in groups.items() for line in machine_lines(name, group))
+
+
+def machine_lines(name: str, cases: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the tables of one machine."""
+    commits = sorted({case["commit"] for case in cases})
+    lines = [f"{name};", f"commits: {', '.join(commits)}.", ""]
     for operation in dict.fromkeys(case["operation"] for case in cases):
         chosen = [case for case in cases if case["operation"] == operation]
         rows = [row for case in chosen for row in case["rows"].items()]
@@ -95,7 +132,69 @@ def tables(device: str) -> str:
             cells = " | ".join(cell(case, name) for name in names)
             lines.append(f"| {label(case)} | {limit(case)} | {cells} |")
         lines.append("")
-    return "\n".join(lines)
+    return lines
+
+
+def readme_table() -> str:
+    """Return the table of the loss in README.md: the H100, then CPUs measured at a clean commit.
+
+    A row of the fair allocator is shown if a different provider is the fastest with it.
+    """
+    peers = [case for case in read_cases(RESULTS / "gpu_session.json") if "TRL" in case["rows"]]
+    files = [*machine_files(), file_of("loss")]
+    every = [case for file in files for case in read_cases(file)]
+    timed = [case for case in every if case["shape"][0] > 64 and "+" not in case["commit"]]
+    lines = [
+        "| tokens, hidden, vocabulary | machine | grpo_fast | best peer |", "|---|---|---|---|"
+    ]  # fmt: skip
+    first: dict[str, str] = {}
+    for case in [*peers, *timed]:
+        what = f"{', '.join(map(str, case['shape']))} {case['dtype']}"
+        where = short_machine(case["hardware"])
+        peer = fastest_peer(case)
+        ours, best = (case["rows"][name]["ratio_to_limit"] for name in (plots.OURS, peer))
+        winner = "ours" if ours < best else str(peer)
+        if case["allocator"] == "fair":
+            if winner == first.get(what + where):
+                continue
+            what += ", pages kept"
+        first[what + where] = winner
+        mine = f"**{ours:.2f}×**" if f"{ours:.2f}" < f"{best:.2f}" else f"{ours:.2f}×"
+        theirs = f"**{best:.2f}×**" if f"{best:.2f}" < f"{ours:.2f}" else f"{best:.2f}×"
+        lines.append(f"| {what} | {where} | {mine} | {theirs} {peer} |")
+    return "\n".join(lines) + "\n"
+
+
+def memory_table() -> str:
+    """Return the table of the peak memory in MiB, with a row for each number of tokens."""
+    report = json.loads(file_of("memory").read_text())
+    providers = {n: p["tokens"] for n, p in report["providers"].items() if "tokens" in p}
+    names = [name.replace(plots.OURS, "grpo_fast") for name in providers]
+    lines = [
+        f"{machine(report['hardware'])}; commit: {report['commit']}.", "",
+        f"| tokens | {' | '.join(names)} |", "|" + "---|" * (len(names) + 1),
+    ]  # fmt: skip
+    for tokens in providers[plots.OURS]:
+        rows = [rows.get(tokens, {}) for rows in providers.values()]
+        cells = [
+            f"{row['workspace_mib']:,.0f}" if row.get("status") == "ok" else row.get("status", "")
+            for row in rows
+        ]
+        lines.append(f"| {int(tokens):,} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def read_cases(file: Path) -> list[dict[str, Any]]:
+    return [case for case in cases_of([file]) if case["operation"] == "linear_grpo_loss"]
+
+
+def draw_readme() -> None:
+    """Draw readme.png: the H100, the first CPU with results, and the memory over tokens."""
+    gpu = [case for case in read_cases(RESULTS / "gpu_session.json") if "TRL" in case["rows"]]
+    first = next(iter(machine_files()), file_of("loss"))
+    cpu = [case for case in read_cases(first) if case["shape"] == BARS_SHAPE]
+    memory = json.loads(file_of("memory").read_text())
+    plots.draw_readme([gpu[0], cpu[0]], memory, RESULTS / "readme.png")
 
 
 def label(case: dict[str, Any]) -> str:
@@ -125,27 +224,40 @@ def cell(case: dict[str, Any], name: str) -> str:
     return f"{row['ratio_to_limit']:.2f}× {memory}" + (f" {error:.0e}" if error > 1e-3 else "")
 
 
-def refreshed(text: str) -> str:
-    """Return the text of the page with new tables between the marks `BEGIN` and `END`."""
-    for device in DEVICES:
-        before, begin, rest = text.partition(BEGIN.format(device))
-        _, end, after = rest.partition(END.format(device))
-        text = f"{before}{begin}\n{tables(device)}{end}{after}"
+def refreshed(text: str, tables: dict[str, str]) -> str:
+    """Return the text of a page with new tables between the marks `BEGIN` and `END`."""
+    for name, table in tables.items():
+        before, begin, rest = text.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END.format(name))
+        text = f"{before}{begin}\n{table}{end}{after}"
     return text
+
+
+def pages() -> dict[Path, str]:
+    """Return the new text of each page with tables."""
+    found = {
+        PAGE: {device: tables(device) for device in DEVICES} | {"memory": memory_table()},
+        README: {"loss": readme_table()},
+    }
+    return {page: refreshed(page.read_text(), new) for page, new in found.items()}
 
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=tuple(STEPS))
+    parser.add_argument("--machine", action="store_true", help="measure the loss on this CPU")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
-    chosen = [] if options.tables else options.only or STEPS
-    codes = [run_step(name) for name in chosen]
+    chosen = {name: STEPS[name] for name in options.only or STEPS}
+    if options.machine:
+        chosen = {f"{name}-{processor()}": line for name, line in MACHINE_STEPS.items()}
+    codes = [run_step(name, line) for name, line in chosen.items() if not options.tables]
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
-    plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")
+    draw_readme()
     plots.draw_steps([file_of(name) for name in REAL_STEPS], RESULTS / "step-real.png")
-    PAGE.write_text(refreshed(PAGE.read_text()))
-    print(f"written: {PAGE.relative_to(ROOT)} and three pictures in benchmarks/results")
+    for page, text in pages().items():
+        page.write_text(text)
+    print("written: README.md, benchmarks/README.md and three pictures in benchmarks/results")
     return 1 if any(codes) else 0
 
 

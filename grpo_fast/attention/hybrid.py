@@ -44,7 +44,7 @@ STORES = {"update_conv_state", "update_recurrent_state"}
 ATTENDS = {"update", "update_indexer"}
 # Layer types whose masks a hybrid model accepts in a dictionary.
 MASKS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid"
-# Segments share a batch if padding adds at most this part of their tokens, plus LOOSE tokens.
+# Segments share a batch if padding adds at most this share of their tokens, plus LOOSE tokens.
 PADDING = 0.25
 LOOSE = 64
 
@@ -80,8 +80,8 @@ class StateCache:
     begin with the same state, and gradients flow through it.
 
     Attributes:
-        state: state in front of the first tokens before the call, and after the last ones
-            afterwards.
+        state: before the call, the state in front of its first tokens; after the call, the
+            state after its last tokens.
     """
 
     def __init__(self, state: State | None = None) -> None:
@@ -133,7 +133,7 @@ class Batch(NamedTuple):
 
     segments: list[int]
     rows: Tensor  # (B, L) int64: rows of the packed row; padding repeats the last one
-    wanted: Tensor  # (n,) int64: places of the segments' own rows in the flattened (B, L)
+    wanted: Tensor  # (n,) int64: places of the segments' rows in the flattened (B, L)
     begins: bool = False  # whether the segments begin with the states of their parents
     ends: bool = False  # whether the states at their ends are needed
 
@@ -142,7 +142,7 @@ class Plan(NamedTuple):
     """Batches that compute all segments of a packed row."""
 
     batches: list[Batch]
-    order: Tensor  # (T,) int64: returns the wanted rows of all batches to the packed row
+    order: Tensor  # (T,) int64: index of each row in the joined results of all batches
 
     def join(self, outputs: Sequence[Tensor]) -> Tensor:
         """Return the packed row (T, H) of the batches' outputs (B, L, H)."""
@@ -288,7 +288,7 @@ def split_recurrent_layers(model: PreTrainedModel) -> None:
 def layout_as_masks(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give all layers of a base model the layout of a packed row, or a rollout's cache, as mask.
+    """Pass the layout of a packed row, or the cache of a rollout, to all layers as their mask.
 
     This is a forward pre-hook. A padding mask stays, so that the attention can refuse it.
     """
@@ -309,7 +309,7 @@ def _forward(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute a split layer. This is its new forward."""
+    """Compute a recurrent layer. This function replaces the forward of a split layer."""
     run: Run = partial(type(module).forward, module)
     if isinstance(attention_mask, TreeLayout):
         return by_segments(run, name, continues, hidden_states, attention_mask)[0]

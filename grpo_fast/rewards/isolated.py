@@ -56,7 +56,7 @@ class Worker:
                 stdout=2,  # what a function prints goes to stderr
                 pass_fds=handles,
                 env={**os.environ, "PYTHONPATH": search},
-                start_new_session=True,  # no Ctrl-C for the worker; killpg ends all of it
+                start_new_session=True,  # Ctrl-C does not reach it; killpg ends its children, too
             )
 
     def request(self, name: str, limit: float, request: dict[str, Any]) -> dict[str, Any]:

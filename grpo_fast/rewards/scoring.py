@@ -212,8 +212,8 @@ def compare(
         gold: the gold answer.
         loose: if True, ignore units, case, and brackets around words.
         seconds: time limit for a comparison of expressions.
-        digits: number of decimals that are compared. If it is a number, the names of variables do
-            not matter either. None compares exactly.
+        digits: number of decimals that are compared. With a number, the names of variables
+            are ignored as well. None compares exactly.
 
     Returns:
         1.0 or 0.0, or NaN if the comparison took longer than the time limit.

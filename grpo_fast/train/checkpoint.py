@@ -367,7 +367,7 @@ class Checkpoints:
         def finish() -> None:
             """Give the checkpoint its final name, and delete old checkpoints."""
             metrics = self.report.folder / "metrics.jsonl"
-            if metrics.exists():  # a run goes on if somebody moves its log away
+            if metrics.exists():  # the run continues if its log was moved or deleted
                 sync(metrics)  # the state counts its bytes, which a power cut could lose
             _finish(part, final)
             for path in folder.checkpoints_in(self.report.folder)[self.config.keep :]:

@@ -79,7 +79,7 @@ class Divergences:
         self.teacher_sets: GatheredSets | None = None
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Divergences:
-        """Return the term with the values of the rows of a source."""
+        """Return a copy of the term that holds only the values of one source's rows."""
         term = Divergences(
             self.teacher, self.divergence, select(self.weights), self.route,
             has_gradient=self.has_gradient,

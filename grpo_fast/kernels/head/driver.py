@@ -61,7 +61,7 @@ class Driver:
         self.full_entropy = full_entropy
         self.num_rows = rows.target_ids.shape[0]
         self.has_entropy_gradient = dense is None or dense.has_entropy_gradient
-        # The chunk of `dense` whose logits are stored, and whether those of `sets` are.
+        # The chunk of `dense` whose logits are stored, and whether the logits of `sets` are stored.
         self.stored: slice | None = None
         self.stores_sets = False
         self._full_stats: RowStats | None = None
@@ -118,7 +118,8 @@ class Driver:
         """Compute a term and the gradients of its sum.
 
         Returns:
-            (dH, dW, db), or (d-logits,) for given logits. A gradient that is not wanted is empty.
+            (dH, dW, db), or (d-logits,) for given logits. Gradients that were not requested are
+            empty.
         """
         sums = self.new_sums(wanted)
         stored = self.stored

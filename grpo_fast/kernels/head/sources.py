@@ -1,6 +1,6 @@
 """Sources of logits: the protocol, and a dense LM head.
 
-A `RowSource` forms the logits of some rows, and takes back the gradient with respect to them. It
+A `RowSource` forms the logits of some rows, and receives the gradient with respect to them. It
 processes its rows in chunks, whose logits are in its workspace. There are four kinds of sources:
 
     DenseHead    hidden states and an LM head (this module). `ExponentialHead` stores exponentials.
@@ -119,7 +119,7 @@ class RowSource(Protocol):
         """Compute the d-logits of Σ g·logp + g_entropy·entropy from known statistics."""
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
-        """Take back the gradient of a chunk. Rows that are not in `keep` have d-logits of 0."""
+        """Add the gradient of a chunk to the sums. Rows outside of `keep` have d-logits of 0."""
 
     def flops(self, wanted: Wanted) -> int:
         """Return the number of flops of the gradient products of all rows."""

@@ -155,11 +155,11 @@ class TokenSets:
         return ChunkGradients(d)
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
-        """Take back the gradient."""
+        """Add the gradient of a chunk to the sums."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Drop the stored logits."""
+        """Free the stored logits."""
         self._stored = self._slopes = None
 
 

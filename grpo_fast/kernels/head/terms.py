@@ -49,7 +49,8 @@ class RowTerm(Protocol):
     Attributes:
         needs_all_rows: whether a row without gradient must be computed, because it has a value.
         may_hide_nan: whether a row that `mask` excludes may have the coefficient NaN.
-        goes_back: whether the last chunk comes first, because its logits may be stored.
+        goes_back: whether the last chunk is processed first. The first pass may have stored its
+            logits.
     """
 
     needs_all_rows: bool
@@ -57,7 +58,7 @@ class RowTerm(Protocol):
     goes_back: bool
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> RowTerm:
-        """Return the term with the values of the rows of a source."""
+        """Return a copy of the term that holds only the values of one source's rows."""
 
     def mask(self, flops: float) -> Tensor | None:
         """Return a mask of the rows that can have a gradient, (T,) bool. None: all, or unknown.
@@ -87,7 +88,7 @@ class TokenLevel:
         self.parts: list[RowLoss] = []
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> TokenLevel:
-        """Return the term with the values of the rows of a source."""
+        """Return a copy of the term that holds only the values of one source's rows."""
         term = TokenLevel(self.terms.map(select), self.config)
         term.parts = self.parts
         return term
@@ -144,7 +145,7 @@ class Known:
         self.counts_on_gpu = counts_on_gpu
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Known:
-        """Return the term with the values of the rows of a source."""
+        """Return a copy of the term that holds only the values of one source's rows."""
         values = self.g, self.g_entropy, *self.stats
         g, g_entropy, lse, logps, entropy = (None if x is None else select(x) for x in values)
         assert g is not None and lse is not None and logps is not None
@@ -176,7 +177,7 @@ class Sum:
         self.goes_back = second.goes_back
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Sum:
-        """Return the sum with the values of the rows of a source."""
+        """Return a copy of the sum that holds only the values of one source's rows."""
         return Sum(self.first.map(select, source), self.second.map(select, source))
 
     def mask(self, flops: float) -> Tensor | None:

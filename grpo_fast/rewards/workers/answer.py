@@ -24,7 +24,8 @@ import sandbox
 MOST_BYTES = 16 << 20  # of a message
 MOST_ITEMS = 4096  # of an iterator
 # Types that are sent as `{type: arguments of the constructor}`, with their modules. A module is
-# imported when a value needs it. All imports would cost a fifth of the time of a small answer.
+# imported when a value needs it, because importing all of them would take a fifth of the time of a
+# small answer.
 MODULES = {
     **dict.fromkeys("int tuple set frozenset bytes bytearray dict range".split(), "builtins"),
     **dict.fromkeys("deque OrderedDict Counter".split(), "collections"),

@@ -128,7 +128,7 @@ def run_method(kind, name):
 
 
 def names_of(request, judge):
-    """Return the global names of the tests, which may stand below `if __name__ == "__main__"`."""
+    """Return the global names of the tests, which may be below `if __name__ == "__main__"`."""
     names = {"__name__": "__main__", "_step_": Mark(judge), "_run_": run_method}
     for name, (path, attribute) in request["borrowed"].items():
         module = importlib.import_module(path)

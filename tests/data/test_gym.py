@@ -101,7 +101,7 @@ def score(entry, *completions):
 
 def test_one_word_trains_with_the_scorer_as_the_reward(tmp_path):
     words = ["data=reasoning_gym:sums", "data.options.size=40", "data.options.largest=30"]
-    words += ["data.n_test=12", *TINY_SORT, "rollout.max_new_tokens=3", "data.chat=false"]
+    words += [*TINY_SORT, "data.n_test=12", "rollout.max_new_tokens=3", "data.chat=false"]
     config = load_recipe("sort", words)
     assert [reward.name for reward in config.rewards] == ["reasoning_gym"]
     summary, rows = run(tmp_path / "run", "sort", *words)

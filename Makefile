@@ -6,7 +6,7 @@
 #            WORKERS=2              pytest processes
 #            ORDER=random           tests in an order by a seed, which is printed; ORDER=<seed> repeats it
 #            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
-#            SEEDS=3                how many runs `make real` makes
+#            SEEDS=3                how many runs `make real` makes, and each trainer of `make race`
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
@@ -63,11 +63,12 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help hub setup csrc demo real test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
+.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
 	@echo 'make real      train a pretrained language model, SmolLM2-135M-Instruct, on this machine: SEEDS=3 for three runs'
+	@echo 'make race      the time to a held-out accuracy on that model, ours and TRL (an hour): SEEDS=3 for standard errors'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make bench-loop a whole step, rollout included, ours and TRL'
@@ -188,6 +189,12 @@ real: $(SETUP) csrc $(REAL_MODEL)
 	@$(STEP) 'training the recipe capitals with $(SEEDS) seeds'
 	@$(PY) -m benchmarks.experiments.compare capitals $(ARGS) --seeds $(SEEDS) -o runs/real
 endif
+
+# Time to an accuracy on the same model, by three trainers. What has finished is not repeated: repeat the command after
+# an interruption, or with more SEEDS.
+race: $(PEERS) csrc $(REAL_MODEL)
+	@$(STEP) 'the race: grpo_fast, FastGRPOTrainer and TRL, $(SEEDS) seed(s)'
+	@$(PY) -m benchmarks.race --model $(dir $(REAL_MODEL)) --seeds $(SEEDS) --json benchmarks/results/race.json $(ARGS)
 
 # transformers reads GGUF files with the package gguf, whose dependencies .venv already has.
 $(GGUF): $(SETUP)

@@ -30,13 +30,18 @@ def chat(a: int, b: int) -> list[dict[str, str]]:
     ]
 
 
-def write_sums(folder: Path) -> None:
-    """Write `train.jsonl` and `test.jsonl`. They share no sum with each other or the examples."""
+def write_sums(folder: Path, shots: int = SHOTS) -> None:
+    """Write `train.jsonl` and `test.jsonl`. They share no sum with each other or the examples.
+
+    Args:
+        folder: where the files go.
+        shots: worked examples at the beginning of each prompt.
+    """
     numbers = range(10, 100)
     pairs = [(a, b) for a in numbers for b in numbers]
     random.Random(0).shuffle(pairs)
-    examples = [message for pair in pairs[:SHOTS] for message in chat(*pair)]
-    rest = pairs[SHOTS:]
+    examples = [message for pair in pairs[:shots] for message in chat(*pair)]
+    rest = pairs[shots:]
     folder.mkdir(parents=True, exist_ok=True)
     for name, chosen in (("test", rest[:TEST]), ("train", rest[TEST : TEST + TRAIN])):
         lines = []

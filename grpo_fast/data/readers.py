@@ -1,4 +1,4 @@
-"""Readers of files, folders and hub datasets, which return rows and their locations.
+"""Readers of files, folders, hub datasets and reasoning-gym, which return rows and locations.
 
 The package `datasets` reads parquet, arrow, its own folders and the hub. Python's json and csv
 modules read text files, because `datasets` 5.2 changes some of their values: it turns "2020-01-01"
@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_fast.data import hub
 from grpo_fast.data.escape import reason
-from grpo_fast.errors import require
+from grpo_fast.errors import nearest_hint, require
 
 Rows = list[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
@@ -29,6 +29,9 @@ Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its 
 TABLES = {".csv": ",", ".tsv": "\t"}  # file extension -> usual delimiter
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (".jsonl", ".ndjson", ".json", *TABLES, *ARROW)
+GYM = "reasoning_gym:"  # begins the source of a task that the package reasoning-gym generates
+GYM_TEST = 1 << 31  # seed of the first held-out item of such a task; training seeds are smaller
+GYM_SIZES = {"train": 500, "test": 128}  # usual numbers of items
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 # A csv column has a type if all its cells have the form of the type. A column with 007 or with a
 # number of more than 18 digits stays text, because such numbers are usually ids.
@@ -87,6 +90,61 @@ def hub_splits(name: str) -> Splits:
     repository, _, config = name.partition(":")
     config = config or ("main" if repository == "openai/gsm8k" else "")
     return _datasets(name, "load_dataset", repository, config or None)
+
+
+def gym_splits(source: str, options: Mapping[str, Any], n_test: int | None) -> Splits:
+    """Return the splits of a task of the package reasoning-gym.
+
+    The package draws item i of a data set from `seed + i`. Two runs therefore share training items
+    if their seeds differ by less than `size`. The seeds of test items begin at GYM_TEST in all
+    runs. The column `entry` has what the reward `reasoning_gym` needs to score an answer.
+
+    Args:
+        source: `reasoning_gym:NAME`.
+        options: options of the data set. `size` is the number of training items (500 by default),
+            and `seed` is the seed of the first training item (0 by default).
+        n_test: number of test items. None means 128.
+
+    Raises:
+        ValueError: the package is not installed, or has no such data set or option.
+    """
+    name = source.removeprefix(GYM)
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        remedy = "pip install 'grpo_fast[gym]'"
+        came = f"{reason(error)} ({remedy})"
+        raise ValueError(f"data.path: {source} needs the package reasoning-gym: {came}") from None
+    hint = nearest_hint(name, DATASETS)
+    require(name in DATASETS, "data.path", f"{GYM}NAME of a data set", f"{name!r}{hint}")
+    size = options.get("size", GYM_SIZES["train"])
+    seed = options.get("seed", 0)
+    fits = type(size) is int and type(seed) is int and size > 0 and 0 <= seed <= GYM_TEST - size
+    expected = f"a size above 0, and a seed from 0 with seed + size <= {GYM_TEST}"
+    require(fits, "data.options", expected, f"size={size!r}, seed={seed!r}")
+
+    def rows(size: int, seed: int) -> Rows:
+        chosen = {**options, "size": size, "seed": seed}
+        try:
+            items = create_dataset(name, **chosen)
+            made = [items[index] for index in range(size)]
+        except (TypeError, ValueError, AssertionError) as error:
+            expected = f"options of {name}"
+            raise ValueError(
+                f"data.options: expected {expected}, got {chosen}: {reason(error)}"
+            ) from None
+        listed = []
+        for place, item in enumerate(made, start=seed):
+            scored = {**item, "dataset": name, "options": chosen}
+            entry = json.loads(json.dumps(scored, default=str))  # a worker process receives JSON
+            row = {"question": item["question"], "answer": item["answer"], "entry": entry}
+            listed.append((f"{source}[{place}]", row))
+        return listed
+
+    return {
+        "train": functools.partial(rows, size, seed),
+        "test": functools.partial(rows, n_test or GYM_SIZES["test"], GYM_TEST),
+    }
 
 
 def read_file(path: Path, encoding: str | None = None) -> Rows:

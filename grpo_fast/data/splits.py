@@ -16,7 +16,16 @@ from grpo_fast.data import FILES, Example
 from grpo_fast.data.example import text_of
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered
-from grpo_fast.data.readers import TEST_SPLITS, Rows, hub_splits, is_local, local_splits, read_file
+from grpo_fast.data.readers import (
+    GYM,
+    TEST_SPLITS,
+    Rows,
+    gym_splits,
+    hub_splits,
+    is_local,
+    local_splits,
+    read_file,
+)
 from grpo_fast.data.records import EmptyField, column_of, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.errors import require
@@ -176,8 +185,12 @@ def read_questions(data: Any, test_only: bool) -> tuple[list[Example], list[Exam
     """
     # 1. Read the splits. A column `split` divides the rows of a single split. Without a test split,
     # hold out some training rows for it.
-    local = is_local(data.path)
-    splits = local_splits(Path(data.path), data.encoding) if local else hub_splits(data.path)
+    if data.path.startswith(GYM):
+        splits = gym_splits(data.path, data.options, data.n_test)
+    elif is_local(data.path):
+        splits = local_splits(Path(data.path), data.encoding)
+    else:
+        splits = hub_splits(data.path)
     train_name = "train" if "train" in splits else next(iter(splits))
     test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
     needs_train = not test_only or test_name is None or data.shots_tokens is not None

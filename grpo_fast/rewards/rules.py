@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpo_fast.data.answers import USUAL_MARKS, final_part, last_latex, marked_content, parse_number
 from grpo_fast.errors import require
+from grpo_fast.rewards import workers
+from grpo_fast.rewards.isolated import IsolatedReward
 from grpo_fast.rewards.scoring import answer_scorer, compare, likely_answer, turns
 
 Texts = Sequence[str]
@@ -87,6 +91,31 @@ def math_close(
 def _gold(answer: str) -> str:
     require(answer.strip(), "answers", "a gold answer that is not empty", repr(answer))
     return answer
+
+
+# ------------------------------------------------------------------------------- reasoning-gym
+def reasoning_gym(
+    *, completions: Texts, entry: Sequence[Mapping[str, Any]], prefills: Texts | None = None
+) -> list[float]:
+    """Return the score of each answer, from 0 to 1, by reasoning-gym's scorer of the question.
+
+    The scorer gets the marked answer of a completion (`####`, `<answer>` or a LaTeX box), or
+    without a mark all text after the thoughts. Many scorers give a part of the score to an answer
+    that is not right.
+
+    Args:
+        completions: N completions.
+        entry: N entries of reasoning-gym, the column of `data=reasoning_gym:NAME`.
+        prefills: the beginnings of the assistant's turns that the prompts contain.
+    """
+    finals = [final_part(text) for text in turns(completions, prefills)]
+    answers = [final if (x := marked_content(final)) is None else x for final in finals]
+    return _gym_worker()(completions=[x.strip() for x in answers], entries=list(entry))
+
+
+@functools.cache
+def _gym_worker() -> IsolatedReward:
+    return IsolatedReward(f"{workers.__path__[0]}/gym_scores.py:scores", timeout=120.0)
 
 
 # ------------------------------------------------- Symbols separated by blanks (CS336 lecture)

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from grpo_fast.data import FILES, TASKS
+from grpo_fast.data.readers import GYM
 from grpo_fast.errors import conflict, require
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.value import VALUE_LOSSES
@@ -255,7 +256,9 @@ class DataConfig(Section):
 
     Attributes:
         task: Generated prompts, a fixed list (open), GSM8K, or questions of a file.
-        path: A file, a folder with training and test files, or a hub id such as openai/gsm8k.
+        path: A file, a folder with training and test files, a hub id such as openai/gsm8k, or
+            reasoning_gym:NAME.
+        options: Options of a reasoning_gym data set, for example {size: 1000, seed: 0}.
         columns: Names of the columns to read, for example {prompt: title, answer:
             reward_model.truth}.
         prompt_template: Text with {question} and {COLUMN}, or plain, hash, answer_tag; null sends
@@ -275,6 +278,7 @@ class DataConfig(Section):
 
     task: Literal[TASKS]  # type: ignore[valid-type]
     path: UserPath | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     columns: dict[Literal["prompt", "answer", "solution", "tests"], str] = Field(
         default_factory=dict
     )
@@ -294,6 +298,9 @@ class DataConfig(Section):
         needed = self.task in FILES
         expected = f"{'a source' if needed else 'none'} for task {self.task}"
         require(needed == bool(self.path), "path", expected, repr(self.path))
+        is_gym = (self.path or "").startswith(GYM)
+        fits = is_gym or not self.options
+        require(fits, "options", f"none without path={GYM}NAME", self.options)
         if self.task not in FILES:
             # Only questions from a file have columns, templates and worked examples.
             for name in ("columns", "prompt_template", "system_prompt", "chat", "template_kwargs",

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from grpo_fast.data import reason
+from grpo_fast.data.readers import GYM
 from grpo_fast.errors import nearest_hint, nearest_name, require
 
 QUOTED = 200  # maximum number of characters of a value in an error message
@@ -183,7 +184,7 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
     already contain these sections.
 
     - `rewards=NAME` sets a list with one reward section.
-    - `data=X` sets data.path.
+    - `data=X` sets data.path. `data=reasoning_gym:NAME` also sets the reward `reasoning_gym`.
     - `model=X` sets model.path and removes the recipe's config and tokenizer.
     """
     key, text = split_word(word)
@@ -194,6 +195,9 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
         settings[key]["path"] = value
         if key == "model":
             settings[key].update(config=None, tokenizer=None)
+        elif value.startswith(GYM):
+            settings[key]["task"] = "jsonl"
+            settings["rewards"] = [{"name": "reasoning_gym"}]
     else:
         set_key(settings, key, value)
 

@@ -1,0 +1,194 @@
+"""Tests of reasoning-gym as a source of data and rewards, with a stand-in for the package.
+
+The last test runs with the package itself: pip install 'grpo_fast[gym]'.
+"""
+
+import importlib.util
+import sys
+
+import pytest
+
+from grpo_fast.data.readers import GYM_TEST, gym_splits
+from grpo_fast.errors import RewardError
+from grpo_fast.rewards import rules
+from grpo_fast.rewards.conventions import RewardFailure
+from grpo_fast.rewards.workers.gym_scores import check_arithmetic
+from grpo_fast.train.config.recipes import load_recipe
+from tests.command_line import invoke, refused
+from tests.train.tiny_runs import TINY_SORT, run
+
+# A generator of sums whose items depend on seed + index, as in the package. The scorers of `lists`
+# and `terms` execute answers. `tuples` compares an answer with a tuple.
+FACTORY = """
+import random
+from sympy.parsing.sympy_parser import parse_expr
+
+class Sums:
+    def __init__(self, size=500, seed=0, largest=9):
+        assert largest > 0, "largest must be positive"
+        self.seed = seed
+        self.largest = largest
+
+    def __getitem__(self, index):
+        draw = random.Random(self.seed + index)
+        a = draw.randint(0, self.largest)
+        b = draw.randint(0, self.largest)
+        metadata = {"seed": self.seed + index, "pair": (a, b)}
+        return {"question": f"{a} + {b} =", "answer": str(a + b), "metadata": metadata}
+
+    def score_answer(self, answer, entry):
+        if answer == entry["answer"]:
+            return 1.0
+        return 0.5 if entry["answer"] in answer else 0.0
+
+class Lists(Sums):
+    def score_answer(self, answer, entry):
+        if answer == entry["answer"]:
+            return 1.0
+        try:
+            return 0.25 if eval(answer) == [1, 2] else 0.0
+        except Exception:
+            return 0.0
+
+class Terms(Sums):
+    def score_answer(self, answer, entry):
+        try:
+            return float(parse_expr(answer) == int(entry["answer"]))
+        except Exception:
+            return 0.01
+
+class Tuples(Sums):
+    def score_answer(self, answer, entry):
+        return float(entry["metadata"]["pair"] == tuple(entry["metadata"]["pair"]))
+
+DATASETS = {"sums": Sums, "lists": Lists, "terms": Terms, "tuples": Tuples}
+
+def create_dataset(name, **options):
+    return DATASETS[name](**options)
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path, monkeypatch):
+    """Install the stand-in for this process and for the worker process."""
+    folder = tmp_path / "packages" / "reasoning_gym"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "factory.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    forget()
+    rules._gym_worker.cache_clear()
+    yield
+    rules._gym_worker().close()
+    rules._gym_worker.cache_clear()
+    forget()
+
+
+def forget():
+    """Let the next import of reasoning_gym read its files again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        del sys.modules[name]
+
+
+def entries(name, count, **options):
+    rows = gym_splits(f"reasoning_gym:{name}", {"size": count, **options}, None)["train"]()
+    return [row["entry"] for _, row in rows]
+
+
+def score(entry, *completions):
+    return rules.reasoning_gym(completions=completions, entry=[entry] * len(completions))
+
+
+def test_one_word_trains_with_the_scorer_as_the_reward(tmp_path):
+    words = ["data=reasoning_gym:sums", "data.options.size=40", "data.options.largest=30"]
+    words += [*TINY_SORT, "data.n_test=12", "rollout.max_new_tokens=3", "data.chat=false"]
+    config = load_recipe("sort", words)
+    assert [reward.name for reward in config.rewards] == ["reasoning_gym"]
+    summary, rows = run(tmp_path / "run", "sort", *words)
+    assert summary["before"]["eval_n"] == 12
+    assert all(0 <= row["rewards/reasoning_gym/mean"] <= 1 for row in rows)
+
+
+def test_held_out_items_share_no_seed_with_training_items():
+    splits = gym_splits("reasoning_gym:sums", {"size": 20, "seed": GYM_TEST - 20}, 30)
+    train, test = (
+        [row["entry"]["metadata"]["seed"] for _, row in splits[part]()]
+        for part in ("train", "test")
+    )
+    assert train == list(range(GYM_TEST - 20, GYM_TEST))
+    assert test == list(range(GYM_TEST, GYM_TEST + 30))
+
+
+def test_the_scorer_gets_the_marked_answer_of_the_final_part():
+    [entry] = entries("sums", 1)
+    gold = entry["answer"]
+    thought = "<think>1</think>"
+    said = [f" {gold}\n", f"<think>{gold}</think> none", f"{thought}So <answer>{gold}"]
+    said += [f"{thought}So <answer>{gold}</answer>", f"#### {gold}", f"it is {gold}"]
+    assert score(entry, *said) == [1.0, 0.0, 0.5, 1.0, 1.0, 0.5]
+
+
+def test_answers_are_not_executed(tmp_path):
+    file = tmp_path / "written"
+    [lists, terms, sums] = [entries(name, 1)[0] for name in ("lists", "terms", "sums")]
+    code = f"[open({str(file)!r}, 'w').close(), 1, 2][1:]"
+    assert score(lists, code, "[1, 2]", lists["answer"]) == [0.0, 0.25, 1.0]
+    a, b = terms["metadata"]["pair"]
+    code = f"{a} + {b} + 0*len([open({str(file)!r}, 'w')])"
+    assert score(terms, code, f"{a} + {b}", f"sqrt({b}**2) + {a}") == [0.01, 1.0, 1.0]
+    assert score(sums, code) == [0.0] and not file.exists()
+
+
+@pytest.mark.parametrize("text", [
+    "().__class__", "exec(chr(49))", "(lambda: 1)()", "'a'*9", "x[0]", "[i for i in y]",
+    "sqrt(f'{x}')", "sin(x, y=1)", "(x := 2)", "print(1)", "1 if x else 2",
+])  # fmt: skip
+def test_text_that_is_no_arithmetic(text):
+    with pytest.raises(ValueError, match="expected arithmetic"):
+        check_arithmetic(text)
+
+
+def test_a_data_set_whose_own_answer_fails_in_the_worker_is_refused():
+    [entry] = entries("tuples", 1)
+    with pytest.raises((RewardFailure, RewardError), match="tuples cannot be scored"):
+        score(entry, "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data=reasoning_gym:sum"], "'sum'; nearest: sums"),
+        (["data=reasoning_gym:sums", "data.options.size=0"], "a size above 0"),
+        (["data=reasoning_gym:sums", f"data.options.seed={GYM_TEST}"], "seed + size <="),
+        (["data=reasoning_gym:sums", "data.options.largest=0"], "largest must be positive"),
+        (["data=reasoning_gym:sums", "data.options.smallest=0"], "smallest"),
+        (["data=mine.jsonl", "data.options.size=9"], "data.options: expected none without"),
+    ],
+)
+def test_refusals(tmp_path, words, message):
+    words = [*words, f"output_dir={tmp_path / 'run'}"]
+    assert refused(invoke("train", "own-data", *words), message)
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    result = invoke("data", "reasoning_gym:sums")
+    assert refused(result, "pip install 'grpo_fast[gym]'", "reasoning_gym:sums")
+
+
+def test_data_shows_rows():
+    said = invoke("data", "reasoning_gym:sums", "options.size=300", "options.largest=500").stdout
+    assert "training and 128 test examples" in said and "entry" in said
+    assert " + " in said and "gold answer: " in said
+
+
+def test_the_package_itself(package, monkeypatch):
+    monkeypatch.undo()
+    forget()
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning-gym is not installed: pip install 'grpo_fast[gym]'")
+    rules._gym_worker.cache_clear()
+    for name in ("chain_sum", "countdown", "n_queens", "bitwise_arithmetic"):
+        first, second = entries(name, 2, seed=7)
+        found = score(first, first["answer"], "print(1)")
+        assert found[0] == 1 and found[1] < 0.1 and first["question"] != second["question"]

@@ -60,7 +60,8 @@ def _guard_sympy() -> None:
         check_arithmetic(text)
         return theirs(text, *arguments, **options)
 
-    parser.parse_expr = sys.modules["sympy"].parse_expr = parse_expr
+    parser.parse_expr = parse_expr
+    vars(sys.modules["sympy"])["parse_expr"] = parse_expr
 
 
 def check_arithmetic(text: str) -> None:

@@ -1,7 +1,7 @@
 """Attention over packed rows, where a prefix shared by several sequences is computed only once."""
 
 from grpo_fast.attention.dispatch import packed_rows_attention
-from grpo_fast.attention.head import Head, check_tolerance, head_of, trunk_of
+from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.hybrid import hidden_by_samples, split_recurrent_layers
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.memory import offload_checkpoints, tile_mlps
@@ -29,5 +29,5 @@ __all__ = [
     "hidden_by_samples", "offload_checkpoints", "pack_groups", "pack_tree", "packed_attention",
     "packed_rows_attention", "plan_packs", "plan_trees", "prepare", "random_weights", "register",
     "shared_prompt_supported", "small_windows", "split_recurrent_layers", "tile_mlps",
-    "tree_tokens", "trunk_of", "trunk_tokens", "window_as_mask", "window_of",
+    "tree_tokens", "trunk_tokens", "window_as_mask", "window_of",
 ]  # fmt: skip

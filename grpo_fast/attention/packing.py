@@ -55,7 +55,8 @@ class PackedTree:
     def model_inputs(self) -> dict[str, object]:
         """Return the keyword arguments for `model(...)`.
 
-        They are input_ids, position_ids, use_cache=False and packed_layout.
+        They are input_ids, position_ids, use_cache=False and packed_layout. Call `prepare(model)`
+        once before, because some models ignore the layout without an error.
         """
         return {
             "input_ids": self.input_ids,

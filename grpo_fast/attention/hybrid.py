@@ -213,7 +213,7 @@ def hidden_by_samples(model: PreTrainedModel, packed: PackedTree) -> Tensor:
 
     def record(head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         found.append(args[0])
-        return (args[0][:, :0],)  # logits of no rows
+        return (args[0][:, :1],)  # compute the logits of one row only
 
     hook = model.get_output_embeddings().register_forward_pre_hook(record)
     try:

@@ -185,7 +185,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def _without_numbers(reason: str) -> str:
     """Remove names and measured numbers from a reason, so that similar reasons share a row."""
-    reason = re.sub(r"^model_type \S+: ", "", reason)
+    reason = re.sub(r"^(model_type \S+|\w+ForCausalLM): ", "", reason)
+    reason = re.sub(r"expected \[.*\], got", "got", reason)
     reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
     reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)
     return reason.replace("|", "\\|")

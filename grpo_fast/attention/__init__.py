@@ -15,8 +15,17 @@ from grpo_fast.attention.model import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
-from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
+from grpo_fast.attention.packing import (
+    PackedGroups,
+    PackedTree,
+    Share,
+    pack_groups,
+    pack_tree,
+    plan_packs,
+    plan_trees,
+    tree_tokens,
+    trunk_tokens,
+)
 from grpo_fast.attention.trial import RANDOM_FACTOR, draw_groups, random_weights
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 from grpo_fast.kernels.cpu.modules import fast_layers

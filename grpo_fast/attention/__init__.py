@@ -2,7 +2,7 @@
 
 from grpo_fast.attention.agree import draw_groups, worst_gap
 from grpo_fast.attention.dispatch import packed_rows_attention
-from grpo_fast.attention.head import Head, check_tolerance, head_of, trunk_of
+from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.hybrid import hidden_by_samples, split_recurrent_layers
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.memory import offload_checkpoints, tile_mlps
@@ -16,8 +16,17 @@ from grpo_fast.attention.model import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
-from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
+from grpo_fast.attention.packing import (
+    PackedGroups,
+    PackedTree,
+    Share,
+    pack_groups,
+    pack_tree,
+    plan_packs,
+    plan_trees,
+    tree_tokens,
+    trunk_tokens,
+)
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 from grpo_fast.kernels.agree import Pair
 from grpo_fast.kernels.cpu.modules import fast_layers
@@ -29,5 +38,5 @@ __all__ = [
     "hidden_by_samples", "offload_checkpoints", "pack_groups", "pack_tree", "packed_attention",
     "packed_rows_attention", "plan_packs", "plan_trees", "prepare", "register",
     "shared_prompt_supported", "small_windows", "split_recurrent_layers", "tile_mlps",
-    "tree_tokens", "trunk_of", "trunk_tokens", "window_as_mask", "window_of", "worst_gap",
+    "tree_tokens", "trunk_tokens", "window_as_mask", "window_of", "worst_gap",
 ]  # fmt: skip

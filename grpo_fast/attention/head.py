@@ -45,12 +45,6 @@ def check_tolerance(dtype: torch.dtype) -> float:
     return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 
-def trunk_of(lm: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a causal LM in front of its LM head."""
-    trunk = lm.base_model
-    return lm.model if trunk is lm else trunk  # Llama 4 names its base model wrongly
-
-
 def head_of(lm: PreTrainedModel) -> Head:
     """Return the LM head of a transformers causal LM.
 

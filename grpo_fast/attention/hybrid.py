@@ -195,17 +195,33 @@ def plan_paths(layout: TreeLayout, *, exact: bool = False) -> Plan:
     return _plan(batches, layout)
 
 
-def hidden_by_samples(trunk: nn.Module, packed: PackedTree) -> Tensor:
+def hidden_by_samples(model: PreTrainedModel, packed: PackedTree) -> Tensor:
     """Compute the hidden states (T, H) of a packed row without packed attention.
 
     Each segment is computed after copies of its ancestors' rows by the model's own forward pass.
     Only sequences of equal length are in one batch, so no mask is needed. This is exact for every
-    causal model, but nothing is shared.
+    causal model, but nothing is shared. The result is the input of the LM head, because some models
+    transform the last hidden states before it (BERT).
+
+    Args:
+        model: a transformers causal LM.
+        packed: the packed row.
     """
     ids = packed.input_ids[0]
     plan = packed.layout.cached("samples", lambda: plan_paths(packed.layout, exact=True))
-    batches = (trunk(input_ids=ids[batch.rows], use_cache=False) for batch in plan.batches)
-    return plan.join([output.last_hidden_state for output in batches])
+    found: list[Tensor] = []
+
+    def record(head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        found.append(args[0])
+        return (args[0][:, :1],)  # compute the logits of one row only
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(record)
+    try:
+        for batch in plan.batches:
+            model(input_ids=ids[batch.rows], use_cache=False)
+    finally:
+        hook.remove()
+    return plan.join(found)
 
 
 def _padded(

@@ -44,7 +44,9 @@ JITTER = {"jitter_noise", "input_jitter_noise"}
 def register() -> str:
     """Register packed attention and its mask function with transformers.
 
-    Calling the function again has no effect.
+    Use `prepare` if you do not know the model. It also checks that packed rows are right. A model
+    whose layers never call transformers' attention interface (Mamba, BLOOM, Falcon, GPT-J) ignores
+    the layout of a packed row without an error. Calling the function again has no effect.
 
     Returns:
         The name for `model.set_attn_implementation`.

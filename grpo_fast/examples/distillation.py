@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from grpo_fast import TeacherHead, linear_divergence
-from grpo_fast.attention import head_of, pack_groups, register
+from grpo_fast.attention import head_of, pack_groups, prepare
 from grpo_fast.rollout import generate
 
 GROUP = 16  # completions per prompt
@@ -63,7 +63,7 @@ def distill(teacher_path: str, steps: int = 150, seed: int = 0) -> list[dict[str
     config.head_dim = config.hidden_size // config.num_attention_heads
     student = AutoModelForCausalLM.from_config(config)
     for model in (teacher, student):
-        model.set_attn_implementation(register())  # a packed row contains each prompt once
+        prepare(model)  # a packed row contains each prompt once
     optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     history = []

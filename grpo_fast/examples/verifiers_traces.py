@@ -1,8 +1,8 @@
 """Pack traces that verifiers 0.4 recorded (schema version 1) into one row.
 
-    from grpo_fast.attention import head_of, register
+    from grpo_fast.attention import head_of, prepare
 
-    model.set_attn_implementation(register())
+    prepare(model)
     pack, inputs = pack_traces(traces, advantages, device=model.device)
     hidden = model.model(**pack.model_inputs).last_hidden_state[0]
     head = head_of(model)

@@ -60,6 +60,8 @@ SIZES = {
     "sliding_window_pattern": 2,
     "_sliding_window_pattern": 2,
     "no_rope_layer_interval": 2,
+    # BERT and its relatives are causal only with this field.
+    "is_decoder": True,
     "use_cache": False,
     "eos_token_id": 1,
     "bos_token_id": 2,
@@ -101,7 +103,6 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), MLA),
     **dict.fromkeys(("axk1", "axk2", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), MLA),
-    "reformer": {"is_decoder": True},
     "qwen2_moe": {"decoder_sparse_step": 2},  # alternates MoE and plain MLP layers
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"num_kv_shared_layers": 0},

@@ -96,10 +96,15 @@ def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
     )
 
 
-def judge(family: str, **changes: Any) -> Verdict:
-    """Build a model of the family, run the trainer's checks on it, and return the verdict."""
+def judge(family: str, *, seed: int = 0, **changes: Any) -> Verdict:
+    """Build a model of the family, run the trainer's checks on it, and return the verdict.
+
+    A family is wrong only if models with two different seeds are wrong. If the scores of two
+    experts are nearly equal, rounding decides which one a router chooses, and the logps of two
+    right computations differ.
+    """
     try:
-        model = family_model(family, **changes)
+        model = family_model(family, seed=seed, **changes)
         groups = groups_of(model)
         truth = padded_logps(model, groups)
     except Exception as error:  # transformers rejects our configuration
@@ -108,10 +113,12 @@ def judge(family: str, **changes: Any) -> Verdict:
         policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
         policy.eos_ids = frozenset()  # no end token, so completions exceed the window
         self_check(policy)
+        measured = gaps(policy, groups, truth)
     except Exception as error:
         return Verdict(family, REFUSED, _line(error))
-    found = [f"{name} by {gap:.2g}" for name, gap in gaps(policy, groups, truth).items()
-             if not gap <= TOLERANCE]  # fmt: skip
+    found = [f"{name} by {gap:.2g}" for name, gap in measured.items() if not gap <= TOLERANCE]
+    if found and not seed:
+        return judge(family, seed=1, **changes)
     if found:
         return Verdict(family, WRONG, ", ".join(found))
     if policy.unshared is not None:
@@ -178,7 +185,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def _without_numbers(reason: str) -> str:
     """Remove names and measured numbers from a reason, so that similar reasons share a row."""
-    reason = re.sub(r"^model_type \S+: ", "", reason)
+    reason = re.sub(r"^(model_type \S+|\w+ForCausalLM): ", "", reason)
+    reason = re.sub(r"expected \[.*\], got", "got", reason)
     reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
     reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)
     return reason.replace("|", "\\|")

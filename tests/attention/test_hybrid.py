@@ -158,6 +158,26 @@ def test_packed_rows_equal_separate_sequences(family, dtype):
     assert_equal(model, pack_groups(groups), expected, BARS[dtype])
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "gpt_oss", "granite_swa"])
+def test_bf16_autocast_is_as_exact_as_with_separate_sequences(family):
+    """Compare rounding errors of logps and gradients. The expected values are computed in fp32."""
+    model = model_of(family)
+    groups = groups_of()
+    expected = gradients(model, lambda: alone(model, samples_of(groups)))
+
+    def errors(logps: Callable[[], Tensor]) -> tuple[float, float]:
+        with torch.autocast("cpu", torch.bfloat16):
+            values, grads = gradients(model, logps)
+        assert all(grad.dtype == torch.float32 for grad in grads.values())
+        apart = [(grad - expected[1][name]).square().sum() for name, grad in grads.items()]
+        return float((values - expected[0]).square().mean().sqrt()), float(sum(apart)) ** 0.5
+
+    theirs = errors(lambda: alone(model, samples_of(groups)))
+    prepare(model)
+    ours = errors(lambda: packed_logps(model, pack_groups(groups)))
+    assert ours[0] <= 1.5 * theirs[0] and ours[1] <= 1.5 * theirs[1]
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "jamba", "lfm2", "gpt_oss"])
 def test_trees_of_several_levels(family):
     """Check a tree with branches of one token, which layers cannot compute from a state."""
@@ -187,10 +207,21 @@ def test_sequences_of_several_chunks(family):
     assert_equal(model, pack_groups(groups), expected, (1e-11, 1e-11))
 
 
-@pytest.mark.parametrize("family", [*HYBRID, *SINKS])
-def test_the_trainer_and_its_sampler(family):
+# M-RoPE, which equals RoPE in rows of text.
+MROPE = {
+    "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+    "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in (*HYBRID, *SINKS)), ("qwen3_5_text", {"rope_parameters": MROPE})],
+    ids=str,
+)
+def test_the_trainer_and_its_sampler(family, changes):
     """Check the load of a policy, and the logps of samples against each sequence alone."""
-    policy = Policy(model_of(family), build_symbol_tokenizer(["0", "1"]))
+    policy = Policy(model_of(family, **changes), build_symbol_tokenizer(["0", "1"]))
     policy.eos_ids = frozenset([7, 11])
     assert self_check(policy) <= 1e-4
     engine = TransformersEngine(policy)
@@ -239,7 +270,7 @@ def test_a_model_that_is_not_prepared_is_refused(family):
     ],
 )
 def test_prepare_refuses_what_packed_rows_would_get_wrong(family, message):
-    model = family_model(family)
+    model = family_model(family, is_decoder=False)
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message):
         prepare(model)

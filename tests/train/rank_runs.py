@@ -45,6 +45,12 @@ CASES: dict[str, list[str]] = {
               "shuffle=completions", "log.grad_variance=true"],
     "divergence": [*KL, "loss.kl_estimator=exact_reference_first", "inner_iterations=2",
                    "minibatches=2", "shuffle=completions"],
+    "hybrid": ["model.config={model_type: qwen3_5_text, hidden_size: 16, intermediate_size: 16, "
+               "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 8, "
+               "layer_types: [linear_attention, full_attention], linear_num_key_heads: 2, "
+               "linear_num_value_heads: 2, linear_key_head_dim: 8, linear_value_head_dim: 8}",
+               *KL, "inner_iterations=2", "model.gradient_checkpointing=true"],
+    "alone": ["model.config={model_type: bloom, hidden_size: 16, n_layer: 1, n_head: 2}", *KL],
     "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]",
                 "model.gradient_checkpointing=true"],
 }  # fmt: skip

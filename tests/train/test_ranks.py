@@ -22,12 +22,12 @@ from tests.data.test_data import write_lines
 from tests.train.rank_runs import CASES, SMALL, differences, train
 from tests.train.resuming import Leave
 
-UNSHARDED = ("exact", "apart", "local", "sampled", "warm", "per-token")
+UNSHARDED = ("alone", "exact", "apart", "local", "sampled", "warm", "per-token")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # The case "exact" logs the gradient variance, and the engine of "apart" copies unsharded
-    # weights. Neither works with sharded weights. The other excluded cases would test nothing
-    # new.
+    # The case "exact" logs the gradient variance, the engine of "apart" copies unsharded weights,
+    # and "alone" computes every completion alone. None of them works with sharded weights. The
+    # other excluded cases would test nothing new.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
     *((case, "hsdp", 4) for case in ("mu", "divergence")),
@@ -78,6 +78,14 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
             expected = f"rank 1: expected the settings and files of rank 0, got others\n  {said}"
             assert one.get("error") == "ValueError" and expected in one["text"], (name, one)
         assert not (tmp_path / name).exists()
+
+
+def test_a_model_whose_prompts_are_not_shared_is_refused_by_all_ranks(ranks, tmp_path):
+    """Check that sharding does not start. Only rank 0 knows the reason, because it has weights."""
+    for [found] in ranks(2, [train, "alone", "fsdp2", str(tmp_path / "run")], timeout=120):
+        assert found["error"] == "ValueError", found
+        assert "distributed: expected ddp, because this model computes every" in found["text"]
+        assert "nats" in found["text"]  # the reason
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):

@@ -22,7 +22,6 @@ from grpo_fast.attention import (
     hidden_by_samples,
     register,
     split_recurrent_layers,
-    trunk_of,
 )
 from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
@@ -120,7 +119,7 @@ class Policy(SampledModel):
         def hidden() -> Tensor:
             with self._autocast():
                 if self.unshared is not None:
-                    states = hidden_by_samples(trunk_of(self.lm), packed)
+                    states = hidden_by_samples(self.lm, packed)
                 else:
                     states = self.lm.base_model(**packed.model_inputs).last_hidden_state[0]
             return states if self.autocast is None else states.to(self.autocast)
@@ -161,8 +160,10 @@ class Policy(SampledModel):
             ValueError: the model computes every completion alone. Ranks would then run different
                 numbers of forward passes and wait for each other forever.
         """
+        # Only rank 0 has weights and compares packed rows, so only it knows the reason.
+        reason = ranks.from_main(lambda: self.unshared)
         expected = "ddp, because this model computes every completion alone"
-        require(self.unshared is None, "distributed", expected, f"fsdp2 or hsdp: {self.unshared}")
+        require(reason is None, "distributed", expected, f"fsdp2 or hsdp: {reason}")
         ranks.shard(self.lm, mesh, self.device)
         self.is_sharded = True
 

@@ -171,11 +171,11 @@ def evaluate(
     The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
     Two models get the same questions. Their difference is shown with standard error and p-value.
     """
-    from grpo_fast.errors import NonFiniteLogits
+    from grpo_fast.errors import RunError
     from grpo_fast.train.evaluation import command
     from grpo_fast.train.evaluation.command import is_model
 
-    with print_errors(debug, NonFiniteLogits, OSError):
+    with print_errors(debug, RunError, OSError):
         words = words or []
         others = [word for word in words if is_model(word)][:1]
         rest = [word for word in words if word not in others]
@@ -191,9 +191,10 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Export the model of a checkpoint in transformers format. A LoRA adapter is merged."""
+    from grpo_fast.errors import RunError
     from grpo_fast.train.export import export as write
 
-    with print_errors(debug, OSError):
+    with print_errors(debug, RunError, OSError):
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
@@ -313,7 +314,9 @@ def plot(
     debug: Debug = False,
 ) -> None:
     """Draw the metrics of one or more runs as curves in a single figure."""
-    with print_errors(debug, OSError, code=USAGE_ERROR):
+    from grpo_fast.errors import RunError
+
+    with print_errors(debug, RunError, OSError, code=USAGE_ERROR):
         from grpo_fast.train.report.curves import plot_runs
 
         path = None if out is None else os.path.expanduser(out)

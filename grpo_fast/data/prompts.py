@@ -69,7 +69,10 @@ class Form(NamedTuple):
                 return slot[0] if slot[1] else f"{{{slot[2]}}}"
             value = example.prompt if name == "question" else column_of(example.fields, [name])
             expected = f"a column {name!r} in each row; write {{{{{name}}}}} for the text in braces"
-            require(value is not None, "prompt_template", expected, ", ".join(example.fields))
+            is_column = value is not None or name.lower() in map(str.lower, example.fields)
+            require(is_column, "prompt_template", expected, ", ".join(example.fields))
+            if value is None:  # an empty cell of a table
+                return ""
             choices = lettered(value) if name.lower() in CHOICES else None
             return choice_lines(choices) if choices else _as_text(value)
 

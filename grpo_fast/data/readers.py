@@ -195,7 +195,7 @@ def _lines(path: Path, encoding: str | None) -> Iterator[str]:
 
 
 def _read_json(path: Path, lines: list[str]) -> Rows:
-    """Return the rows of JSON lines, of a list of rows, or of an object with one list of rows."""
+    """Return the rows of JSON lines, of a list of rows, or of one object."""
     first = next((line for line in lines if line.strip()), "")
     if first.lstrip().startswith("{") and first.rstrip().endswith("}"):
         texts = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
@@ -208,13 +208,22 @@ def _read_json(path: Path, lines: list[str]) -> Rows:
     else:
         return []
     if isinstance(content, dict):
-        # Messages and choices are lists, too, but they are columns of a single row.
-        lists = [x for x in content.values() if isinstance(x, list) and x]
-        are_rows = len(lists) == 1 and isinstance(lists[0][0], dict)
-        is_row = not are_rows or {"role", "from", "label"} & {*lists[0][0]}
-        content = [content] if is_row else lists[0]
+        content = _rows_of(content)
     listed = content if isinstance(content, list) else [content]
     return [(f"{path}[{number}]", fields) for number, fields in enumerate(listed, start=1)]
+
+
+def _rows_of(content: dict[str, Any]) -> list[Any]:
+    """Return the rows in a JSON object: its columns (as pandas writes them), a list, or itself."""
+    columns = [[*x.values()] if isinstance(x, dict) else x for x in content.values()]
+    are_lists = len(columns) > 1 and all(isinstance(x, list) and len(x) > 1 for x in columns)
+    if are_lists and len({*map(len, columns)}) == 1:
+        return [dict(zip(content, row, strict=True)) for row in zip(*columns, strict=True)]
+    # Messages and choices are lists, too, but they are columns of a single row.
+    lists = [x for x in content.values() if isinstance(x, list) and x]
+    are_rows = len(lists) == 1 and isinstance(lists[0][0], dict)
+    is_row = not are_rows or {"role", "from", "label"} & {*lists[0][0]}
+    return [content] if is_row else lists[0]
 
 
 def _parse_json(where: str, text: str) -> Any:

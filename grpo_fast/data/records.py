@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -39,11 +40,12 @@ _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_TEXTS_AS_JSON = re.compile(r'\s*\[\s*".*"\s*\]\s*', re.S)
 _MESSAGES_AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
 
 class EmptyField(ValueError):
-    """A row with an empty prompt or answer. The setting `data.drop_empty` skips such rows."""
+    """A row with an empty prompt or answer. The setting `data.drop_unusable` skips such rows."""
 
 
 def parse_record(
@@ -199,7 +201,8 @@ def _value(value: Any, name: str) -> Any:
 
 def _prompt(fields: Fields, column: str | None, where: str) -> tuple[str, Prompt]:
     """Return the name and the value of the column that contains the prompt."""
-    names = PROMPTS if find(fields, TESTS) is None else (*PROMPTS, "text")  # "text" of MBPP
+    # MBPP has the column "text". LeetCodeDataset has imports in "prompt", and the task in "query".
+    names = PROMPTS if find(fields, TESTS) is None else ("query", *PROMPTS, "text")
     name = column or find(fields, names)
     if name is None:
         if {key.lower() for key in fields} & {*names}:
@@ -334,6 +337,9 @@ def _with_context(
 
 def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
     """Return the answer as text. Return None for an answer that only custom rewards can read."""
+    if isinstance(answer, str) and _TEXTS_AS_JSON.fullmatch(answer):  # in Skywork-OR1
+        with contextlib.suppress(ValueError):
+            answer = json.loads(answer)
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     if isinstance(answer, (dict, list)) and not gsm8k:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.example import text_of
 from grpo_fast.data.generated import SortTask, open_examples
-from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered
+from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered, in_chat
 from grpo_fast.data.readers import (
     GYM,
     TEST_SPLITS,
@@ -26,7 +26,7 @@ from grpo_fast.data.readers import (
     local_splits,
     read_file,
 )
-from grpo_fast.data.records import EmptyField, column_of, parse_record
+from grpo_fast.data.records import TESTS, EmptyField, column_of, find, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.errors import require
 
@@ -116,8 +116,7 @@ class Splits:
 
         Args:
             tokenizer: the tokenizer of the model.
-            encode: `rollout.encode_prompts`, which returns the token ids of each prompt. None skips
-                no prompt.
+            encode: `rollout.encode_prompts`. None skips no prompt.
 
         Raises:
             ValueError: a prompt was rendered for a different model, or no prompt is short enough.
@@ -128,17 +127,24 @@ class Splits:
             return splits
         splits._build_prompts(None)
         check_rendered([*splits.train, *splits.test], tokenizer)
-        most = self.data.max_prompt_tokens
-        for name in ("train", "test") if most is not None and encode is not None else ():
-            examples = getattr(splits, name)
-            ids = encode(tokenizer, [e.prompt for e in examples], self.data.template_kwargs)
-            kept = [e for e, tokens in zip(examples, ids, strict=True) if len(tokens) <= most]
-            came = f"{most}, which none of {len(examples)} {name} prompts is within"
-            require(kept or not examples, "data.max_prompt_tokens", "a larger number", came)
-            skipped = len(examples) - len(kept)
-            if skipped:
-                log.warning("data: %d %s prompts have more tokens, and are skipped", skipped, name)
-            setattr(splits, name, kept)
+        if self.data.max_prompt_tokens is not None and encode is not None:
+            splits.train = without_long(splits.train, splits.data, tokenizer, encode, "train")
+            splits.test = without_long(splits.test, splits.data, tokenizer, encode, "test")
+        return splits
+
+    def only(self, choose: Callable[[Sequence[Example]], Sequence[Example]]) -> Splits:
+        """Return the splits with the questions of a file that a function chooses.
+
+        Raises:
+            ValueError: no question of a split is left.
+        """
+        splits = copy.copy(self)
+        if self.data.task in FILES:
+            train, test = self.questions
+            splits.questions = (list(choose(train)), list(choose(test)))
+            left = [len(questions) for questions in splits.questions]
+            require(all(left), "data", "usable rows in both splits", f"{left[0]} and {left[1]}")
+            splits._build_prompts(None)
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
@@ -170,6 +176,38 @@ class Splits:
     def fingerprints(self) -> dict[str, str]:
         """Return a hash of each split's examples, under the keys `data.train` and `data.test`."""
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
+
+
+def without_long(
+    examples: Sequence[Example],
+    data: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    encode: Callable[..., list[list[int]]],
+    split: str,
+) -> list[Example]:
+    """Return the examples without prompts of more than `data.max_prompt_tokens` tokens.
+
+    Args:
+        examples: the examples of a split.
+        data: the section `data` of a configuration. If `chat` is true, text prompts are counted as
+            chat messages.
+        tokenizer: the tokenizer that counts the tokens.
+        encode: `rollout.encode_prompts`, which returns the token ids of each prompt.
+        split: name of the split, for messages.
+
+    Raises:
+        ValueError: no prompt is short enough.
+    """
+    most = data.max_prompt_tokens
+    prompts = [(in_chat(e) if data.chat else e).prompt for e in examples]
+    ids = encode(tokenizer, prompts, data.template_kwargs)
+    kept = [e for e, tokens in zip(examples, ids, strict=True) if len(tokens) <= most]
+    came = f"{most}, which none of {len(examples)} {split} prompts is within"
+    require(kept or not examples, "data.max_prompt_tokens", "a larger number", came)
+    if len(kept) < len(examples):
+        skipped = len(examples) - len(kept)
+        log.warning("data: %d %s prompts have more tokens, and are skipped", skipped, split)
+    return kept
 
 
 def read_questions(data: Any, test_only: bool) -> tuple[list[Example], list[Example]]:
@@ -247,22 +285,26 @@ def _parsed(rows: Rows, data: Any) -> list[Example]:
         try:
             example = parse_record(place, row, is_gsm8k, data.columns, data.prompt_template)
         except EmptyField as error:
-            if not data.drop_empty:
-                raise EmptyField(f"{error}; data.drop_empty=true skips such rows") from None
+            if not data.drop_unusable:
+                raise EmptyField(f"{error}; data.drop_unusable=true skips such rows") from None
             continue
-        if example.label is not None or not data.drop_empty:
+        if not (data.drop_unusable and _has_no_answer(example)):
             examples.append(example)
     skipped = len(rows) - len(examples)
-    without = sum(example.label is None for example in examples)
+    without = sum(map(_has_no_answer, examples))
     nested = sum(e.answer is None and e.label is not None for e in examples)
     if skipped:
         log.warning("data: %d rows without a prompt or an answer are skipped", skipped)
     if 0 < without < len(examples):
-        log.warning("data: %d rows have no answer; data.drop_empty=true skips them", without)
+        log.warning("data: %d rows have no answer; data.drop_unusable=true skips them", without)
     if nested:
         key = "data.columns={answer: COLUMN.KEY} reads a part"
         log.warning("data: %d answers are lists or mappings, for your own reward; %s", nested, key)
     return examples
+
+
+def _has_no_answer(example: Example) -> bool:
+    return example.label is None and find(example.fields, TESTS) is None
 
 
 def _by_column(rows: Rows) -> tuple[Rows, Rows]:

@@ -21,7 +21,7 @@ from grpo_fast.rewards.conventions import (
     import_function,
     load,
 )
-from grpo_fast.rewards.isolated import IsolatedReward, Worker
+from grpo_fast.rewards.isolated import START_LIMIT_S, IsolatedReward, Worker
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rewards.scoring import Scorer, expressions_worker, scorer_for
@@ -105,12 +105,21 @@ def _resolve(spec: Any, modules: Modules, worker: Worker) -> WeightedReward:
 
 
 def _check_math(name: str) -> None:
-    """Start the worker that compares expressions, and check that it finds math-verify."""
+    """Start the worker that compares expressions, and check that it finds math-verify.
+
+    The first comparison imports sympy, which takes longer than a comparison may take if the machine
+    is busy.
+    """
+    worker = expressions_worker()
+    limit = worker.timeout
+    worker.timeout = START_LIMIT_S
     try:
-        expressions_worker()(completions=["x"], answers=["x"], seconds=60, digits=None)
+        worker(completions=["x"], answers=["x"], seconds=60, digits=None)
     except RewardFailure as error:
         remedy = "pip install 'grpo_fast[math]'"
         raise ValueError(f"rewards: {name} cannot be used: {error} ({remedy})") from None
+    finally:
+        worker.timeout = limit
 
 
 def _load_in_worker(spec: Any, convention: str | None, worker: Worker) -> Loaded:

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from grpo_fast.data import Example, Prompt
+from grpo_fast.data.records import TESTS, find
 from grpo_fast.errors import argument_error
 from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, SAMPLED, TRL, VERL, VERLS
-from grpo_fast.rewards.reward_set import RewardResult, RewardSet
+from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rewards.workers import unit_tests
+
+log = logging.getLogger(__name__)
 
 # GOLD: the parameter that receives the gold answer, for each convention. GIVEN: the parameters that
 # this package fills, so that the data needs no column for them.
@@ -122,21 +126,38 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
                 first = str(missing[0].prompt)[:60]
                 argument = f"rewards: {reward.name} asks for {name}"
                 raise argument_error(argument, expected, f"{got}, first {first!r}")
-        if getattr(reward.function, "path", "").endswith("code_tests.py:code_tests"):
-            _check_tests(reward.name, examples, split)
+        refused = [e for e in examples if _is_code_tests(reward) and tests_error(e)]
+        if refused:
+            argument = f"rewards: {reward.name} asks for tests"
+            expected = f"tests that the README of rewards lists in every {split} example"
+            first = f"{str(refused[0].prompt)[:60]!r}: {tests_error(refused[0])}"
+            got = f"{len(refused)} of {len(examples)} without, first {first}"
+            remedy = "data.drop_unusable=true skips such rows"
+            raise argument_error(argument, expected, f"{got}; {remedy}")
 
 
-def _check_tests(name: str, examples: Sequence[Example], split: str) -> None:
-    refused = []
-    for example in examples:
-        try:
-            unit_tests.check(tests_of(example))
-        except ValueError as error:
-            refused.append(f"{str(example.prompt)[:60]!r}: {error}")
-    if refused:
-        expected = f"tests that the README of rewards lists in every {split} example"
-        got = f"{len(refused)} of {len(examples)} without, first {refused[0]}"
-        raise argument_error(f"rewards: {name} asks for tests", expected, got)
+def _is_code_tests(reward: WeightedReward) -> bool:
+    return getattr(reward.function, "path", "").endswith("code_tests.py:code_tests")
+
+
+def tests_error(example: Example) -> str:
+    """Return why `code_tests` refuses the tests of an example, or "" if it can run them."""
+    try:
+        unit_tests.check(tests_of(example))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def with_usable_tests(rewards: RewardSet, examples: Sequence[Example]) -> Sequence[Example]:
+    """Return the examples without those whose tests `code_tests` refuses. Log their number."""
+    if not any(map(_is_code_tests, rewards.rewards)):
+        return examples
+    kept = [example for example in examples if not tests_error(example)]
+    if len(kept) < len(examples):
+        skipped = len(examples) - len(kept)
+        log.warning("data: %d rows with tests that code_tests refuses are skipped", skipped)
+    return kept
 
 
 def tests_of(example: Example) -> Any:
@@ -161,7 +182,8 @@ def tests_of(example: Example) -> Any:
     if "class Solution" in given.get("starter_code", ""):
         call = f"Solution().{call}"
     lines = []
-    for values, output in zip(tests["inputs"], tests["outputs"], strict=True):
+    pairs = zip(tests.get("inputs") or [], tests.get("outputs") or [], strict=True)
+    for values, output in pairs:
         # APPS accepts an output that is a list of one item, and the item.
         outputs = [output, *output] if isinstance(output, list) and len(output) == 1 else [output]
         lines.append(f"assert {call}(*{values!r}) in {outputs!r}")
@@ -194,5 +216,5 @@ def _has(example: Example, name: str, is_gold: bool, convention: str) -> bool:
     if is_gold and convention == OURS:
         return example.answer is not None  # our functions get the parsed answer, not the row's
     if name == "tests":
-        return tests_of(example) is not None
+        return find(example.fields, TESTS) is not None
     return name in example.fields or (is_gold and label_of(example) is not None)

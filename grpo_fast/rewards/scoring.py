@@ -77,6 +77,19 @@ _TEXT_UNIT = re.compile(
     r"(?<=[0-9])(?:[ ~]|\\[ ,;])?\\(?:text|mathrm|mbox) ?\{[ ~]?[A-DF-HJ-Za-df-hj-z](?:/[a-z])?\}"
 )
 _LETTERS = re.compile("[A-J]{2,10}")  # several choices
+# A letter that a sentence names as the answer: "B is correct", "I choose (B)", "so it is B."
+_CHOSEN = re.compile(
+    r"\b(?:I|we) (?:choose|pick|select) (?:option )?[(*]{0,3}([A-J])\b"
+    r"|\b([A-J])[)*]{0,3} is (?:the )?(?:correct|right|best|answer)\b"
+    r"|(?:\bis|'s|\bwith):? [(*]{0,3}([A-J])[)*.]{0,4}$",
+    re.M,
+)
+# What follows the answer in "the answer is 12, not 13" and "the answer is B because …".
+_REASON = re.compile(r",? (?:because|since|as|so|not|which|where|but|for|while|when|if)\b")
+_UNIT_AT_END = re.compile(
+    r"(?:\\[ ,;])?\s*\\(?:text|mathrm|mbox) ?\{\s*([A-Za-z][A-Za-z ./]*)\}"
+    r"(?:\^(?:[23]|\{[23]\}))?[ $.]*\Z"
+)
 _RELATION = re.compile(r"[<>≠]|\\(?:[lg]eq?|[lg]t|neq?)\b")
 _AND = re.compile(r"\s(?:or|and)\s")
 _VARIABLE = re.compile(r"(?:^|(?<=,)) ?[A-Za-z] ?=")
@@ -88,6 +101,7 @@ _SIGNS = str.maketrans({
 })  # fmt: skip
 _PLAIN = ((r"\left", ""), (r"\right", ""), (r"\%", "%"), (r"\varnothing", r"\emptyset"),
           (r"\$", ""), (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""))  # fmt: skip
+_POWER = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # not the marks of bold text
 _ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|([0-9]+|[a-z]))")
 
 
@@ -180,9 +194,12 @@ def likely_answer(final: str, gold: str) -> str | None:
         is_heading = final.rstrip().rfind("\n") > final.rfind(HASHES) >= 0
         if not (is_number and is_heading and not _is_number(content)):
             return content
+    is_letter = _CHOICE.fullmatch(_normal(gold)) is not None
     said = list(_SAID.finditer(final))
     if said:
         content = final[said[-1].end() :].partition("\n")[0].partition(". ")[0]
+        if is_number or is_letter or is_expression(gold):
+            content = _REASON.split(content, maxsplit=1)[0]
         if not is_number or _is_number(content) or is_expression(content):
             return content
     latex = last_latex(final)
@@ -190,7 +207,12 @@ def likely_answer(final: str, gold: str) -> str | None:
         return latex
     if is_number:
         return last_number(final)
-    return next((line for line in final.split("\n")[::-1] if line.strip()), None)
+    lines = [line for line in final.split("\n") if line.strip()]
+    if is_letter and lines:
+        chosen = [letter for found in _CHOSEN.findall(final) for letter in found if letter]
+        texts = (lines[-1], *chosen[-1:], lines[0])
+        return next((text for text in texts if _CHOICE.fullmatch(_normal(text))), lines[-1])
+    return lines[-1] if lines else None
 
 
 def is_expression(answer: str) -> bool:
@@ -239,7 +261,9 @@ def compare(
     choices = [re.sub("[,;]", "", text.replace(" ", "")) for text in texts]
     if all(_LETTERS.fullmatch(text) for text in choices):
         return float(choices[0] == choices[1])
-    # 3. Compare expressions.
+    # 3. Compare expressions. One of them may have a unit that the other lacks.
+    if loose:
+        texts = [_normal(text, loose) for text in _without_lone_unit(answer, gold)]
     if expected is not None and _RELATION.search(texts[0]):
         return 0.0
     if "," in texts[1] or _AND.search(texts[1]):
@@ -279,6 +303,16 @@ def _named_number(text: str, loose: bool) -> Number | None:
     return parse_number(right)
 
 
+def _without_lone_unit(answer: str, gold: str) -> list[str]:
+    r"""Remove a unit such as `\text{ cm}^2` that only one of two expressions has at its end."""
+    pair = [answer, gold]
+    units = [_UNIT_AT_END.search(text) if len(text) <= LONGEST else None for text in pair]
+    for i, unit in enumerate(units):
+        if unit and not units[1 - i] and not _NO_UNIT.search(unit[1]):
+            pair[i] = pair[i][: unit.start()] or pair[i]
+    return pair
+
+
 def _is_number(text: str) -> bool:
     return not isinstance(_read(text, loose=True), str | None)
 
@@ -287,7 +321,7 @@ def _normal(text: str, loose: bool = False) -> str:
     """Return an answer without dollar signs, LaTeX for text, and blanks that do not matter."""
     if len(text) <= LONGEST:
         text = _WRAPPED.sub(r"\1", text).translate(_SIGNS)
-        text = _ROOT.sub(r"\\sqrt{\1\2}", text).replace("**", "^" if "*" not in text[:2] else "**")
+        text = _POWER.sub("^", _ROOT.sub(r"\\sqrt{\1\2}", text))
         for latex, plain in _PLAIN:
             text = text.replace(latex, plain)
         if loose:
@@ -300,9 +334,10 @@ def _are_near(said: Number, expected: Number, digits: int | None) -> bool:
     """Compare two numbers. A fraction equals its value that is rounded to at least 6 decimals."""
     if digits is not None:
         return round(Fraction(said), digits) == round(Fraction(expected), digits)
-    if isinstance(said, Decimal) and isinstance(expected, Fraction):
-        places = -int(said.as_tuple().exponent)
-        return said == expected or (places >= 6 and round(expected, places) == Fraction(said))
+    rounded, exact = (said, expected) if isinstance(said, Decimal) else (expected, said)
+    if isinstance(rounded, Decimal) and isinstance(exact, Fraction):
+        places = -int(rounded.as_tuple().exponent)
+        return rounded == exact or (places >= 6 and round(exact, places) == Fraction(rounded))
     return said == expected
 
 

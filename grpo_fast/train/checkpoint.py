@@ -399,7 +399,7 @@ class Checkpoints:
             return
         try:
             self.on_save(checkpoint)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.warning("checkpoint.on_save failed for %s: %s", checkpoint, reason(error))
 
     @contextmanager

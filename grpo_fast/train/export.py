@@ -60,7 +60,8 @@ def export(source: str | Path, out: str | Path) -> Path:
         broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
         came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
         require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
-        policy.save(target)
+        with written(target):
+            policy.save(target)
     return target
 
 

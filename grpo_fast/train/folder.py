@@ -125,7 +125,8 @@ def written(path: Path) -> Iterator[None]:
             if not isinstance(cause, (OSError, SafetensorError)):
                 raise cause from error
         said = f"{path}: expected a disk with room that can be written to"
-        raise WriteError(f"{said}, got {reason(cause)}") from error
+        remedy = "free some space, or choose a different folder"
+        raise WriteError(f"{said}, got {reason(cause)}; {remedy}") from error
 
 
 def read_regular(path: Path) -> bytes:

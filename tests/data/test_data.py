@@ -86,7 +86,7 @@ def test_gold_answer(tmp_path):
         ({"text": "x"}, "expected a field 'prompt' or 'question', found 'text'"),
         (
             {"prompt": "x", "answer": " "},
-            "a non-empty text in the answer, got ' '; data.drop_empty=true",
+            "a non-empty text in the answer, got ' '; data.drop_unusable=true",
         ),
         ({"prompt": "", "answer": "1"}, "expected a non-empty text"),
         ({"prompt": 3.5, "answer": "1"}, "text or a list of chat messages, got 3.5"),

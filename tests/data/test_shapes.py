@@ -115,6 +115,14 @@ READ = [
               "input_output": '{"inputs": ["1"], "outputs": ["2"]}', "url": "u"}, "q", None),
     ("KodCode", {"style": "instruct", "question_id": "k", "question": "q", "solution": "def f(): 1",
                  "test": "from solution import f\ndef test_f():\n    assert f()"}, "q", None),
+    ("LeetCodeDataset", {"prompt": "import math\n", "query": "q", "entry_point": "Solution().f",
+                         "test": "def check(candidate):\n    assert candidate(1)"}, "q", None),
+    ("Skywork-OR1", {"prompt": [user("q")], "reward_model": {"ground_truth": '["4"]'}},
+     [user("q")], "4"),
+    ("two answers as JSON", {"question": "q", "answer": '["4", "5"]'}, "q", None),
+    ("an interval", {"question": "q", "answer": "[0,1]"}, "q", "[0,1]"),
+    ("Dolly's empty context", {"instruction": "q", "context": None, "response": "r"}, "\nq", None,
+     {"prompt_template": "{context}\n{question}"}),
     ("TriviaQA", {"question": "q", "question_id": "tc_2",
                   "answer": {"value": "a", "aliases": ["b"]}}, "q", "a",
      {"columns": {"answer": "answer.value"}}),
@@ -169,7 +177,7 @@ REFUSED = [
      {"prompt_template": "{question}{answer}"}),
     ("a template around a rendered prompt", {"prompt": RENDERED, "answer": "1"},
      "expected none for messages, got a rendered prompt", {"prompt_template": "plain"}),
-    ("an empty answer", {"question": "q", "answer": ""}, "data.drop_empty=true skips such rows"),
+    ("an empty answer", {"question": "q", "answer": ""}, "data.drop_unusable=true skips such rows"),
     ("an empty prompt", {"question": None, "answer": "1"}, "expected a prompt, got an empty field"),
 ]  # fmt: skip
 
@@ -252,6 +260,19 @@ def test_files_in_the_forms_that_people_have(tmp_path, case):
     assert (example.prompt, example.answer, example.label) == ("q", "18", 18)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [{"question": ["q", "p"], "answer": [1, 2]},
+     {"question": {"0": "q", "1": "p"}, "answer": {"0": 1, "1": 2}}],
+)  # fmt: skip
+def test_a_json_file_of_columns(tmp_path, content):
+    """Check the forms that `Dataset.to_dict` and `DataFrame.to_json` write."""
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps(content, indent=1))
+    found = read_examples(DataConfig(task="jsonl", path=str(path)))
+    assert [(e.prompt, e.answer) for e in found] == [("q", "1"), ("p", "2")]
+
+
 def test_columns_of_a_csv_file_have_types(tmp_path):
     """Check the types of columns. The comparison int(m) == target in a reward must work."""
     path = tmp_path / "d.csv"
@@ -290,13 +311,17 @@ def test_rows_that_are_skipped_are_counted(tmp_path, caplog):
     rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(answers)]
     rows.append({"question": " ", "answer": "6"})
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert invoke("data", str(path), "drop_empty=true").stdout.startswith(
+    assert invoke("data", str(path), "drop_unusable=true").stdout.startswith(
         f"{path}: 2 training and 1"
     )
     assert "3 rows without a prompt or an answer are skipped" in caplog.text
+    code = [{"question": f"q{i}", "tests": "assert f() == 1"} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, code)))
+    shown = invoke("data", str(path), "drop_unusable=true").stdout
+    assert "3 judged by code_tests" in shown  # rows with tests need no answer
     path.write_text("\n".join(map(json.dumps, [rows[0], rows[2], rows[3]])))
     assert invoke("data", str(path)).exit_code == 0
-    assert "1 rows have no answer; data.drop_empty=true skips them" in caplog.text
+    assert "1 rows have no answer; data.drop_unusable=true skips them" in caplog.text
 
 
 def test_long_prompts_are_skipped_and_counted(tmp_path, caplog):

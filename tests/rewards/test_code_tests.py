@@ -1,6 +1,8 @@
 """Tests of the reward function `code_tests`, which runs a model's code against unit tests."""
 
 import contextlib
+import functools
+import json
 import os
 import shutil
 import time
@@ -11,8 +13,11 @@ import torch
 
 from grpo_fast.data import Example
 from grpo_fast.data import answers as data_answers
+from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards.columns import with_usable_tests
 from grpo_fast.rewards.workers import code_tests as worker
+from grpo_fast.train.config import DataConfig
 from tests.reward_specs import spec
 
 pytestmark = pytest.mark.skipif(
@@ -162,6 +167,12 @@ FENCES = [
     ("```python\nx = 1\n```\n```pycon\n>>> x\n1\n```", ["x = 1\n"], "x = 1\n"),
     ("```py\nf = 1\n```\nbetter:\n```Python\nf = 2\n```", ["f = 1\n", "f = 2\n"], "f = 2\n"),
     ("```py\nf = 1\n```\nor ```py\nf = 3", ["f = 1\n", "f = 3"], "f = 3"),
+    (
+        '```py\ndef f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n```',
+        ['def f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n'],
+        'def f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n',
+    ),
+    ("So:\n<answer>\nf = 1\n</answer>", ["\nf = 1\n"], "\nf = 1\n"),
     (MIX, ["import math\n", "def f(): return 2\n"], "f(1)\n"),
 ]
 
@@ -198,6 +209,24 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
     rows = [Example("p", "a", None, {"tests": tests}) for tests in (TESTS, "assert f(1).x == 2")]
     with pytest.raises(ValueError, match="got 1 of 2 without, first 'p': .*assert f.1..x == 2"):
         check_examples(rewards, rows, "train")
+
+
+def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path, caplog):
+    listed = [{"tests": TESTS}, {"tests": "assert f(1).x == 2"}, {"input_output": {"fn_name": "f"}}]
+    path = tmp_path / "d.jsonl"
+    rows = [{"question": f"q{i}", **listed[i % 3]} for i in range(12)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    splits = Splits(DataConfig(task="jsonl", path=str(path), n_test=6), 0)
+    remedy = "without, first .*data.drop_unusable=true skips such rows"
+    with pytest.raises(ValueError, match=remedy):
+        check_examples(rewards, splits.listed, "training")
+    kept = splits.only(functools.partial(with_usable_tests, rewards))
+    assert {e.prompt for e in [*kept.train, *kept.test]} == {"q0", "q3", "q6", "q9"}
+    assert caplog.text.count("rows with tests that code_tests refuses are skipped") == 2
+    check_examples(rewards, kept.listed, "training")
+    assert with_usable_tests(build_rewards([spec("gsm8k_format")]), splits.train) is splits.train
+    with pytest.raises(ValueError, match="expected usable rows in both splits, got 0 and 0"):
+        splits.only(lambda examples: [])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,10 @@ STYLES = {
         "def add(a, b): return a + b", "def add(a, b): return a - b",
         ["assert add(1, 2) == 3", "assert isinstance(add(1, 2), int) and add(2, 2) == 4"],
     ),
+    "names of typing without an import": (
+        "def add(xs: List[int], y: Optional[int] = None) -> int: return sum(xs)",
+        "def add(xs: List[int]) -> List[int]: return xs", ["assert add([1, 2]) == 3"],
+    ),
     "a check function": (
         "def add(a, b): return a + b", "def add(a, b): return 0",
         "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4\n"

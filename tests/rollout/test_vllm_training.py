@@ -113,5 +113,9 @@ def test_a_server_may_round_as_its_dtype_does(servers, tmp_path):
                 score["logprob"] -= 0.01
 
     servers[0].faults = {"probe": rounded}
+    with pytest.raises(EngineError, match="For a quantised server, set rollout.vllm.tolerance"):
+        run(tmp_path / "refused", *settings_for(servers[0]))
+    allowed = "rollout.vllm.tolerance=0.02"
+    assert run(tmp_path / "tolerant", *settings_for(servers[0]), allowed)["metrics"]
     servers[0].dtype = "torch.bfloat16"
     assert run(tmp_path / "run", *settings_for(servers[0]))["metrics"]

@@ -105,6 +105,7 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     _, whole = run(tmp_path / "whole", recipe, *words, "steps=2")
     run(tmp_path / "parts", recipe, *words, "steps=1")
     _, parts = run(tmp_path / "parts", recipe, *words, "steps=2", "resume=auto")
+    assert whole[0]["kl"] == 0 and whole[1]["kl"] > 0  # the reference is the start
     assert parts[1] == whole[1]  # not step 1, after which only the shorter run evaluates
     saved = merged_weights(tmp_path / "whole" / "model")
     assert_same(merged_weights(tmp_path / "parts" / "model"), saved, 0)

@@ -298,7 +298,7 @@ HOOK = """
 def saved(folder):
     with open(folder.parent.parent / "saved.txt", "a") as file:
         file.write(folder.name + "\\n" * (folder / "manifest.json").is_file())
-    raise KeyError("no bucket")
+    raise KeyError("no bucket") if folder.name == "step_000001" else SystemExit(3)
 """
 
 

@@ -177,6 +177,23 @@ def test_a_full_disk_that_cannot_be_truncated_gives_a_sentence(tmp_path):
         file.append([{"a": 1}])
 
 
+def test_other_commands_on_a_full_disk_name_the_file(tmp_path, monkeypatch):
+    run(tmp_path / "run", *TABLE)
+    for name in ("x.json", "x.png"):
+        (tmp_path / name).symlink_to("/dev/full")
+    monkeypatch.setattr("grpo_fast.train.models.policy.Policy.save", Mock(side_effect=FULL))
+    for command, *words, file in (
+        ("eval", str(tmp_path / "run"), "n=2", f"out={tmp_path}/x.json"),
+        ("plot", str(tmp_path / "run"), "-o", f"{tmp_path}/x.png"),
+        ("export", str(tmp_path / "run"), f"{tmp_path}/out"),
+    ):
+        last = invoke(command, *words, file).stderr.splitlines()[-1]
+        assert last.startswith(f"grpo-fast: {file.removeprefix('out=')}: expected a disk with"), (
+            last
+        )
+        assert "No space left on device; free some space, or choose" in last
+
+
 # ---------------------------------------------------------------------------- Errors that end a run
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
 EVALUATE = "grpo_fast.train.evaluation.evaluate.evaluate"

@@ -71,6 +71,20 @@ def test_a_setting_counts_before_the_recipe(models, recipe, asked):
     assert options.max_new_tokens == 2 and prompts[0][0]["content"] == "Other."
 
 
+def test_long_prompts_are_skipped_before_the_questions_are_counted(
+    models, recipe, tmp_path, asked, caplog
+):
+    questions = ["1+2?" * 40, "2+2?", "3+3?", "4+4?" * 40]
+    lines = [{"question": text, "answer": "#### 4"} for text in questions]
+    write_lines(tmp_path / "test.jsonl", *lines)
+    words = [f"recipe={recipe}", "samples=1", "k=[]", "temperature=0", "max_prompt_tokens=160"]
+    found = run_eval(models, words)  # the same questions for both models
+    assert {metric.n for metric in found["greedy"].values()} == {2}
+    shown = [[messages[-1]["content"] for messages in call.args[1]] for call in asked]
+    assert [[text[:4] for text in each] for each in shown] == [["2+2?", "3+3?"]] * 2
+    assert "2 test prompts have more tokens, and are skipped" in caplog.text
+
+
 def test_the_training_split_is_not_read(models, recipe, tmp_path):
     """Check that a bad row in the training file does not prevent an evaluation."""
     write_lines(tmp_path / "train.jsonl", "{")

@@ -37,6 +37,8 @@ MOST_OUTPUT = 16 << 20
 OPENED = re.compile(r"^[^`~\n]*(`{3,}|~{3,})([^`\n]*)$", re.M)
 PYTHON = re.compile(r"\A[{. \t]*(python|py)[\d.]*(\W|\Z)", re.I)
 DEFINED = re.compile(r"^(?:def|async def|class) +(\w+)|^(\w+) *[:=]", re.M)
+# HumanEval and LeetCode import these names before the answer, so answers use them without import.
+TYPING = re.compile(r"\b(?:Any|Callable|Dict|List|Optional|Set|Tuple|Union)\b")
 IMPORT = re.compile(r"^(?:import|from) .+$", re.M)
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
 # each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
@@ -102,7 +104,7 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
     """
     fenced = [(mark, textwrap.dedent("".join(lines))) for mark, lines in _fenced(text)]
     blocks = [code for mark, code in fenced if PYTHON.match(mark)] or [code for _, code in fenced]
-    blocks = blocks or [text]
+    blocks = blocks or [answers.marked_content(text, (answers.TAG,)) or text]
     if not names:
         return ["\n".join(IMPORT.findall("\n".join(blocks[:-1]))), blocks[-1]]
     defined = [{name for pair in DEFINED.findall(code) for name in pair} for code in blocks]
@@ -114,13 +116,16 @@ def _fenced(text: str) -> list[tuple[str, list[str]]]:
     """Return the mark and the lines of each fenced block. A regular expression could be slow."""
     blocks: list[tuple[str, list[str]]] = []
     fence = ""
+    deepest = 0  # deepest indentation of the end of the block; docstrings may contain fences, too
     for line in text.splitlines(keepends=True):
-        if fence and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+        ends = fence and line.strip().startswith(fence) and not line.strip().strip(fence[0])
+        if ends and len(line) - len(line.lstrip()) <= deepest:
             fence = ""
         elif fence:
             blocks[-1][1].append(line)
         elif opened := OPENED.match(line):
             fence = opened[1]
+            deepest = opened.start(1) + 3
             blocks.append((opened[2], []))
     return blocks
 
@@ -132,7 +137,10 @@ def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:
         ValueError: the tests pass a value to the answer that is not plain data.
     """
     prepared = unit_tests.prepared(tests)
-    request = {"blocks": code_of(text, prepared["names"].values()), "program": False, **limits}
+    blocks = code_of(text, prepared["names"].values())
+    if TYPING.search("".join(blocks)):
+        blocks.insert(0, "from typing import *")
+    request = {"blocks": blocks, "program": False, **limits}
     left, right = socket.socketpair()
     with left, right, _file() as results:
         with _process("answer", request, left, subprocess.DEVNULL):

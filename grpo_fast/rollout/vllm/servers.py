@@ -236,6 +236,8 @@ class VLLMServers(Engine):
             difference = float((ours - torch.tensor(logps)).abs().mean())
             dtypes = link.dtype, self.policy.autocast or self.policy.head.weight.dtype
             limit = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
+            if self.options.tolerance is not None:
+                limit = self.options.tolerance
             if difference <= limit:
                 return
             claimed = escape_control(link.server.weight_version()[:40])
@@ -245,7 +247,8 @@ class VLLMServers(Engine):
         raise BadAnswer(
             f"{link.server.url} claims to have the weights {self.label} (/weight_info: {claimed}), "
             f"but its log-probabilities differ from the policy's by {difference:.3g} nats per "
-            f"token. Rounding explains {limit:g}. Check that the server applies weight updates."
+            f"token. At most {limit:g} is allowed. Check that the server applies weight updates. "
+            "For a quantised server, set rollout.vllm.tolerance."
         )
 
     def _errors(self) -> str:

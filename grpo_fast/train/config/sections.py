@@ -267,8 +267,8 @@ class DataConfig(Section):
         chat: Use the model's chat template; null uses it if the tokenizer has one.
         template_kwargs: Arguments of the chat template, for example {enable_thinking: false}.
         shots_tokens: Number of tokens for worked examples, which are drawn anew for each question.
-        drop_empty: Skip rows with an empty prompt or answer, and log their number; false refuses
-            them.
+        drop_unusable: Skip rows with an empty prompt or answer, or with tests that code_tests
+            refuses, and log their number; false refuses them.
         max_prompt_tokens: Skip questions whose prompt has more tokens, and log their number; null
             keeps all.
         encoding: Encoding of text files, for example cp1252; null reads UTF-8 and UTF-16.
@@ -287,7 +287,7 @@ class DataConfig(Section):
     chat: bool | None = None
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     shots_tokens: Positive | None = None
-    drop_empty: bool = False
+    drop_unusable: bool = False
     max_prompt_tokens: Positive | None = None
     encoding: str | None = None
     n_test: Size | None = None

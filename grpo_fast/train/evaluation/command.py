@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.prompts import in_chat
-from grpo_fast.data.splits import Splits, asks_in_chat, read_examples
+from grpo_fast.data.splits import Splits, asks_in_chat, read_examples, without_long
 from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards.columns import with_usable_tests
+from grpo_fast.rollout import encode_prompts
+from grpo_fast.train import folder
 from grpo_fast.train.config import (
     DataConfig,
     EvalConfig,
@@ -26,7 +29,6 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import apply_word, own_words, split_word, validated
 from grpo_fast.train.evaluation.data_view import asking_lines
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, paired
-from grpo_fast.train.folder import plain_json
 from grpo_fast.train.models import loading
 
 DEFAULT_REWARDS = {"gsm8k": ["gsm8k_correct", "gsm8k_format"], "sort": ["sort_positions"]}
@@ -200,6 +202,13 @@ def run_eval(
     data = config.data
     examples = _examples(config, model_configs[0], words)
     rewards = build_rewards(config.rewards)
+    if data.drop_unusable:
+        examples = with_usable_tests(rewards, examples)
+    for model in model_configs if data.max_prompt_tokens is not None else ():
+        tokenizer = loading.load_tokenizer(model)
+        asked = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
+        examples = without_long(examples, asked, tokenizer, encode_prompts, "test")
+    examples = examples[: config.eval.n]
     check_examples(rewards, examples, "test")
     # 3. Evaluate each model in each pass.
     modes = _passes(config)
@@ -227,8 +236,9 @@ def run_eval(
         written = {**results, "models": dict(zip("ab", models, strict=True))}
         say(f"A: {models[0]}", f"B: {models[1]}", paired_table(results))
     if own.out is not None:
-        text = json.dumps(plain_json(written), indent=2) + "\n"
-        Path(own.out).write_text(text, encoding="utf-8")
+        text = json.dumps(folder.plain_json(written), indent=2) + "\n"
+        with folder.written(Path(own.out)):
+            Path(own.out).write_text(text, encoding="utf-8")
     return results
 
 
@@ -293,8 +303,6 @@ def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Se
     data = config.data
     is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
     if is_named and data.path and os.path.isfile(data.path):
-        examples: Sequence[Example] = read_examples(data)
-    else:
-        tokenizer = None if data.shots_tokens is None else loading.load_tokenizer(model)
-        examples = Splits(data, config.seed, tokenizer, test_only=True).test
-    return examples[: config.eval.n]
+        return read_examples(data)
+    tokenizer = None if data.shots_tokens is None else loading.load_tokenizer(model)
+    return Splits(data, config.seed, tokenizer, test_only=True).test

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from grpo_fast.data import FILES, Example, Prompt
 from grpo_fast.data.answers import parse_number
 from grpo_fast.data.prompts import Form
+from grpo_fast.data.records import TESTS, find
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import has_chat_template
-from grpo_fast.rewards.columns import tests_of
+from grpo_fast.rewards.columns import tests_error
 from grpo_fast.rewards.scoring import is_expression
-from grpo_fast.rewards.workers import unit_tests
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath, require
 from grpo_fast.train.config.words import own_words, read_words
@@ -62,7 +62,8 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     ]
     if REFUSED in kinds:
         first = every[kinds.index(REFUSED)]
-        lines.append(f"the first tests that code_tests refuses: {_tests_error(first)}")
+        remedy = "data.drop_unusable=true skips such rows"
+        lines.append(f"the first tests that code_tests refuses: {tests_error(first)}; {remedy}")
     # 3. Show the first prompts. With model=MODEL, show them as the model receives them.
     tokenizer = None
     hint = " (model=MODEL shows its tokens)"
@@ -95,27 +96,14 @@ def kind_of(example: Example) -> str:
     if example.answer is None and example.label is not None:
         return "as lists or mappings, for your own reward"
     if example.answer is None:
-        error = _tests_error(example)
-        if error is None:
+        if find(example.fields, TESTS) is None:
             return "without an answer"
-        return REFUSED if error else "judged by code_tests"
+        return REFUSED if tests_error(example) else "judged by code_tests"
     if parse_number(example.answer) is not None:
         return "judged as numbers"
     if is_expression(example.answer):
         return "judged as expressions"
     return "judged as texts"
-
-
-def _tests_error(example: Example) -> str | None:
-    """Return why `code_tests` refuses the tests of an example, "" if not, or None without tests."""
-    try:
-        tests = tests_of(example)
-        if tests is None:
-            return None
-        unit_tests.check(tests)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 # ------------------------------------------------------------------------------------------- Asking

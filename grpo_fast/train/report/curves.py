@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_fast.data import escape_control
 from grpo_fast.errors import argument_error, require
+from grpo_fast.train.folder import written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,8 +186,9 @@ def picture(
     with rc_context(fname=STYLE):
         figure = Figure(figsize=size)
         yield figure, figure.subplots(*grid, squeeze=False, **options)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
+        with written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
 
 
 def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:

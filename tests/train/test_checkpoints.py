@@ -21,7 +21,7 @@ from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train import checkpoint, loop
 from grpo_fast.train import update as gradients
 from grpo_fast.train.checkpoint import Checkpoints
-from grpo_fast.train.folder import checkpoints_in, problem_of
+from grpo_fast.train.folder import Manifest, checkpoints_in, problem_of
 from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report.report import RunReport
 from tests.command_line import ROOT, invoke, refused
@@ -211,7 +211,7 @@ STEP = "step_000002"
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
     "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),
-    "manifest": (checkpoint.Manifest, "model_dump_json", lambda n, *_: n == 2),
+    "manifest": (Manifest, "model_dump_json", lambda n, *_: n == 2),
     "folder": (checkpoint, "sync", lambda n, p: Path(p).name == STEP + checkpoint.UNFINISHED),
     "rename": (os, "replace", lambda n, a, b: str(b).endswith(STEP)),
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import Splits, asks_in_chat, read_examples, without_long
-from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rewards.columns import with_usable_tests
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train import folder
@@ -202,13 +202,7 @@ def run_eval(
     data = config.data
     examples = _examples(config, model_configs[0], words)
     rewards = build_rewards(config.rewards)
-    if data.drop_unusable:
-        examples = with_usable_tests(rewards, examples)
-    for model in model_configs if data.max_prompt_tokens is not None else ():
-        tokenizer = loading.load_tokenizer(model)
-        asked = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
-        examples = without_long(examples, asked, tokenizer, encode_prompts, "test")
-    examples = examples[: config.eval.n]
+    examples = _usable(examples, data, rewards, model_configs)[: config.eval.n]
     check_examples(rewards, examples, "test")
     # 3. Evaluate each model in each pass.
     modes = _passes(config)
@@ -306,3 +300,16 @@ def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Se
         return read_examples(data)
     tokenizer = None if data.shots_tokens is None else loading.load_tokenizer(model)
     return Splits(data, config.seed, tokenizer, test_only=True).test
+
+
+def _usable(
+    examples: Sequence[Example], data: DataConfig, rewards: RewardSet, models: Sequence[ModelConfig]
+) -> Sequence[Example]:
+    """Return the examples without those that the settings drop for one of the models."""
+    if data.drop_unusable:
+        examples = with_usable_tests(rewards, examples)
+    for model in models if data.max_prompt_tokens is not None else ():
+        tokenizer = loading.load_tokenizer(model)
+        asked = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
+        examples = without_long(examples, asked, tokenizer, encode_prompts, "test")
+    return examples

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks import measure
 from benchmarks.options import new_parser
 from grpo_fast.errors import require
 from grpo_fast.train import loop
@@ -53,6 +54,7 @@ METRICS = {
 # value by more than TELLING. A metric without a neutral value is always shown.
 NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
 TELLING = 0.01
+COLUMNS = 3  # most panels next to each other
 MOST_LINES = 8  # for more settings, the panels that show all settings are left out
 # The axis of the gradient variance is logarithmic. Its lower end is this fraction of its upper end,
 # because a run that ends with variance 0 would stretch the axis without limit.
@@ -199,15 +201,24 @@ def is_telling(rows: dict[str, list[Rows]], metric: str) -> bool:
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> None:
-    """Save the picture at `path`. It has one panel for each metric and each group of curves."""
+    """Save the picture at `path`. It has one panel for each metric and each group of curves.
+
+    A group takes several rows if it has more panels than COLUMNS. The last line of the picture
+    names the processor.
+    """
     groups = grouped(rows, settings)
     shown = [name for name, (_, title) in METRICS.items() if title and is_telling(rows, name)]
-    width = max(1, len(shown))
-    size = 4.2 * width, 3.1 * len(groups)
+    columns = max(1, min(COLUMNS, len(shown)))
+    height = max(1, math.ceil(len(shown) / columns)) * len(groups)
     keys = list(next(iter(settings.values())))
-    with curves.picture(path, size, (len(groups), width)) as (_, panels):
+    with curves.picture(path, (4.2 * columns, 3.1 * height), (height, columns)) as (figure, grid):
+        figure.supxlabel(measure.hardware("cpu")["cpu"], fontsize=9, color="gray")
+        panels = grid.reshape(len(groups), -1)
         for row, (key, lines) in zip(panels, groups.items(), strict=True):
-            for axes, metric in zip(row, shown, strict=False):
+            for axes, metric in itertools.zip_longest(row, shown):
+                if metric is None:
+                    axes.set_visible(False)
+                    continue
                 draw(axes, lines, metric)
                 title = METRICS[metric][1]
                 axes.set(title=f"{title} by {key}" if key else title, xlabel="step")

@@ -6,6 +6,7 @@ A run is a process of its own. Its clock stops while the driver evaluates the we
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import time
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.experiments.sums import write_sums
 from benchmarks.measure import resident
 from benchmarks.trainers.trl import make_trainer
 from grpo_fast.data import Example
@@ -37,9 +37,8 @@ from grpo_fast.train.run import Run
 
 TRAINERS = ("grpo_fast", "FastGRPOTrainer", "TRL")
 ROWS = (1, 2, 4, 8, 16)  # rows per forward pass that are tried for TRL
-SHOTS = 19  # worked examples of the task `sums`; prompts then have 488 tokens of SmolLM2
+SHOTS = 18  # worked examples of the task `examples`
 BATCH = 64  # answers that the evaluator samples at a time
-EXACT = "rewards=[{name: 'grpo_fast.examples.capitals:exact', in_process: true}]"
 
 
 # ------------------------------------------------------------------------------ tasks, evaluation
@@ -83,13 +82,27 @@ class Task(NamedTuple):
         return {**self._asdict(), "write": None, "words": list(self.words)}
 
 
+def write_examples(folder: Path) -> None:
+    """Write the data of `capitals`, with SHOTS training questions as worked examples."""
+    write_data(folder)
+    files = [folder / "train.jsonl", folder / "test.jsonl"]
+    train, test = ([json.loads(line) for line in file.open(encoding="utf-8")] for file in files)
+    shots = [{"role": "assistant", "content": row["answer"]} for row in train[:SHOTS]]
+    pairs = zip((row["prompt"][-1] for row in train), shots, strict=False)
+    worked = [message for pair in pairs for message in pair]
+    for file, rows in zip(files, (train[SHOTS:], test), strict=True):
+        for row in rows:
+            row["prompt"][-1:-1] = worked
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        file.write_text(text, encoding="utf-8")
+
+
 TASKS = {
     "capitals": Task(
         write_data, prompts=8, group=8, length=10, lr=2e-5, steps=20, every=4, questions=180
     ),
-    "sums": Task(
-        lambda folder: write_sums(folder, SHOTS), prompts=4, group=8, length=5, lr=2e-5, steps=8,
-        every=2, questions=100, words=(EXACT,),
+    "examples": Task(
+        write_examples, prompts=4, group=8, length=10, lr=2e-5, steps=8, every=2, questions=90
     ),
 }  # fmt: skip
 

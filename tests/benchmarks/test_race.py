@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.experiments.sums import write_sums
 from benchmarks.race import __main__ as driver
-from benchmarks.race.runs import Evaluator, Task
+from benchmarks.race.runs import SHOTS, TASKS, Evaluator, Task
 from grpo_fast.data import Example
 from tests.tiny import tiny_folder
 
@@ -82,6 +82,18 @@ def test_the_evaluator_answers_as_generate_does_for_each_prompt(model, tmp_path)
     right = [example._replace(answer=x) for example, x in zip(examples, expected, strict=True)]
     right[0] = right[0]._replace(answer="never")
     assert evaluator.accuracy(right, 5) == 0.75
+
+
+def test_worked_examples_are_training_questions(tmp_path):
+    TASKS["examples"].write(tmp_path)
+    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    train, test = ([json.loads(line) for line in file.open()] for file in files)
+    assert (len(train), len(test)) == (300 - SHOTS, 180)
+    [worked] = {json.dumps(row["prompt"][2:-1]) for row in [*train, *test]}  # the same in all rows
+    asked = {row["prompt"][-1]["content"] for row in [*train, *test]}
+    assert len(json.loads(worked)) == 2 * SHOTS and len(asked) == 480 - SHOTS
+    assert not any(row["content"] in asked for row in json.loads(worked))
+    assert not any(row["answer"] in worked for row in test)
 
 
 def runs_of(*curves):

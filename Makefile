@@ -310,7 +310,7 @@ bench: $(PEERS) csrc
 	@$(STEP) 'trees of samples against plain packing, with their bars'
 	@$(PY) -m benchmarks.trainers.trees $(filter --quick,$(BENCH_ARGS)) $(if $(filter --quick,$(BENCH_ARGS)),,\
 	  --json benchmarks/results/cpu-trees.json --plot benchmarks/results/trees.png)
-	@$(MAKE) bench-gate
+	@$(if $(filter --quick,$(BENCH_ARGS)),,$(MAKE) bench-gate)
 
 # Launches, waits, bytes and products of a call on a GPU, counted on any build of torch.
 gpu-trace: $(SETUP)

@@ -236,7 +236,7 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 	@$(STEP) 'the integrations, against the trainers themselves'
 	@GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' $(PYTEST) tests/integrations
 
-# Every module that imports transformers is tested here (tests/architecture/test_floor.py holds the list to it).
+# Every module that imports transformers is tested here (tests/architecture/test_house.py holds the list to it).
 TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py shared_prompt.py windows.py) \
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
   $(addprefix tests/train/test_,adapters.py fingerprints.py longcontext.py memory_model.py pretrained.py \
@@ -310,7 +310,7 @@ bench: $(PEERS) csrc
 	@$(STEP) 'trees of samples against plain packing, with their bars'
 	@$(PY) -m benchmarks.trainers.trees $(filter --quick,$(BENCH_ARGS)) $(if $(filter --quick,$(BENCH_ARGS)),,\
 	  --json benchmarks/results/cpu-trees.json --plot benchmarks/results/trees.png)
-	@$(MAKE) bench-gate
+	@$(if $(filter --quick,$(BENCH_ARGS)),,$(MAKE) bench-gate)
 
 # Launches, waits, bytes and products of a call on a GPU, counted on any build of torch.
 gpu-trace: $(SETUP)

@@ -5,8 +5,8 @@ empty, and one has masked tokens between active tokens, like the output of a too
 are positive, negative and 0. The log ratios are on both sides of every clip bound, and so far from
 the bounds that fp32 rounding cannot change whether a token is clipped.
 
-Masked tokens have ordinary values here. `poisoned` in test_contract_poison.py replaces these values
-with NaN, inf and invalid ids.
+Masked tokens have ordinary values here. `poisoned` in test_fuzz.py replaces these values with NaN,
+inf and invalid ids.
 """
 
 from __future__ import annotations

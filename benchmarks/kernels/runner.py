@@ -110,12 +110,14 @@ def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
         return run_cases(plan, save)
     cases: list[dict[str, Any]] = []
     for allocator in plan.allocators:
-        cases += run_child(plan, allocator)
-        save(cases)
+        saved = functools.partial(lambda earlier, found: save([*earlier, *found]), list(cases))
+        cases += run_child(plan, allocator, saved)
     return cases
 
 
-def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
+def run_child(
+    plan: Plan, allocator: str, save: Save = lambda _: None, *, quiet: bool = False
+) -> list[dict[str, Any]]:
     """Run the cases in a new process with the given allocator, and return their results.
 
     If the process is interrupted or crashes, return the results of the cases that had finished.
@@ -131,13 +133,24 @@ def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[s
         file.write_text("[]")
         command = [sys.executable, "-m", "benchmarks.kernels.runner", str(plan_file), str(file)]
         stdout = subprocess.DEVNULL if quiet else None
-        try:
-            status = subprocess.run(command, env=environment, stdout=stdout).returncode
-        except KeyboardInterrupt:
-            status = -2
+        finished: list[dict[str, Any]] = []
+        with subprocess.Popen(command, env=environment, stdout=stdout) as process:
+            status = None
+            while status is None:
+                try:
+                    status = process.wait(1)
+                except subprocess.TimeoutExpired:
+                    pass
+                except KeyboardInterrupt:
+                    process.kill()
+                    status = -2
+                found = json.loads(file.read_text())
+                if len(found) > len(finished):
+                    finished = [{**case, "allocator": allocator} for case in found]
+                    save(finished)
         if status:
             print(f"# interrupted (status {status}): the finished cases remain", file=sys.stderr)
-        return [{**case, "allocator": allocator} for case in json.loads(file.read_text())]
+        return finished
 
 
 def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
@@ -170,10 +183,14 @@ def run_case(
     for provider in plan.candidates(operation):
         if provider.role == "limit" and provider.missing(plan.device, dtype):
             continue
+        shape = ",".join(map(str, problem.shape))
+        words = f"# {operation} {shape} {dtype_name}: verifying {provider.name}"
+        print(words, flush=True)
         rows[provider.name], step = verify(provider, operation, problem, dtype, plan.device)
         if step:
             steps[provider.name] = step
     if not plan.verify_only:
+        print(f"# timing {len(steps)} candidates", flush=True)
         rate = functools.partial(OPERATIONS[operation].rate, problem.shape, dtype.itemsize)
         time_steps(steps, rows, plan, rate)
     case = {

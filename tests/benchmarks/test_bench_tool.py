@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +33,7 @@ from benchmarks.trainers import step as trainer_step
 from benchmarks.trainers.options import save
 from tests.command_line import invoke, refused
 from tests.pairs import pairs
+from tests.pids import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens, and a prime V
@@ -169,6 +172,7 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
     assert command.main(words.split()) == 0
     shown = capfd.readouterr().out
     assert "hidden -> GRPO loss" in shown and "% of limit" in shown
+    assert "# logits_grpo_loss 32,8,64 fp32: verifying plain torch" in shown
     report = json.loads(out.read_text())
     assert {"commit", "hardware", "versions", "settings"} <= report.keys()
     assert len(report["cases"]) == 4
@@ -179,6 +183,23 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
     assert plots.draw([str(out)], picture).stat().st_size > 10000
     assert "plain torch" in tables.verdict(files.cases_of([out]))
     assert gpu_report.main([str(out), "-o", str(page)]) == 0 and "not measured" in page.read_text()
+
+
+def test_a_run_that_is_killed_has_stored_the_cases_before(tmp_path):
+    """Check that the report has a case as soon as it is finished."""
+    out = tmp_path / "r.json"
+    words = "linear_logps --shapes 16,8,64 4096,512,8192 --threads 1 --device cpu --providers auto"
+    words += f" --budget 600 --allocator default --out {out}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", *words.split()], cwd=ROOT, stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(out.is_file, 120)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert [case["shape"] for case in json.loads(out.read_text())["cases"]] == [[16, 8, 64]]
 
 
 @pytest.mark.parametrize(

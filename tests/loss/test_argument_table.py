@@ -7,6 +7,7 @@ The tests use the real torch.compile, which calls the functions outside of its g
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import sys
 
@@ -16,8 +17,11 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import grpo_fast
+import grpo_fast.attention as attention
 from grpo_fast import DivergenceTerm, LossConfig, Support, TeacherHead
 from grpo_fast.kernels.gpu import launch
+from grpo_fast.objective import gae
+from tests.loss_cases import arguments, make_case, options_for, relative_l2, run
 
 T, H, V = 7, 4, 11
 LEAVES = {
@@ -237,3 +241,87 @@ def test_each_value_tells(function, group):
         pairs = list(zip(answer(call), answer(without), strict=False))
         same = all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
         assert not same or len(answer(call)) != len(answer(without)), name
+
+
+# ---------- Test that a model compiled by torch.compile can call the losses, which break the graph
+FUNCTIONS = (
+    "linear_logps", "logits_logps", "grpo_loss", "linear_grpo_loss", "logits_grpo_loss",
+    "linear_divergence",
+)  # fmt: skip
+
+
+def step(w1, w2, ids, advantages, config, cu):
+    """Run a training step: a layer, the loss of its output, and the backward pass."""
+    hidden = torch.tanh(torch.arange(20.0).view(5, 4) @ w1)
+    out = grpo_fast.linear_grpo_loss(hidden, w2, ids, advantages, config, cu_seqlens=cu)
+    out.loss.backward()
+    return out.loss.detach() * 0.5, out.metrics["ratio/mean"] * 2
+
+
+def test_a_compiled_step_trains():
+    config = grpo_fast.LossConfig(loss_type="dapo")
+    torch._dynamo.reset()
+    found = []
+    for run_step in (step, torch.compile(step, backend="aot_eager")):
+        g = torch.Generator().manual_seed(0)
+        w1 = torch.randn(4, 4, generator=g).requires_grad_()
+        w2 = torch.randn(7, 4, generator=g).requires_grad_()
+        ids, advantages = torch.randint(7, (5,), generator=g), torch.randn(2, generator=g)
+        cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+        values = run_step(w1, w2, ids, advantages, config, cu)
+        found.append([*values, w1.grad, w2.grad])
+    assert all(x.abs().sum() > 0 for x in found[0])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_fullgraph_is_refused_by_name(name):
+    function = getattr(grpo_fast, name)
+    count = sum(x.default is x.empty for x in inspect.signature(function).parameters.values())
+    with pytest.raises(Exception, match=rf"{name}\(\) cannot be in a graph of torch.compile"):
+        torch.compile(lambda x: function(*[x] * count), fullgraph=True)(torch.ones(2))
+
+
+def test_bad_input_is_refused_by_the_compiled_step_too():
+    case = make_case(115, **options_for("dapo"))
+    given = arguments("linear", case)
+    torch._dynamo.reset()
+    fast = torch.compile(
+        lambda ids: grpo_fast.linear_grpo_loss(**{**given, "target_ids": ids}).loss, backend="eager"
+    )
+    fast(case.ids)
+    with pytest.raises(ValueError, match="target_ids"):
+        fast(case.ids + 10**6)
+    fast(case.ids)
+
+
+def test_global_precision_settings_do_not_reach_fp32_results():
+    """Check that torch.set_float32_matmul_precision does not change the loss.
+
+    Users set a lower precision for the model. The loss needs matrix products in full fp32.
+    Importance ratios are near 1, so the error of a logp is not small compared with the log ratio.
+    """
+    case = make_case(119, H=64, **options_for("grpo"))
+    plain = run("linear", case)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        relaxed = run("linear", case)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert relative_l2(relaxed.grads["hidden"], plain.grads["hidden"]) <= 2e-6
+    assert (relaxed.logps - plain.logps).abs().max() <= 1e-5
+
+
+# ----------- Test that the docstring examples of all public names print the results that they show
+EXAMPLES = {name: getattr(grpo_fast, name) for name in grpo_fast.__all__}
+OF_ATTENTION = ("pack_tree", "pack_groups", "plan_packs", "head_of", "register")
+EXAMPLES |= {name: getattr(attention, name) for name in OF_ATTENTION}
+EXAMPLES["gae"] = gae.gae
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_docstring_examples(name: str) -> None:
+    test = doctest.DocTestParser().get_doctest(EXAMPLES[name].__doc__, {}, name, None, None)
+    assert test.examples, f"{name} has no Example: section"
+    assert doctest.DocTestRunner().run(test).failed == 0

@@ -1,6 +1,7 @@
-"""Test 500 random calls per run against the oracle.
+"""Test 500 random calls per run against the oracle, and against a second call that must agree.
 
-Hypothesis draws shapes, strides, dtypes, options, layouts and backends. A failure prints the seed.
+Hypothesis draws shapes, strides, dtypes, options, layouts, backends and the relation between the
+two calls (`RELATIONS`). A failure prints the seed.
 `GRPO_FAST_FUZZ_SEED=<seed> pytest tests/loss/test_fuzz.py` replays it, and GRPO_FAST_FUZZ_CASES
 sets the number of cases.
 """
@@ -25,8 +26,12 @@ from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
     LOSS_LEVELS,
+    Case,
+    Result,
+    call,
     make_case,
     options_for,
+    pack,
     reference_logps,
     relative_l2,
     run,
@@ -38,7 +43,7 @@ SEED = int(os.environ.get("GRPO_FAST_FUZZ_SEED", random.SystemRandom().randrange
 CASES = int(os.environ.get("GRPO_FAST_FUZZ_CASES", 500))
 RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
 # Relative L2 error that is allowed for fp32 arithmetic. It is larger than in the accuracy tests
-# (test_contract_accuracy.py), because the batches here are so small that one number can dominate
+# (test_contract.py), because the batches here are so small that one number can dominate
 # the error. For each rounding to 16 bits, half a unit in the last place is added. A gradient is
 # rounded when it is stored, and once more if the upstream gradient is not 1.
 ARITHMETIC = 3e-5
@@ -54,6 +59,177 @@ CORRECTIONS = [
 OFF_POLICY = len(oracles.WORDS)
 WORKSPACE_BYTES = linear.workspace_bytes  # keep the original, because each test case patches it
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+POISON = (math.nan, math.inf, -math.inf, 3e38)
+BAD_IDS = (-100, -1, 10**6, 2**40)
+OF_ROWS = ("hidden", "ids", "mask", "advantages", "old", "ref", "sampling", "kept")
+
+
+# ---- Relations between two calls. Each function returns nothing, and fails if they disagree.
+def changed(case: Case, change, *, names: tuple[str, ...] = OF_ROWS) -> Case:
+    """Return a copy of the case in which `change` is applied to all tensors with one row per token.
+
+    `change` gets the name and the tensor. Advantages may have one value per completion instead.
+    """
+    given = {name: getattr(case, name) for name in names}
+    return case.but(**{name: change(name, x) for name, x in given.items() if x is not None})
+
+
+def poisoned(case: Case) -> Case:
+    """Return a copy of the case with NaN, ±inf, huge numbers or invalid ids at masked tokens."""
+    g = torch.Generator().manual_seed(0)
+
+    def spoil(name: str, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 1 or name in ("mask", "kept"):
+            return x
+        values = torch.tensor(BAD_IDS if name == "ids" else POISON, dtype=x.dtype)
+        bad = values[torch.randint(len(values), x.shape, generator=g)]
+        return torch.where(case.mask if x.dim() == 2 else case.mask[..., None], x, bad)
+
+    return changed(case, spoil)
+
+
+def assert_same(found: Result, expected: Result, tolerance: float | None = None) -> None:
+    """Check that two results are bitwise equal, or that they agree within a tolerance.
+
+    The tolerance is relative to the norm of a gradient. Losses and logps agree within 1e-5 of their
+    size, because they are always fp32.
+    """
+    ours, theirs = found.named(), expected.named()
+    assert ours.keys() == theirs.keys()
+    for name, x in ours.items():
+        y = theirs[name]
+        if tolerance is None:
+            assert torch.equal(x, y) and x.isfinite().all(), name
+        elif name.startswith("d"):
+            error = (x.double() - y.double()).norm().item()
+            assert error <= tolerance * y.double().norm().item() + 1e-5, name
+        elif not name.startswith("metrics/"):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=2e-5, msg=name)
+
+
+def poison_changes_no_bit(function, case, result, tolerance, how):
+    """Check that no value at a masked token can change a bit, with and without gradients."""
+    assert_same(run(function, poisoned(case), **how), result)
+    how = {name: x for name, x in how.items() if name != "upstream"}
+    with torch.no_grad():
+        quiet = [call(function, x, **how) for x in (case, poisoned(case))]
+    assert torch.equal(quiet[0].loss, quiet[1].loss)
+    assert torch.equal(quiet[0].logps, quiet[1].logps)
+    # Without gradients, the terms of the loss may be added in a different order.
+    torch.testing.assert_close(quiet[0].loss, result.loss, rtol=1e-5, atol=1e-5)
+    assert torch.equal(quiet[0].logps, result.raw.logps)
+    for name, metric in quiet[0].metrics.items():
+        if name != "skipped_rows":
+            torch.testing.assert_close(metric, result.metrics[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def a_layout_changes_nothing(function, case, result, tolerance, how):
+    other = "packed" if how["layout"] == "padded" else "padded"
+    if case.advantages.dim() == 2 and sum(spans(case.mask)) == len(case.mask):
+        return  # see `test_any_call`
+    again = run(function, case, **{**how, "layout": other})
+    again.logps = torch.where(case.mask, again.logps, result.logps)
+    if again.entropy is not None:
+        again.entropy = torch.where(case.mask, again.entropy, result.entropy)
+    assert_same(again, result, tolerance)
+
+
+def padding_changes_nothing(function, case, result, tolerance, how):
+    """Check that three more masked columns change nothing."""
+    L = case.mask.shape[1]
+
+    def pad(name: str, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 1:
+            return x
+        return torch.cat([x, x.new_zeros((len(x), 3, *x.shape[2:]))], 1)
+
+    found = run(function, poisoned(changed(case, pad)), **how)
+    for name in found.grads.keys() - {"weight", "bias"}:
+        assert not found.grads[name][:, L:].any()
+        found.grads[name] = found.grads[name][:, :L]
+    found.logps = found.logps[:, :L]
+    found.entropy = None if found.entropy is None else found.entropy[:, :L]
+    assert_same(found, result, tolerance)
+
+
+def an_order_changes_nothing(function, case, result, tolerance, how):
+    """Check that the order of the completions changes nothing."""
+    order = torch.randperm(len(case.mask), generator=torch.Generator().manual_seed(1))
+    found = run(function, changed(case, lambda _, x: x[order]), **how)
+    back = order.argsort()
+    for name in found.grads.keys() - {"weight", "bias"}:
+        found.grads[name] = found.grads[name][back]
+    found.logps = found.logps[back]
+    found.entropy = None if found.entropy is None else found.entropy[back]
+    assert_same(found, result, tolerance)
+
+
+def parts_sum_to_the_step(function, case, result, tolerance, how):
+    """Check that two micro-batches with the totals of the step have its loss and gradients.
+
+    "token_mean_local" divides by the tokens of one micro-batch, and the entropy filter compares the
+    tokens of one micro-batch.
+    """
+    o = oracles.resolve(case.options)
+    is_local = o.aggregation == "token_mean_local" or o.top_entropy_quantile < 1
+    if is_local or not case.mask.any():
+        return
+    totals = {"num_items": case.mask.sum().item(), "num_completions": len(case.mask)}
+    whole = case.but(**totals)
+    result, middle = run(function, whole, **how), len(case.mask) // 2
+    parts = [run(function, changed(whole, lambda _, x, rows=rows: x[rows]), **how)
+             for rows in (slice(0, middle), slice(middle, None))]  # fmt: skip
+    summed = Result(sum(p.loss for p in parts), {}, torch.cat([p.logps for p in parts]), None, {},
+                    None)  # fmt: skip
+    for name in result.grads:
+        of_parts = [part.grads[name] for part in parts]
+        summed.grads[name] = sum(of_parts) if name in ("weight", "bias") else torch.cat(of_parts)
+    result.metrics, result.entropy = {}, None
+    # A sum of two stored gradients has the rounding of each of them.
+    assert_same(summed, result, 3 * tolerance)
+
+
+def rows_may_be_named(function, case, result, tolerance, how):
+    """Check `hidden_rows` with hidden states that are stored twice, in reverse order.
+
+    Masked tokens may name any row.
+    """
+    if function != "linear":
+        return
+    lengths, layout = spans(case.mask), how["layout"]
+    hidden, mask = case.hidden, case.mask
+    if layout == "packed":
+        hidden, mask = pack(hidden, lengths), pack(mask, lengths)
+    flat = hidden.flatten(0, mask.dim() - 1)
+    count = len(flat)
+    rows = torch.arange(count).flip(0)
+    rows = rows + count * (rows % 2)
+    rows = torch.where(mask.flatten(), rows, 10**9).view(mask.shape)
+    stored = torch.cat([flat.flip(0)] * 2).detach().requires_grad_()
+    given = {name: x for name, x in how.items() if name not in ("layout", "upstream")}
+    out = call("linear", case, layout, hidden=stored, hidden_rows=rows, **given)
+    out.loss.backward()
+    assert torch.equal(out.logps, result.raw.logps)
+    grad = how["upstream"] * (stored.grad[:count] + stored.grad[count:]).flip(0).double()
+    expected = result.grads["hidden"]
+    expected = pack(expected, lengths) if layout == "packed" else expected
+    error = (grad - expected.flatten(0, mask.dim() - 1).double()).norm().item()
+    assert error <= tolerance * expected.double().norm().item() + 1e-5
+
+
+def a_second_call_has_the_same_bits(function, case, result, tolerance, how):
+    assert_same(run(function, case, **how), result)
+
+
+RELATIONS = {
+    "poison": poison_changes_no_bit,
+    "layout": a_layout_changes_nothing,
+    "pad": padding_changes_nothing,
+    "permute": an_order_changes_nothing,
+    "split": parts_sum_to_the_step,
+    "repeat rows": rows_may_be_named,
+    "again": a_second_call_has_the_same_bits,
+}
 
 
 @st.composite
@@ -104,6 +280,7 @@ def calls(draw):
         "upstream": draw(st.sampled_from((1.0, -2.5))),
         "totals": draw(st.booleans()),
         "workspace_rows": draw(st.sampled_from((None, 1, 40))),
+        "relation": draw(st.sampled_from(tuple(RELATIONS))),
     }
 
 
@@ -166,56 +343,53 @@ def decisions_are_clear(case, expected) -> bool:
         HealthCheck.function_scoped_fixture,
     ],
 )
-@given(call=calls())
-def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
+@given(drawn=calls())
+def test_any_call(drawn, monkeypatch, poisoned_memory):
     note(f"fuzz: {CASES} cases, GRPO_FAST_FUZZ_SEED={SEED}")
     case = make_case(
-        call["seed"], H=call["H"], V=call["V"], mask=call["mask"], dtype=call["dtype"],
-        bias=call["bias"], sampling=call["sampling"], support=call["support"],
-        per_token_advantages=call["per_token_advantages"], **call["options"],
+        drawn["seed"], H=drawn["H"], V=drawn["V"], mask=drawn["mask"], dtype=drawn["dtype"],
+        bias=drawn["bias"], sampling=drawn["sampling"], support=drawn["support"],
+        per_token_advantages=drawn["per_token_advantages"], **drawn["options"],
     )  # fmt: skip
-    if call["on_policy"]:
+    if drawn["on_policy"]:
         case = case.but(old=None)
-    if call["totals"]:
+    if drawn["totals"]:
         case = case.but(num_items=37, num_completions=11)
-    if call["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
+    if drawn["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
         # Use the padded layout, because this batch has as many tokens as completions. In the packed
         # layout, advantages of shape (T,) would be interpreted as one per completion.
-        call["layout"] = "padded"
-    view = VIEWS.get(call["view"], lambda x: x)
-    if call["view"] and case.mask.numel():
+        drawn["layout"] = "padded"
+    view = VIEWS.get(drawn["view"], lambda x: x)
+    if drawn["view"] and case.mask.numel():
         case = case.but(
             ids=view(case.ids),
             mask=view(case.mask),
             old=None if case.old is None else view(case.old),
             ref=view(case.ref),
         )
-    expected = truth(call["function"], case)
+    expected = truth(drawn["function"], case)
     if not decisions_are_clear(case, expected):
         return
-    rows = call["workspace_rows"]
-    smaller = WORKSPACE_BYTES if rows is None else lambda *_: rows * call["V"] * 4
+    rows = drawn["workspace_rows"]
+    smaller = WORKSPACE_BYTES if rows is None else lambda *_: rows * drawn["V"] * 4
     monkeypatch.setattr(linear, "workspace_bytes", smaller)
-    monkeypatch.setattr(head_support, "GATHERED_COST", call["gathered_cost"])
-    result = run(
-        call["function"],
-        case,
-        layout=call["layout"],
-        backend=call["backend"],
-        upstream=call["upstream"],
-    )
+    monkeypatch.setattr(head_support, "GATHERED_COST", drawn["gathered_cost"])
+    how = {name: drawn[name] for name in ("layout", "backend", "upstream")}
+    result = run(drawn["function"], case, **how)
     size = sum(w.abs().sum().item() for w in expected.losses) + 1.0
     assert abs(result.loss.item() - expected.loss.item()) <= 1e-5 * size
-    roundings = 1 if call["upstream"] == 1 else 2
-    half_ulp = 0.0 if call["function"] == "logps" else HALF_ULP[call["dtype"]]
+    roundings = 1 if drawn["upstream"] == 1 else 2
+    half_ulp = 0.0 if drawn["function"] == "logps" else HALF_ULP[drawn["dtype"]]
     tolerance = ARITHMETIC + 1.01 * roundings * half_ulp
     for name, grad in result.grads.items():
-        true = call["upstream"] * getattr(expected, f"{name}_grad")
+        true = drawn["upstream"] * getattr(expected, f"{name}_grad")
         error = (grad.double() - true).norm().item()
-        floor = 1e-6 if call["dtype"] != torch.float16 else 1e-5
+        floor = 1e-6 if drawn["dtype"] != torch.float16 else 1e-5
         assert error <= tolerance * true.norm().item() + floor, (name, relative_l2(grad, true))
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all()
         if case.kept is not None and name in ("logits", "weight"):
             outside = grad[~case.kept] if name == "logits" else grad[~case.kept[case.mask].any(0)]
             assert (outside == 0).all(), "a gradient outside of the sets"
+    assert not any(metric.isnan() for metric in result.metrics.values())
+    RELATIONS[drawn["relation"]](drawn["function"], case, result, tolerance, how)

@@ -87,18 +87,6 @@ def test_logps_and_their_gradient(backend):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_masked_targets_may_name_any_row():
-    mask = torch.tensor([1, 1, 0, 1, 1, 1, 1, 1])
-    wild = ROWS.clone()
-    wild[2] = 10**9
-    for options in LOSSES.values():
-        one, other = (
-            loss_of(options, *problem(), completion_mask=mask, hidden_rows=rows)[1]
-            for rows in (ROWS, wild)
-        )
-        assert all(map(torch.equal, one, other))
-
-
 def test_padded_targets_and_chunks(monkeypatch):
     """Check that `hidden_rows` works if the targets are padded (B, L) and `hidden` is (R, H).
 

@@ -1,18 +1,20 @@
-"""Test the value and gradient of every loss against the fp64 oracle.
+"""Test the values and gradients of every loss against the fp64 oracle, also for extreme inputs.
 
-The tests cover every level, aggregation, layout, function and backend. The oracle computes in fp64
-from the same fp32 numbers. No ratio is near a clip bound, so differences come only from fp32
-arithmetic. The tolerance for gradients is a relative L2 error of 1e-5 instead of the 2e-6 of the
-contract. At V = 23 the log ratio has an absolute error of about 1e-7, which a slope such as 1 − e^d
-amplifies. The contract applies only to dH and dW of the policy term, and test_contract_accuracy.py
-tests it.
+The oracle computes in fp64 from the same fp32 numbers. No ratio is near a clip bound, so
+differences come only from fp32 arithmetic. The tolerance for gradients is a relative L2 error of
+1e-5 instead of the 2e-6 of the contract. At V = 23 the log ratio has an absolute error of about
+1e-7, which a slope such as 1 − e^d amplifies. The contract applies only to dH and dW of the policy
+term, and test_contract.py tests it.
 """
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+import grpo_fast
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
@@ -21,16 +23,20 @@ from tests.loss_cases import (
     LAYOUTS,
     LEVELS,
     LOSS_LEVELS,
+    Case,
     check,
+    cu_seqlens_of,
     make_case,
     options_for,
     pack,
+    reference_logps,
+    relative_l2,
+    run,
     spans,
 )
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 
 KLS = {"none": {}, "kl": {"beta": 0.4}, "kl times ratio": {"beta": 0.4, "kl_times_ratio": True}}
 MASKS = [torch.bool, torch.int64, torch.float32, torch.uint16, torch.float8_e5m2]
@@ -73,3 +79,244 @@ def test_kl_estimators(function, level, kl_estimator, times_ratio):
 @pairs(function=FUNCTIONS, loss_type__level=LOSS_LEVELS)
 def test_on_policy_without_old_logps(loss_type, level, function):
     check(function, make_case(7, **options_for(loss_type, level)).but(old=None))
+
+
+# ---------------- Test inputs with infinities and empty inputs that caused bugs in other libraries
+@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024],
+       function=["linear", "logits"])  # fmt: skip
+def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(function, leading, dtype, backend):
+    """Check that columns with logit −inf have no influence, even if they fill the first block.
+
+    Other libraries compute exp(−inf − (−inf)), which is NaN, for such a block.
+    """
+    options = options_for("reinforce", entropy_coef=0.1)
+    part = make_case(74, V=40, dtype=dtype, **options)
+    before = torch.ones(leading, 8, dtype=dtype)
+    whole = part.but(ids=part.ids + leading, weight=torch.cat([before, part.weight]),
+                     bias=torch.cat([before[:, 0] * -torch.inf, part.bias]))  # fmt: skip
+    ours, expected = (run(function, x, backend=backend) for x in (whole, part))
+    assert (ours.logps - expected.logps).abs().max() <= 2e-6
+    assert (ours.entropy - expected.entropy)[part.mask].abs().max() <= 2e-6
+    for name, grad in ours.grads.items():
+        if name != "hidden":
+            added = grad.movedim(-1, 0)[:leading] if name == "logits" else grad[:leading]
+            assert (added == 0).all(), name
+            grad = grad[..., leading:] if name == "logits" else grad[leading:]
+        torch.testing.assert_close(grad, expected.grads[name], rtol=1e-5, atol=1e-6)
+
+
+def of_unlikely_targets(case, gap):
+    """Return a copy of the case in which all targets are unlikely.
+
+    The bias makes the last vocabulary id very likely, and this id is never a target. The logps of
+    the targets fall by roughly `gap` nats.
+    """
+    V, before = len(case.weight), reference_logps(case)[0]
+    bias = case.bias.clone()
+    bias[V - 1] += gap + 10
+    far = case.but(ids=case.ids.clamp(max=V - 2), bias=bias)
+    return far.but(ref=reference_logps(far)[0] + case.ref - before)
+
+
+@pairs(function=["logps", "logits", "linear"], gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
+def test_trap_old_logp_far_from_logp(loss_type, level, gap, function):
+    """Check that results are finite and correct if logp is far above or far below old_logp.
+
+    In other libraries, the ratio becomes inf, and the gradient of a clipped row is 0·inf = NaN. A
+    ratio is clamped to e^20, but its gradient must not be set to 0: the step must still bring logp
+    back to old_logp. If tokens differ in both directions, their log ratios must not be clamped
+    before their mean or sum is computed. Some results are only checked to be finite: logits near
+    1e4 and the thresholds of "dppo" are not accurate in fp32, and "kimi" clamps its log ratios.
+    """
+    is_exact = function == "logps" and loss_type not in ("kimi", "dro", "dppo_tv", "dppo_kl")
+    likely = make_case(25, **options_for(loss_type, level, beta=0.1))
+    unlikely = of_unlikely_targets(likely, gap)
+    both = torch.where(torch.arange(7) % 2 == 0, -gap, gap)
+    for case, difference in ((likely, -gap), (unlikely, gap), (unlikely, both)):
+        old = reference_logps(case)[0] + difference
+        assert (old[case.mask] <= 0).all()
+        case = case.but(old=old)
+        result = check(function, case) if is_exact else run(function, case)
+        assert torch.isfinite(result.loss)
+        for name, grad in result.grads.items():
+            assert torch.isfinite(grad).all(), name
+        for name, metric in result.metrics.items():
+            assert torch.isfinite(metric).all(), name
+
+
+# --------- Test totals of a step, and the aggregation that depends on the split into micro-batches
+# Lengths of the twelve completions, one of which is empty. They vary enough that the micro-batches
+# have different numbers of tokens.
+LENGTHS = [9, 1, 4, 0, 7, 2, 9, 3, 3, 8, 1, 5]
+
+
+def step(**options) -> Case:
+    mask = torch.arange(9)[None, :] < torch.tensor(LENGTHS)[:, None]
+    case = make_case(91, mask=mask, **options)
+    return case.but(num_items=float(mask.sum()), num_completions=len(LENGTHS))
+
+
+def piece(case: Case, rows: slice) -> Case:
+    fields = {n: getattr(case, n) for n in
+              ("hidden", "ids", "mask", "advantages", "old", "ref", "sampling")}  # fmt: skip
+    return case.but(**{n: None if x is None else x[rows] for n, x in fields.items()})
+
+
+def test_totals_may_be_numbers_or_tensors():
+    case = step(**options_for("dapo"))
+    expected = run("linear", case)
+    for kind in (lambda x: int(x), lambda x: torch.tensor(x), lambda x: torch.tensor(int(x))):
+        totals = {f"num_{n}_in_batch": kind(getattr(case, f"num_{n}"))
+                  for n in ("items", "completions")}  # fmt: skip
+        same = run("linear", case, **totals)
+        assert torch.equal(same.loss, expected.loss)
+
+
+def test_the_local_mean_depends_on_the_split_by_definition():
+    case = step(**options_for("bnpo"))
+    whole = run("linear", case)
+    parts = [run("linear", piece(case, s)) for s in (slice(0, 3), slice(3, 12))]
+    assert relative_l2(sum(p.grads["weight"] for p in parts), whole.grads["weight"]) > 0.1
+
+
+# ----- Test extreme shapes: vocabulary sizes, long and empty batches, −inf columns, 64-bit offsets
+# With 1 column, the softmax is constant. 127 and 129 are next to a power of two, and not multiples
+# of a vector width. The last three are sizes of real tokenizers (GPT-2, Qwen, Gemma). 50257 is odd,
+# and 262144 is the largest size in use.
+VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 262144)
+# The relative and the absolute error that one rounding to a dtype may cause. The relative error is
+# half a unit in the last place. The absolute error is half the smallest positive fp16 number.
+ONE_STORE = {
+    torch.float32: (0.0, 0.0),
+    torch.bfloat16: (2**-8, 0.0),
+    torch.float16: (2**-11, 2**-25),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("V", "dtype"),
+    [(V, d) for V in VOCABULARIES for d in ONE_STORE if V < 1e5 or d != torch.float16],
+)
+def test_vocabulary_sizes(V, dtype, backend):
+    g = torch.Generator().manual_seed(V)
+    # Do not use a much smaller H. MKL would then choose a matrix product whose sums over V are 100
+    # times less accurate.
+    T, H = (3, 64)
+    hidden, weight = (
+        torch.randn(T, H, generator=g).to(dtype),
+        (torch.randn(V, H, generator=g) / 8).to(dtype),
+    )
+    ids = torch.tensor([0, V - 1, V // 2])
+    cu, config = cu_seqlens_of([1, T - 1]), grpo_fast.LossConfig(loss_type="grpo")
+    A = torch.tensor([1.0, -0.5])
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = grpo_fast.linear_grpo_loss(h, w, ids, A, config, cu_seqlens=cu, backend=backend)
+    out.loss.backward()
+    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    lp = torch.log_softmax(h64 @ w64.T, -1).gather(1, ids[:, None]).squeeze(1)
+    loss = -(A[0] * lp[0] + A[1] * lp[1:].mean()) / 2
+    loss.backward()
+    assert (out.logps.double() - lp).abs().max() <= 1e-5
+    if V == 1:
+        assert (h.grad == 0).all() and (w.grad == 0).all() and (out.logps == 0).all()
+        return
+    for own, true in ((h.grad, h64.grad), (w.grad, w64.grad)):
+        arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
+        half_ulp, smallest = ONE_STORE[dtype]
+        error = own.double() - true
+        # The bf16 instructions of a CPU are less accurate, so allow a larger error.
+        if dtype == torch.bfloat16 and backend == "cpu":
+            assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
+        else:
+            assert (error.abs() <= arithmetic + half_ulp * true.abs() + smallest).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("L", [65536, 70001])
+def test_completions_longer_than_a_16_bit_index(L, backend):
+    mask = torch.ones(2, L, dtype=torch.bool)
+    case = make_case(71, H=2, V=3, mask=mask, **options_for("gspo", "sequence"))
+    # Give all terms of each sum over tokens the same sign. Otherwise the error would measure
+    # cancellation instead of arithmetic.
+    case = case.but(
+        ids=torch.zeros_like(case.ids), hidden=case.hidden.abs(),
+        advantages=torch.tensor([1.3, 0.8]),
+    )  # fmt: skip
+    case = case.but(old=reference_logps(case)[0] - 0.1)
+    check("linear", case, layout="packed", backend=backend, loss_tol=3e-6, grad_tol=2e-5)
+    by_token = case.with_options(**options_for("dapo"), importance_sampling_level="token")
+    assert torch.isfinite(run("linear", by_token, backend=backend).loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_row_offsets_beyond_two_to_the_31(dtype, backend):
+    """Check that two rows of logits may be more than 2³¹ elements apart, beyond 32-bit offsets.
+
+    The memory between the rows is reserved but never touched.
+    """
+    V, stride = 64, 2**31 + 128
+    try:
+        base = torch.empty(stride + V, dtype=dtype)
+    except RuntimeError as error:
+        pytest.skip(
+            f"cannot reserve {(stride + V) * dtype.itemsize / 2**30:.0f} GiB of addresses: {error}"
+        )
+    logits = base.as_strided((2, V), (stride, 1))
+    logits.copy_(torch.randn(2, V, generator=torch.Generator().manual_seed(0)))
+    near = logits.clone()
+    ids, cu, A = torch.tensor([5, 63]), torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1.0])
+    config = grpo_fast.LossConfig(loss_type="reinforce")
+    assert torch.equal(
+        grpo_fast.logits_logps(logits, ids, backend=backend),
+        grpo_fast.logits_logps(near, ids, backend=backend),
+    )
+    grads = []
+    for x in (logits, near):
+        x = x.detach().requires_grad_()
+        out = grpo_fast.logits_grpo_loss(x, ids, A, config, cu_seqlens=cu, backend=backend)
+        (grad,) = torch.autograd.grad(out.loss, x)
+        grads.append(grad.clone())
+    assert torch.equal(*grads) and (grads[0] != 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_with_one_allowed_token(backend):
+    logits = torch.full((2, 40), -math.inf)
+    logits[0, 3], logits[1, 39] = 1.5, -70.0
+    logits.requires_grad_()
+    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.3)
+    out = grpo_fast.logits_grpo_loss(
+        logits, torch.tensor([3, 39]), torch.ones(1), config, cu_seqlens=cu_seqlens_of([2]),
+        backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert (out.logps == 0).all() and (out.entropy == 0).all() and (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("V", [1, 40])
+@pytest.mark.parametrize(
+    "transform", [{}, {"temperature": 0.7}, {"softcap": 5.0}, {"logit_scale": 1.3}]
+)
+def test_a_row_whose_only_id_is_the_target_has_no_gradient(transform, V, backend):
+    """Check that logp, entropy and gradients are exactly 0 if there is only one id."""
+    g = torch.Generator().manual_seed(7)
+    leaves = [30 * torch.randn(6, 24, generator=g), torch.randn(V, 24, generator=g)]
+    leaves = [x.requires_grad_() for x in leaves]
+    ids = torch.randint(V, (6,), generator=g)
+    support = None if V == 1 else grpo_fast.Support(ids.clone(), torch.arange(7))
+    logps, entropy = grpo_fast.linear_logps(
+        *leaves, ids, support=support, return_entropy=True, backend=backend, **transform
+    )
+    (logps + 0.3 * entropy).sum().backward()
+    found = [logps.detach(), entropy.detach(), *(x.grad for x in leaves)]
+    config = grpo_fast.LossConfig(entropy_coef=0.1, **transform)
+    given = ids, torch.ones(1), config
+    cu = torch.tensor([0, 6])
+    out = grpo_fast.linear_grpo_loss(
+        *leaves, *given, cu_seqlens=cu, support=support, backend=backend
+    )
+    found += [out.logps, out.entropy, *torch.autograd.grad(out.loss, leaves)]
+    assert all((x == 0).all() for x in found)

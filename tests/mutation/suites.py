@@ -32,7 +32,7 @@ SUITES = {
     "triton_inert": "tests/kernels/test_rows.py -k inert",
     "devices": "tests/kernels/test_gpu_device.py -k 'not cut_off'",
     "triton_range": "tests/kernels/triton_tools/cases_range.py -k transposed",
-    "csrc_sums": "tests/loss/test_chunks.py tests/kernels/test_grad_filter.py tests/loss/test_contract_accuracy.py -k fused",
+    "csrc_sums": "tests/loss/test_chunks.py tests/kernels/test_grad_filter.py tests/loss/test_contract.py -k fused",
     "triton_rows": "tests/kernels/test_rows.py -k 'test_numerics and (-127- or -2051- or -5000- or offsets)'",
     "triton_leaf": "tests/kernels/test_rows.py -k every_leaf",
     "triton_linear": "tests/kernels/triton_tools/cases_tiles.py tests/kernels/test_head.py -k 'triton_tools or triton and (infinity or values)'",
@@ -43,6 +43,6 @@ SUITES = {
     "triton_scale": "tests/kernels/triton_tools/cases_scale.py",
     # Suites for the bugs that are generated with `--library`.
     "python_objective": "tests/objective tests/loss/test_loss_parity.py",
-    "python_loss": "tests/loss/test_loss_parity.py tests/loss/test_loss_traps.py tests/loss/test_refusals.py tests/loss/test_layout.py tests/loss/test_loss_extras.py tests/loss/test_splits.py tests/loss/test_loss_autograd.py",
+    "python_loss": "tests/loss/test_loss_parity.py tests/loss/test_refusals.py tests/attention/test_trees.py tests/loss/test_loss_extras.py tests/loss/test_fuzz.py tests/loss/test_loss_autograd.py",
     "python_attention": "tests/attention",
 }  # fmt: skip

@@ -1,24 +1,70 @@
-"""Tests that untrusted data is not executed, and cannot stall a regular expression.
-
-The linter rejects calls that execute or unpickle data (ruff's rules S and TID251 in
-pyproject.toml). Run names and control characters are tested in tests/train/test_report.py and
-test_hostile_input.py.
-"""
+"""Tests of rules for all code: the oldest packages it runs with, order of functions, security."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import itertools
+import math
+import random
 import re
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_fast.data import answers
+from tests.pairs import covering
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).parents[2]
+TOOLS = {"mypy", "ruff"}  # used only in their current versions, not in the oldest
+REQUIREMENT = re.compile(r"([\w-]+)>=([\d.]+)")
+PIN = re.compile(r"^([\w-]+)==([\d.]+)$", re.MULTILINE)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version without trailing zeros, so that 5.17 equals 5.17.0."""
+    return tuple(int(part) for part in re.sub(r"(\.0)+$", "", version).split("."))
+
+
+def test_the_floor_that_is_tested_is_the_one_that_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *(x for e in ("train", "trl", "dev") for x in extras[e])]
+    floors = {}
+    for line in declared:
+        found = REQUIREMENT.match(line)
+        assert found, f"{line}: expected a lower bound"
+        if found[1] not in TOOLS:
+            floors[found[1].lower()] = release(found[2])
+    text = (ROOT / "constraints-floor.txt").read_text()
+    pins = {name.lower(): release(version) for name, version in PIN.findall(text)}
+    assert {name: pins.get(name) for name in floors} == floors
+    makefile = (ROOT / "Makefile").read_text()
+    for name in ("triton", "transformers"):  # what CI runs on older versions
+        assert f"$(VENV)/{name}-{'.'.join(map(str, pins[name]))}" in makefile
+
+
+# ---- Tests that the result of a test does not depend on earlier tests, and tests of `tests.pairs`
+def test_draws_are_those_of_a_fresh_generator() -> None:
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.rand(1), expected) and random.random() == random.Random(0).random()
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 2, 6), (5, 4, 3), (2,) * 6, (4, 1, 3), (3, 3), (4,)])
+def test_pairs_has_every_pair_and_is_short(sizes):
+    rows = covering(sizes)
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        assert {(row[a], row[b]) for row in rows} == {
+            *itertools.product(*map(range, (sizes[a], sizes[b])))
+        }
+    assert len({*rows}) == len(rows) <= 2 * math.prod(sorted(sizes)[-2:])
+
+
+# ---------------- Tests that untrusted data is not executed, and cannot stall a regular expression
 # Arguments that make a library execute or unpickle data. The linter does not know them.
 UNSAFE = re.compile(
     r"trust_remote_code=True|allow_pickle=True|weights_only=False"

@@ -217,7 +217,7 @@ def trunk_steps(
     options: argparse.Namespace,
 ) -> tuple[dict[str, Step], float]:  # fmt: skip
     """Build a random trunk. Return a step per layout, and the relative error between them."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {
         "vocab_size": vocabulary, "max_position_embeddings": positions,
@@ -227,8 +227,9 @@ def trunk_steps(
     }  # fmt: skip
     torch.manual_seed(0)
     config = AutoConfig.for_model(model.kind, **fields)
-    trunk = AutoModel.from_config(config).to(options.device, options.dtype)
-    prepare(trunk)
+    lm = AutoModelForCausalLM.from_config(config).to(options.device, options.dtype)
+    prepare(lm)
+    trunk = lm.base_model
     first, *_ = layouts.values()
     grad = torch.randn(len(first.predicting), config.hidden_size).to(options.device, options.dtype)
     steps = {name: model_step(trunk, pack, grad) for name, pack in layouts.items()}

@@ -127,7 +127,8 @@ def packed_pair(
         shared: whether completions share the computation of their prompt.
         in_nats: whether the results are log-probabilities.
     """
-    groups = draw_groups(max(len(starts), 1), len(lm.get_output_embeddings().weight))
+    table = lm.get_output_embeddings() or lm.get_input_embeddings()  # a base model has no head
+    groups = draw_groups(max(len(starts), 1), len(table.weight))
     if not starts:
         ((prompt, (first, second)),) = groups
         groups = [(prompt, [first, second[:3]])]

@@ -277,6 +277,12 @@ def test_prepare_refuses_what_packed_rows_would_get_wrong(family, message):
     assert model.config._attn_implementation == before and not model.training
 
 
+def test_a_model_without_a_head_is_prepared():
+    trunk = model_of("qwen3_5_text").base_model
+    prepare(trunk)
+    assert trunk.config._attn_implementation == register()
+
+
 def test_a_padding_mask_is_refused():
     model = model_of("qwen3_5_text")
     prepare(model)

@@ -4,7 +4,7 @@ r"""Race to a held-out accuracy on a real model: grpo_fast, FastGRPOTrainer, and
     python -m benchmarks.race --model runs/capitals-data/model [--tasks capitals] [--seeds 3]
 
 All trainers train the same model on the same prompts in the same order, with the same rewards,
-hyperparameters, number of completions and limit of their length. Each run is a process of its own.
+hyperparameters, number of completions and limit of their length. Each run has a separate process.
 Every few steps it writes its weights, and this process measures the accuracy with one evaluator.
 The clock of the run stops in the meantime. Building a trainer is not counted, either. TRL samples
 with its own `generate` and has its fused head. A short sweep chooses the rows of its forward pass.

@@ -1,6 +1,6 @@
 """Tasks of the race, the evaluator that measures all trainers, and a run of one trainer.
 
-A run is a process of its own. Its clock stops while the driver evaluates the weights.
+Each run has a separate process. Its clock stops while the driver evaluates the weights.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Evaluator:
 
 # ----------------------------------------------------------------------- the process of a trainer
 class Job(NamedTuple):
-    """What a process does.
+    """The work of one process.
 
     Attributes:
         trainer: one of TRAINERS.

@@ -40,7 +40,7 @@ _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_TEXTS_AS_JSON = re.compile(r'\s*\[\s*".*"\s*\]\s*', re.S)
+_TEXTS_AS_JSON = re.compile(r'\s{0,9}+\[\s*".*"\s*\]\s*', re.S)
 _MESSAGES_AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
 

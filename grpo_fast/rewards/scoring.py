@@ -87,7 +87,7 @@ _CHOSEN = re.compile(
 # What follows the answer in "the answer is 12, not 13" and "the answer is B because …".
 _REASON = re.compile(r",? (?:because|since|as|so|not|which|where|but|for|while|when|if)\b")
 _UNIT_AT_END = re.compile(
-    r"(?:\\[ ,;])?\s*\\(?:text|mathrm|mbox) ?\{\s*([A-Za-z][A-Za-z ./]*)\}"
+    r"(?:\\[ ,;])?\s{0,9}+\\(?:text|mathrm|mbox) ?\{\s*([A-Za-z][A-Za-z ./]*)\}"
     r"(?:\^(?:[23]|\{[23]\}))?[ $.]*\Z"
 )
 _RELATION = re.compile(r"[<>≠]|\\(?:[lg]eq?|[lg]t|neq?)\b")

@@ -14,7 +14,7 @@ between replays. To disable a completion, set its advantage to 0, use beta = 0 a
 `num_items_in_batch`. Arguments that are not tensors are captured as constants. Call the function
 once before capture, so that its kernels are compiled and loaded. Read `metrics` during capture.
 
-The block sizes of the kernels stand in the modules of the kernels. They are constants, because they
+The block sizes are defined in the modules of the kernels. They are constants, because they
 determine the order of sums. If they were tuned by timing at run time, noise in the timings could
 change the bits of the results. The constants were chosen from the compiler's reports (registers,
 spills, tensor-core instructions). tests/kernels/test_triton_compile.py compiles every entry for

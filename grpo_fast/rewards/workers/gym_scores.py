@@ -28,7 +28,7 @@ def scores(*, completions: Sequence[str], entries: Sequence[dict[str, Any]]) -> 
 
 @functools.cache
 def _scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], float]:
-    """Return the scorer of a data set with these options, after a check of its own answer."""
+    """Return the scorer of a data set with these options. It has scored the set's own answer."""
     _guard_sympy()
     from reasoning_gym.factory import create_dataset
 
@@ -39,7 +39,7 @@ def _scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], float
     entry = json.loads(json.dumps(items[0], default=str))
     answer = entry["answer"]
     if answer is not None and items.score_answer(answer, entry) < 1:
-        raise ValueError(f"reasoning_gym: {dataset} cannot be scored outside of its own process")
+        raise ValueError(f"reasoning_gym: {dataset} cannot be scored in a separate process")
     return items.score_answer  # type: ignore[no-any-return]
 
 

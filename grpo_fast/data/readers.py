@@ -215,15 +215,21 @@ def _read_json(path: Path, lines: list[str]) -> Rows:
 
 def _rows_of(content: dict[str, Any]) -> list[Any]:
     """Return the rows in a JSON object: its columns (as pandas writes them), a list, or itself."""
-    columns = [[*x.values()] if isinstance(x, dict) else x for x in content.values()]
+    lists = [x for x in content.values() if isinstance(x, list) and x]
+    # Messages and choices are lists, too, but they are columns of a single row.
+    marks = {"role", "from", "label"}
+    if any(isinstance(x[0], dict) and marks & {*x[0]} for x in lists):
+        return [content]
+    # pandas writes a column as a list, or as an object with the numbers of the rows as keys.
+    columns = [
+        [*x.values()] if isinstance(x, dict) and [*x] == [*map(str, range(len(x)))] else x
+        for x in content.values()
+    ]
     are_lists = len(columns) > 1 and all(isinstance(x, list) and len(x) > 1 for x in columns)
     if are_lists and len({*map(len, columns)}) == 1:
         return [dict(zip(content, row, strict=True)) for row in zip(*columns, strict=True)]
-    # Messages and choices are lists, too, but they are columns of a single row.
-    lists = [x for x in content.values() if isinstance(x, list) and x]
     are_rows = len(lists) == 1 and isinstance(lists[0][0], dict)
-    is_row = not are_rows or {"role", "from", "label"} & {*lists[0][0]}
-    return [content] if is_row else lists[0]
+    return lists[0] if are_rows else [content]
 
 
 def _parse_json(where: str, text: str) -> Any:

@@ -304,7 +304,8 @@ def _parsed(rows: Rows, data: Any) -> list[Example]:
 
 
 def _has_no_answer(example: Example) -> bool:
-    return example.label is None and find(example.fields, TESTS) is None
+    fields = example.fields
+    return example.label is None and find(fields, TESTS) is None and "entry" not in fields
 
 
 def _by_column(rows: Rows) -> tuple[Rows, Rows]:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 R = TypeVar("R")
 SMALLEST = 1e-300  # avoids a division by 0; 0 agrees only with 0
+# Texts of errors that mean "out of memory" although the error is no torch.OutOfMemoryError.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class Pair(NamedTuple):
@@ -98,13 +100,19 @@ def exceeds(gap: Callable[[], float], bar: float, unit: str) -> str | None:
     """Return a sentence if a measured gap exceeds `bar`, is NaN or cannot be measured."""
     try:
         found = gap()
-    except torch.OutOfMemoryError:
-        raise
     except ValueError as error:
         return first_line(error)
     except Exception as error:  # code of other projects may raise anything
+        if is_out_of_memory(error):
+            raise
         return f"it fails: {first_line(error)}"
     return None if found <= bar else f"it differs by {found:.2g} {unit} (expected ≤ {bar:g})"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory is lacking, on a GPU or on the host."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def in_fresh_thread(test: Callable[[], R], gpu: int | None = None) -> R:

@@ -70,7 +70,7 @@ _LETTER = re.compile("[A-Za-z]")
 _UNIT = re.compile(r"[A-Za-z][A-Za-z ./'-]*(?:\^(?:[23]|\{[23]\})|[²³])?")
 _NO_UNIT = re.compile(
     r"\A[A-Za-z]\b|\b(?:pi|half|halves|thirds?|quarters?|dozens?|hundreds?|thousands?|[mbtr]+illions?"
-    r"|squared|cubed|times|plus|minus|over|or|sqrt)\b"
+    r"|squared|cubed|times|plus|minus|over|or|sqrt|is|if|not|for)\b"
 )
 # A letter that is a unit, unlike the variable in `10 m`.
 _TEXT_UNIT = re.compile(
@@ -80,10 +80,17 @@ _LETTERS = re.compile("[A-J]{2,10}")  # several choices
 # A letter that a sentence names as the answer: "B is correct", "I choose (B)", "so it is B."
 _CHOSEN = re.compile(
     r"\b(?:I|we) (?:choose|pick|select) (?:option )?[(*]{0,3}([A-J])\b"
-    r"|\b([A-J])[)*]{0,3} is (?:the )?(?:correct|right|best|answer)\b"
-    r"|(?:\bis|'s|\bwith):? [(*]{0,3}([A-J])[)*.]{0,4}$",
+    r"|\b([A-J])[)*]{0,3} is (?:the )?(?:correct|right|best|answer)"
+    r"(?=[.,;:!]|$| (?:answer|choice|option|because|since|as|so)\b)"
+    r"|(?:\bis|'s|\bwith|^(?:So|Thus|Hence|Therefore),?):? [(*]{0,3}([A-J])[)*.]{0,4}$",
     re.M,
 )
+_DOUBT = re.compile(r"n't\b|\b(?:not|never|if|whether|unless)\b", re.I)
+# A letter with the text of its option, as in "C, blue" and "(C) blue".
+_LETTER_FIRST = re.compile(
+    r"(?:the )?(?:letter |option |choice )?[\"'(\[*]{0,3}([A-J])(?=[\"')\]*.:,]| [-–(]|\s*$)"
+)
+_OTHER_LETTER = re.compile(r"\b[A-HJ]\b")
 # What follows the answer in "the answer is 12, not 13" and "the answer is B because …".
 _REASON = re.compile(r",? (?:because|since|as|so|not|which|where|but|for|while|when|if)\b")
 _UNIT_AT_END = re.compile(
@@ -199,7 +206,14 @@ def likely_answer(final: str, gold: str) -> str | None:
     if said:
         content = final[said[-1].end() :].partition("\n")[0].partition(". ")[0]
         if is_number or is_letter or is_expression(gold):
-            content = _REASON.split(content, maxsplit=1)[0]
+            content = _REASON.split(content, maxsplit=1)[0] or content
+        letter = _LETTER_FIRST.match(content.strip()) if is_letter else None
+        if letter and not _OTHER_LETTER.search(content.strip(), letter.end()):
+            return letter[1]
+        if is_expression(gold):
+            content = content.rstrip(" *")
+        if content.startswith("not "):
+            return content
         if not is_number or _is_number(content) or is_expression(content):
             return content
     latex = last_latex(final)
@@ -209,10 +223,20 @@ def likely_answer(final: str, gold: str) -> str | None:
         return last_number(final)
     lines = [line for line in final.split("\n") if line.strip()]
     if is_letter and lines:
-        chosen = [letter for found in _CHOSEN.findall(final) for letter in found if letter]
-        texts = (lines[-1], *chosen[-1:], lines[0])
+        chosen = [
+            found[found.lastindex or 0] for found in _CHOSEN.finditer(final)
+            if not _DOUBT.search(_sentence(final, found.start()))
+        ]  # fmt: skip
+        # A completion that begins with all options repeats the question.
+        first = [] if len(lines) > 1 and _CHOICE.fullmatch(_normal(lines[1])) else lines[:1]
+        texts = (lines[-1], *chosen[-1:], *first)
         return next((text for text in texts if _CHOICE.fullmatch(_normal(text))), lines[-1])
     return lines[-1] if lines else None
+
+
+def _sentence(text: str, end: int) -> str:
+    """Return the sentence before this place, up to 200 characters."""
+    return re.split(r"[.!?\n]", text[max(0, end - 200) : end])[-1]
 
 
 def is_expression(answer: str) -> bool:

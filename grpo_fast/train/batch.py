@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_fast import Support
 from grpo_fast.attention import PackedTree, pack_groups, plan_packs, trunk_tokens
+from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.rollout import Samples
 from grpo_fast.rollout.samples import ranges, select_support
 from grpo_fast.train import ranks
@@ -30,9 +31,6 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 40
 GIB = 2**30
 
-# Substrings of error messages that mean "out of memory" although the error is not a
-# torch.OutOfMemoryError.
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
 FIXED = (
@@ -399,8 +397,3 @@ class TokenBudget:
             )
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or any(text in str(error) for text in OUT_OF_MEMORY)

@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_fast.data import reason
 from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
+from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
-from grpo_fast.train.batch import is_out_of_memory
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.config.run import CheckpointConfig
@@ -399,6 +399,8 @@ class Checkpoints:
             return
         try:
             self.on_save(checkpoint)
+        except Stopped:
+            raise
         except (Exception, SystemExit) as error:
             log.warning("checkpoint.on_save failed for %s: %s", checkpoint, reason(error))
 

@@ -57,11 +57,15 @@ class Terms(Sums):
         except Exception:
             return 0.01
 
+class Strict(Sums):
+    def score_answer(self, answer, entry):
+        return float(int(answer) == int(entry["answer"]))
+
 class Tuples(Sums):
     def score_answer(self, answer, entry):
         return float(entry["metadata"]["pair"] == tuple(entry["metadata"]["pair"]))
 
-DATASETS = {"sums": Sums, "lists": Lists, "terms": Terms, "tuples": Tuples}
+DATASETS = {"sums": Sums, "lists": Lists, "terms": Terms, "strict": Strict, "tuples": Tuples}
 
 def create_dataset(name, **options):
     return DATASETS[name](**options)
@@ -139,6 +143,24 @@ def test_answers_are_not_executed(tmp_path):
     assert score(sums, code) == [0.0] and not file.exists()
 
 
+def test_an_answer_that_a_scorer_cannot_read_has_score_0():
+    [entry] = entries("strict", 1)
+    assert score(entry, "[1, 2]", entry["answer"], "") == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("text", ["x**2 + 3**4", "(x**2 + 1)**3", "2**-3", "9**99", "x**(1/2)"])
+def test_text_with_powers(text):
+    check_arithmetic(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["9**9**9", "9**(9**9)", "9**1000", "((9**99)**99)**9", "2**(9*9)"]
+)
+def test_text_with_large_powers(text):
+    with pytest.raises(ValueError, match="powers up to"):
+        check_arithmetic(text)
+
+
 @pytest.mark.parametrize("text", [
     "().__class__", "exec(chr(49))", "(lambda: 1)()", "'a'*9", "x[0]", "[i for i in y]",
     "sqrt(f'{x}')", "sin(x, y=1)", "(x := 2)", "print(1)", "1 if x else 2",
@@ -188,7 +210,7 @@ def test_the_package_itself(package, monkeypatch):
     if importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("reasoning-gym is not installed: pip install 'grpo_fast[gym]'")
     rules._gym_worker.cache_clear()
-    for name in ("chain_sum", "countdown", "n_queens", "bitwise_arithmetic"):
+    for name in ("chain_sum", "countdown", "basic_arithmetic", "bitwise_arithmetic"):
         first, second = entries(name, 2, seed=7)
         found = score(first, first["answer"], "print(1)")
         assert found[0] == 1 and found[1] < 0.1 and first["question"] != second["question"]

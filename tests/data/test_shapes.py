@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from grpo_fast.data.readers import _rows_of
 from grpo_fast.data.splits import Splits, read_examples, read_questions
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.rollout import encode_prompts
@@ -271,6 +272,17 @@ def test_a_json_file_of_columns(tmp_path, content):
     path.write_text(json.dumps(content, indent=1))
     found = read_examples(DataConfig(task="jsonl", path=str(path)))
     assert [(e.prompt, e.answer) for e in found] == [("q", "1"), ("p", "2")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+      "answer": ["1", "2"]},
+     {"a1": {"question": "q", "answer": 1}, "a2": {"question": "p", "answer": 2}},
+     {"question": {"0": "q", "1": "p"}, "answer": {"1": 2, "0": 1}}],
+)  # fmt: skip
+def test_a_json_object_that_is_no_table_of_columns(content):
+    assert _rows_of(content) == [content]
 
 
 def test_columns_of_a_csv_file_have_types(tmp_path):

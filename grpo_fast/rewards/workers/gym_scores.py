@@ -9,21 +9,32 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import resource
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MOST_MEMORY = 8 << 30  # bytes; powers such as 9**9**9 need any amount
+MOST_MEMORY = 8 << 30  # bytes
+LARGEST_POWER = 999  # 9**9**9 would take hours
 FUNCTIONS = ("sin", "cos", "tan", "asin", "acos", "atan", "exp", "log", "ln", "sqrt", "Abs")
 ARITHMETIC = (ast.Expression, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
-OWN_TEXT = "bitwise_arithmetic"  # its scorer evaluates the question, not the answer
+# These data sets use the real `eval` for the question. Their scorers do not evaluate the answer.
+OWN_TEXT = "bitwise_arithmetic", "basic_arithmetic"
 
 
 def scores(*, completions: Sequence[str], entries: Sequence[dict[str, Any]]) -> list[float]:
     """Return the score of each answer by the scorer of the data set that made its question."""
-    pairs = zip(completions, entries, strict=True)
-    return [float(_scorer(x["dataset"], json.dumps(x["options"]))(text, x)) for text, x in pairs]
+    return [_score(text, entry) for text, entry in zip(completions, entries, strict=True)]
+
+
+def _score(text: str, entry: dict[str, Any]) -> float:
+    """Return the score of an answer, which is 0 if the scorer cannot read it."""
+    scorer = _scorer(entry["dataset"], json.dumps(entry["options"]))
+    try:
+        return float(scorer(text, entry))
+    except Exception:
+        return 0.0
 
 
 @functools.cache
@@ -33,7 +44,7 @@ def _scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], float
     from reasoning_gym.factory import create_dataset
 
     items = create_dataset(dataset, **json.loads(options))
-    if dataset != OWN_TEXT:
+    if dataset not in OWN_TEXT:
         vars(sys.modules[type(items).__module__])["eval"] = ast.literal_eval
     # A data set may compare tuples, which JSON turns into lists, or may need the real `eval`.
     entry = json.loads(json.dumps(items[0], default=str))
@@ -66,7 +77,8 @@ def _guard_sympy() -> None:
 
 def check_arithmetic(text: str) -> None:
     """Raise a ValueError or SyntaxError unless a text has only numbers, names and FUNCTIONS."""
-    for node in ast.walk(ast.parse(text.strip(), mode="eval")):
+    tree = ast.parse(text.strip(), mode="eval")
+    for node in ast.walk(tree):
         fits = isinstance(node, ARITHMETIC)
         if isinstance(node, ast.Constant):
             fits = isinstance(node.value, (int, float))
@@ -74,3 +86,15 @@ def check_arithmetic(text: str) -> None:
             fits = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS
         if not fits:
             raise ValueError(f"expected arithmetic, got {type(node).__name__}")
+    if _power(tree) > LARGEST_POWER:
+        raise ValueError(f"expected powers up to {LARGEST_POWER}")
+
+
+def _power(node: ast.AST) -> float:
+    """Return a bound of the product of nested exponents in a checked text."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        inner = [*ast.walk(node.right)]
+        sizes = [abs(x.value) for x in inner if isinstance(x, ast.Constant)]  # type: ignore[arg-type]
+        is_nested = any(isinstance(x, (ast.Pow, ast.Mult, ast.Call)) for x in inner)
+        return math.inf if is_nested else max(1, _power(node.left)) * max(1, *sizes, 1)
+    return max((_power(x) for x in ast.iter_child_nodes(node)), default=1)

@@ -189,8 +189,12 @@ def gap_of(policy: SampledModel, name: str) -> float:
         check_supported(policy.lm)
         starts = starts_of(policy.lm, policy.positions)
         gap = worst_gap(policy.lm, pair_at, starts, uses_random=policy.autocast is None)
-    # Accept NaN, which every function would give. Sampling then raises NonFiniteLogits.
-    return 0.0 if math.isnan(gap) else gap
+    if not math.isnan(gap):
+        return gap
+    # Accept a NaN that the model itself gives. Sampling then raises NonFiniteLogits.
+    pair = pair_at(())
+    pair.ours()  # draws the tokens of which `theirs` computes the log-probabilities
+    return 0.0 if pair.theirs().isnan().any() else gap
 
 
 def sampled_pair(

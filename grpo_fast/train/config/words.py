@@ -131,7 +131,8 @@ def read_words(
     """
     # Apply all changes before the validation, because some changes are only valid together.
     settings = {} if settings is None else settings
-    for word in words:
+    # `data=reasoning_gym:NAME` sets a reward, which the other words may replace.
+    for word in sorted(words, key=lambda word: not word.startswith(f"data={GYM}")):
         apply_word(settings, word)
     return validated(kind, settings, also=also)
 

@@ -125,10 +125,11 @@ def packed_gap(policy: Policy) -> float:
     def ours(pack: PackedTree) -> Tensor:
         lm.train()  # training mode reveals a random choice of experts
         is_gpu = policy.device.type == "cuda"
-        state = torch.cuda.get_rng_state if is_gpu else torch.get_rng_state
-        before = state()
+        device = policy.device
+        before = torch.cuda.get_rng_state(device) if is_gpu else torch.get_rng_state()
         logps = policy.logps(pack)
-        same = torch.equal(before, state())
+        after = torch.cuda.get_rng_state(device) if is_gpu else torch.get_rng_state()
+        same = torch.equal(before, after)
         require(same, kind, "a forward pass without random numbers", "some in training mode")
         return logps
 

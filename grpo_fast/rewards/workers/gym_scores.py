@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MOST_MEMORY = 8 << 30  # bytes; powers such as 9**9**9 need any amount
+MOST_MEMORY = 8 << 30  # in bytes, because powers in an answer may need any amount of memory
 FUNCTIONS = ("sin", "cos", "tan", "asin", "acos", "atan", "exp", "log", "ln", "sqrt", "Abs")
 ARITHMETIC = (ast.Expression, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 OWN_TEXT = "bitwise_arithmetic"  # its scorer evaluates the question, not the answer
@@ -28,7 +28,11 @@ def scores(*, completions: Sequence[str], entries: Sequence[dict[str, Any]]) -> 
 
 @functools.cache
 def _scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], float]:
-    """Return the scorer of a data set with these options. It has scored the set's own answer."""
+    """Return the scorer of a data set with these options.
+
+    Raises:
+        ValueError: the scorer does not accept the answer of the data set's first item.
+    """
     _guard_sympy()
     from reasoning_gym.factory import create_dataset
 
@@ -45,7 +49,7 @@ def _scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], float
 
 @functools.cache
 def _guard_sympy() -> None:
-    """Let sympy's parser refuse all that is not arithmetic. Call this before reasoning_gym loads.
+    """Make sympy's parser refuse text that is not arithmetic. Call this before reasoning_gym loads.
 
     reasoning_gym copies the name of the parser when it is imported.
     """

@@ -54,7 +54,7 @@ METRICS = {
 # value by more than TELLING. A metric without a neutral value is always shown.
 NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
 TELLING = 0.01
-COLUMNS = 3  # most panels next to each other
+COLUMNS = 3  # maximum number of panels in a row
 MOST_LINES = 8  # for more settings, the panels that show all settings are left out
 # The axis of the gradient variance is logarithmic. Its lower end is this fraction of its upper end,
 # because a run that ends with variance 0 would stretch the axis without limit.

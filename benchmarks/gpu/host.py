@@ -45,7 +45,7 @@ CALLS = 25
 
 
 class Driver(TargetOnlyDriver):
-    """Driver that loads and launches kernels by doing nothing."""
+    """Driver whose functions for loading and launching kernels do nothing."""
 
     utils = SimpleNamespace(
         load_binary=lambda *args: (1, 1, 32, 0, 1024),
@@ -57,7 +57,7 @@ class Driver(TargetOnlyDriver):
 
 
 class Event:
-    """Event of a copy that has arrived at once."""
+    """Replacement for `torch.cuda.Event`. It is always complete, as after a copy without delay."""
 
     def record(self, stream: Any = None) -> None:
         pass
@@ -79,7 +79,7 @@ def product(
 
 @contextlib.contextmanager
 def claimed_gpu() -> Iterator[None]:
-    """Let all CPU tensors claim to be on a GPU in a `with` block."""
+    """Make all CPU tensors claim to be on a GPU inside the context."""
     from triton.runtime import driver
 
     from grpo_fast.kernels import route, workspace
@@ -150,7 +150,7 @@ CONFIGS = {name: LossConfig(loss_type=name) for name in ("dapo", "gspo")}
 
 
 def serve() -> None:
-    """Measure a batch of the case that each line of the input names, and print us per call."""
+    """Read names of cases from standard input, and print the microseconds per call of each."""
     with claimed_gpu():
         calls = cases()
         for call in calls.values():
@@ -165,7 +165,11 @@ def serve() -> None:
 
 
 def worker(checkout: Path) -> Callable[[str], float]:
-    """Start a process that measures the package of a checkout. Return a function that asks it."""
+    """Start a process that measures the package of a checkout.
+
+    Returns:
+        A function that sends the name of a case to the process, and returns us per call.
+    """
     code = f"import runpy; runpy.run_path({__file__!r}, run_name='host')['serve']()"
     # Let malloc keep freed pages, as the allocator of a GPU does.
     kept = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 40))

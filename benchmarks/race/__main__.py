@@ -4,7 +4,7 @@ r"""Race to a held-out accuracy on a real model: grpo_fast, FastGRPOTrainer, and
     python -m benchmarks.race --model runs/capitals-data/model [--tasks capitals] [--seeds 3]
 
 All trainers train the same model on the same prompts in the same order, with the same rewards,
-hyperparameters, number of completions and limit of their length. Each run has a separate process.
+hyperparameters, number of completions and maximum length. Each run has a separate process.
 Every few steps it writes its weights, and this process measures the accuracy with one evaluator.
 The clock of the run stops in the meantime. Building a trainer is not counted, either. TRL samples
 with its own `generate` and has its fused head. A short sweep chooses the rows of its forward pass.
@@ -125,7 +125,7 @@ class Race:
 
     @functools.cached_property
     def swept(self) -> dict[int, float]:
-        """Return the CPU seconds of a row in TRL's update, by the rows of a forward pass."""
+        """Return the CPU seconds per row of TRL's update, keyed by the rows of a forward pass."""
         [seconds] = messages(sweep, self.job("TRL", 0, 1, Path()))
         return seconds
 
@@ -135,7 +135,7 @@ class Race:
 
     @functools.cached_property
     def start(self) -> float:
-        """Return the accuracy before training. Read this before weights are loaded."""
+        """Return the accuracy before training. Use this before the evaluator loads weights."""
         return self.accuracy()
 
     def accuracy(self) -> float:
@@ -145,7 +145,9 @@ class Race:
 
 
 def messages(target: Callable[[Any, Job], None], job: Job) -> Iterator[Any]:
-    """Start a process, and yield what it sends. It continues when the next message is wanted.
+    """Start a process, and yield the messages that it sends.
+
+    The process waits until the caller requests the next message.
 
     Raises:
         RuntimeError: the process failed. Its error is on standard error.

@@ -49,7 +49,7 @@ class Task(NamedTuple):
         write: function that writes `train.jsonl` and `test.jsonl` to a folder.
         prompts: prompts of a step.
         group: completions of a prompt.
-        length: most tokens of a completion.
+        length: maximum number of tokens of a completion.
         lr: learning rate, which is constant.
         steps: steps of a run.
         every: steps between evaluations.

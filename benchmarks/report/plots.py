@@ -43,7 +43,7 @@ def is_standard(case: dict[str, Any]) -> bool:
 def draw_curves(axes: Any, cases: list[dict[str, Any]]) -> None:
     """Draw the time over the number of tokens, for grpo_fast, the peers and the limits.
 
-    The panel shows the run that measured one LM head at the largest number of token counts.
+    All points come from one report and one LM head, the pair with the most token counts.
     """
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):

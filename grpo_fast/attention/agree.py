@@ -119,8 +119,9 @@ def packed_pair(
     Args:
         lm: the model.
         ours: a function of the packed row. It returns the results of its R completion tokens.
-        theirs: a function of token ids (N, L) and the positions of their first tokens (N), which
-            are empty at position 0. It returns the results (N, L-1) of all tokens but the first.
+        theirs: a function of the token ids, (N, L), and the positions of their first tokens, (N).
+            The positions are empty if all sequences begin at position 0. It returns the results of
+            all tokens but the first, (N, L - 1).
         bar: largest allowed difference.
         starts: the first position of each group. If it is empty, there is one group at position 0,
             whose completions have different lengths.

@@ -69,8 +69,8 @@ def export(source: str | Path, out: str | Path) -> Path:
 def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
     """Save the trained policy and critic to the subfolders `model` and `critic`.
 
-    If the weights are sharded, rank 0 loads an unsharded copy of the
-    initial model, and copies the gathered weights into it.
+    If the weights are sharded, rank 0 loads an unsharded copy of the initial model, and copies the
+    gathered weights into it.
 
     Args:
         policy: the trained policy.

@@ -186,7 +186,7 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
 
 
 def test_a_run_that_is_killed_has_stored_the_cases_before(tmp_path):
-    """Check that the report has each case that was finished before."""
+    """Check that the report has all cases that finished before the run was killed."""
     out = tmp_path / "r.json"
     words = "linear_logps --shapes 16,8,64 4096,512,8192 --threads 1 --device cpu --providers auto"
     words += f" --budget 600 --allocator default --out {out}"

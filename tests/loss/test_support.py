@@ -117,7 +117,8 @@ def test_no_row_has_the_whole_vocabulary(form, backend, over, monkeypatch):
     """Check that masked rows get gradient 0 if no active row uses the full vocabulary.
 
     No dense gradient is then computed, so the code must write the zeros explicitly. Entropies over
-    the vocabulary have a dense gradient, which must not replace that of the sets, or be replaced.
+    the vocabulary do have a dense gradient. This gradient and the gradient of the sets are added,
+    and neither may replace the other.
     """
     more = {} if over == "support" else {"entropy_coef": 0.2, "entropy_over": over}
     case = make_case(37, support=True, **options_for("dapo", **more))

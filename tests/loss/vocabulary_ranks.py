@@ -1,6 +1,6 @@
 """Cases in which ranks share one LM head, and the job that compares them with one process.
 
-Also calls with invalid arguments on such ranks. All ranks must raise the same error.
+The module also has calls with invalid arguments, for which all ranks must raise the same error.
 """
 
 from __future__ import annotations

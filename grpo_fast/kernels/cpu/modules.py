@@ -1,9 +1,9 @@
 """Replace a model's CPU layers with the fast layers of layers.py.
 
 `fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
-class, weights, names, hooks and submodules do not change. The attributes of a module and `agree`
-decide: it compares outputs and gradients of both layers for random inputs and weights. At each
-call, only hooks and a replaced activation are looked for.
+class, weights, names, hooks and submodules do not change. The attributes of a module must fit the
+fast layer, and `agree` must find no difference between the outputs and gradients of both layers for
+random inputs and weights. Each later call only checks for hooks and a replaced activation.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class Known:
     """Σ (g·logp + g_entropy·entropy) with known coefficients.
 
     Args:
-        g: (T,).
-        g_entropy: (T,), or None.
+        g: coefficient of each logp, (T,).
+        g_entropy: coefficient of each entropy, (T,). None for a term without entropy.
         stats: (lse, logps, entropy) of all rows. The entropy may be None without `g_entropy`.
         counts_on_gpu: whether the host waits for a GPU to count the rows with a coefficient of 0,
             so that these rows can be left out of the products.

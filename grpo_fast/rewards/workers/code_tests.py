@@ -32,7 +32,8 @@ import unit_tests  # noqa: E402
 del sys.path[:2]
 
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
-# In bytes. A limit that depended on the tests would reveal something about them.
+# Limit in bytes. It is constant, because a limit that depended on the tests would reveal something
+# about them.
 MOST_OUTPUT = 16 << 20
 OPENED = re.compile(r"^[^`~\n]*(`{3,}+|~{3,}+)([^`\n]*)$", re.M)
 PYTHON = re.compile(r"\A[{. \t]*(python|py)[\d.]*(\W|\Z)", re.I)

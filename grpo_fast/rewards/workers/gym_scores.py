@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MOST_MEMORY = 8 << 30  # bytes
+MOST_MEMORY = 8 << 30  # in bytes
 LARGEST_POWER = 999  # 9**9**9 would take hours
 FUNCTIONS = ("sin", "cos", "tan", "asin", "acos", "atan", "exp", "log", "ln", "sqrt", "Abs")
 ARITHMETIC = (ast.Expression, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
@@ -39,7 +39,11 @@ def _score(text: str, entry: dict[str, Any]) -> float:
 
 @functools.cache
 def _scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], float]:
-    """Return the scorer of a data set with these options. It has scored the set's own answer."""
+    """Return the scorer of a data set with these options.
+
+    Raises:
+        ValueError: the scorer does not accept the answer of the data set's first item.
+    """
     _guard_sympy()
     from reasoning_gym.factory import create_dataset
 
@@ -56,7 +60,7 @@ def _scorer(dataset: str, options: str) -> Callable[[str, dict[str, Any]], float
 
 @functools.cache
 def _guard_sympy() -> None:
-    """Let sympy's parser refuse all that is not arithmetic. Call this before reasoning_gym loads.
+    """Make sympy's parser refuse text that is not arithmetic. Call this before reasoning_gym loads.
 
     reasoning_gym copies the name of the parser when it is imported.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Model -> name in RUNS -> how its samples differ from the model's logits, or None if they agree.
+# For each model and each name in RUNS: how the samples differ from the model's logits, or None.
 _differences: WeakKeyDictionary[nn.Module, dict[str, str | None]] = WeakKeyDictionary()
 
 

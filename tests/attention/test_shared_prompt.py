@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fast import attention
+from grpo_fast import LossConfig, attention, grpo_loss
 from grpo_fast.attention import pack_groups, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
@@ -128,14 +128,16 @@ def test_the_readme_runs_as_it_stands(family):
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 3 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15
     model, groups = tiny_model(family), random_groups()
-    advantages = [torch.arange(len(completions)) - 1.0 for _, completions in groups]
+    advantages = torch.cat([torch.arange(len(completions)) - 1.0 for _, completions in groups])
     names = {"model": model, "groups": groups, "advantages": advantages}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     got = {name: p.grad.clone() for name, p in model.named_parameters()}
     logps = by_sample(model, samples_of(groups))
-    torch.testing.assert_close(names["logps"], logps, rtol=0, atol=2e-5)
-    lengths = torch.tensor([len(c) for _, cs in groups for c in cs])
-    loss = -torch.cat(advantages).repeat_interleave(lengths) @ logps
+    found = torch.cat([of_one for of_group in names["logps"] for of_one in of_group])
+    torch.testing.assert_close(found, logps.detach(), rtol=0, atol=2e-5)
+    lengths = torch.tensor([0] + [len(c) for _, cs in groups for c in cs])
+    cu_seqlens = lengths.cumsum(0).int()
+    loss = grpo_loss(logps, advantages, LossConfig(), cu_seqlens=cu_seqlens).loss
     assert_close(got, gradients(model, loss), bar=1e-5)
     assert names["pack"].layout.total <= 64

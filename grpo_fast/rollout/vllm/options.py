@@ -33,8 +33,7 @@ class VLLMOptions(BaseModel):
     patience: float = Field(300.0, ge=0, le=1e6)
     """Seconds to wait for a server that does not respond."""
     tolerance: float | None = Field(None, ge=0)
-    """Mean difference from the policy, in nats per token, that a server may have after a transfer.
-    null allows the rounding of the dtypes. A quantised server needs more, such as 0.2."""
+    """Mean gap to the policy after a transfer, in nats a token. null allows rounding of dtypes."""
 
     @model_validator(mode="before")
     @classmethod

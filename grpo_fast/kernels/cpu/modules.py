@@ -176,8 +176,11 @@ def _agree(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor
 
 
 def _passes(pair: Callable[[], str | None]) -> bool:
-    with torch.random.fork_rng(devices=[]):  # a forward of the model may draw numbers
-        return loader.unavailable("layers") is None and in_fresh_thread(pair) is None
+    try:
+        with torch.random.fork_rng(devices=[]):  # a forward of the model may draw numbers
+            return loader.unavailable("layers") is None and in_fresh_thread(pair) is None
+    except Exception:  # not every class can be copied; FSDP2's, for example, cannot
+        return False
 
 
 def _norm_pair(norm: Any) -> str | None:

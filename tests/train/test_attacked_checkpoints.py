@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_fast.train import checkpoint as module
 from grpo_fast.train import loop
-from grpo_fast.train.folder import checkpoints_in, locked, problem_of, sha256_of
+from grpo_fast.train.folder import FORMAT, checkpoints_in, locked, problem_of, sha256_of
 from tests.command_line import invoke, refused
 from tests.train.resuming import run
 from tests.train.test_hostile_input import change_json
@@ -225,7 +225,7 @@ def test_json_without_an_end(folder, newest, tmp_path, name):
     JSON.
     """
     deep = "[" * 10**6, '{"a":' * 10**6
-    for text in (*deep, "1" * 10**6, "", '{"format": 1e999}', '{"format": 9}', "null"):
+    for text in (*deep, "1" * 10**6, "", '{"format": 1e999}', f'{{"format": {FORMAT}}}', "null"):
         (newest / name).write_text(text)
         if name == "manifest.json":
             assert "cannot be read" in str(problem_of(newest)), text[:20]
@@ -290,10 +290,10 @@ def test_another_format_is_not_damage(folder, newest, tmp_path):
     A damaged checkpoint would be renamed, and the run would resume from an older checkpoint.
     """
     before = contents(folder / "checkpoints")
-    for was in (8, 10):
+    for was in (FORMAT - 1, FORMAT + 1):
         text = json.dumps({"format": was, "step": 2, "anything": {}})
         (newest / "manifest.json").write_text(text)
-        is_refused(folder, f"format 9, which .* got format {was} in")
+        is_refused(folder, f"format {FORMAT}, which .* got format {was} in")
         assert refused(invoke("export", str(newest), str(tmp_path / "out")), f"format {was}")
     assert contents(folder / "checkpoints").keys() == before.keys()
 

@@ -185,10 +185,11 @@ def gap_of(policy: SampledModel, name: str) -> float:
     pair_at = functools.partial(sampled_pair, policy, RUNS[name])
     if name != LOOP:
         gap = pair_at(()).gap()
-    else:
-        check_supported(policy.lm)
-        starts = starts_of(policy.lm, policy.positions)
-        gap = worst_gap(policy.lm, pair_at, starts, uses_random=policy.autocast is None)
+        # `generate` may give NaN after the end of a completion, which a rollout ignores.
+        return 0.0 if math.isnan(gap) else gap
+    check_supported(policy.lm)
+    starts = starts_of(policy.lm, policy.positions)
+    gap = worst_gap(policy.lm, pair_at, starts, uses_random=policy.autocast is None)
     if not math.isnan(gap):
         return gap
     # Accept a NaN that the model itself gives. Sampling then raises NonFiniteLogits.

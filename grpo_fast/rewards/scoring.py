@@ -208,7 +208,7 @@ def likely_answer(final: str, gold: str) -> str | None:
         if is_number or is_letter or is_expression(gold):
             content = _REASON.split(content, maxsplit=1)[0] or content
         letter = _LETTER_FIRST.match(content.strip()) if is_letter else None
-        if letter and not _OTHER_LETTER.search(content.strip(), letter.end()):
+        if letter and not _OTHER_LETTER.search(letter.string, letter.end()):
             return letter[1]
         if is_expression(gold):
             content = content.rstrip(" *")

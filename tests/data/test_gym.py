@@ -108,6 +108,8 @@ def test_one_word_trains_with_the_scorer_as_the_reward(tmp_path):
     words += [*TINY_SORT, "data.n_test=12", "rollout.max_new_tokens=3", "data.chat=false"]
     config = load_recipe("sort", words)
     assert [reward.name for reward in config.rewards] == ["reasoning_gym"]
+    before = load_recipe("sort", ["rewards=exact_match", *words])
+    assert [reward.name for reward in before.rewards] == ["exact_match"]
     summary, rows = run(tmp_path / "run", "sort", *words)
     assert summary["before"]["eval_n"] == 12
     assert all(0 <= row["rewards/reasoning_gym/mean"] <= 1 for row in rows)

@@ -100,5 +100,5 @@ def _power(node: ast.AST) -> float:
         inner = [*ast.walk(node.right)]
         sizes = [abs(x.value) for x in inner if isinstance(x, ast.Constant)]  # type: ignore[arg-type]
         is_nested = any(isinstance(x, (ast.Pow, ast.Mult, ast.Call)) for x in inner)
-        return math.inf if is_nested else max(1, _power(node.left)) * max(1, *sizes, 1)
+        return math.inf if is_nested else _power(node.left) * max(1, *sizes)
     return max((_power(x) for x in ast.iter_child_nodes(node)), default=1)

@@ -131,9 +131,7 @@ def read_words(
     """
     # Apply all changes before the validation, because some changes are only valid together.
     settings = {} if settings is None else settings
-    # `data=reasoning_gym:NAME` sets a reward, which the other words may replace.
-    for word in sorted(words, key=lambda word: not word.startswith(f"data={GYM}")):
-        apply_word(settings, word)
+    apply_words(settings, words)
     return validated(kind, settings, also=also)
 
 
@@ -176,6 +174,13 @@ def split_word(word: str) -> tuple[str, str]:
     fits = equals and all(parts) and len(parts) <= DEEPEST_KEY and key.isprintable()
     require(fits, "settings", "key=value", quoted(word))
     return key, text
+
+
+def apply_words(settings: dict[str, Any], words: Iterable[str]) -> None:
+    """Change nested settings as `key=value` arguments say."""
+    # `data=reasoning_gym:NAME` sets a reward, which the other words may replace.
+    for word in sorted(words, key=lambda word: not word.startswith(f"data={GYM}")):
+        apply_word(settings, word)
 
 
 def apply_word(settings: dict[str, Any], word: str) -> None:

@@ -26,7 +26,7 @@ from grpo_fast.train.config import (
     require,
 )
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.config.words import apply_word, own_words, split_word, validated
+from grpo_fast.train.config.words import apply_words, own_words, split_word, validated
 from grpo_fast.train.evaluation.data_view import asking_lines
 from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, paired
 from grpo_fast.train.models import loading
@@ -121,8 +121,7 @@ def read_settings(
     require(not chosen, "model", expected, ", ".join(chosen))
     if "eval.samples" in keys and "eval.k" not in keys:
         settings["eval"]["k"] = []
-    for word in words:
-        apply_word(settings, word)
+    apply_words(settings, words)
     # 3. Validate the settings, and choose the rewards. A missing source of questions is refused
     # last, because its key may be misspelled, and the validation names the nearest key.
     data = settings["data"]

@@ -125,11 +125,10 @@ def packed_gap(policy: Policy) -> float:
     def ours(pack: PackedTree) -> Tensor:
         lm.train()  # training mode reveals a random choice of experts
         is_gpu = policy.device.type == "cuda"
-        device = policy.device
-        before = torch.cuda.get_rng_state(device) if is_gpu else torch.get_rng_state()
+        state = partial(torch.cuda.get_rng_state, policy.device) if is_gpu else torch.get_rng_state
+        before = state()
         logps = policy.logps(pack)
-        after = torch.cuda.get_rng_state(device) if is_gpu else torch.get_rng_state()
-        same = torch.equal(before, after)
+        same = torch.equal(before, state())
         require(same, kind, "a forward pass without random numbers", "some in training mode")
         return logps
 

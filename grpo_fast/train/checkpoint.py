@@ -40,10 +40,8 @@ from grpo_fast.data import reason
 from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
-from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config import CheckpointConfig, Count, Positive, RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.config.run import CheckpointConfig
-from grpo_fast.train.config.sections import Count, Positive
 from grpo_fast.train.folder import read_regular, sync, written
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.run import Rows, Run

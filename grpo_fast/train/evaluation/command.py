@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import Splits, asks_in_chat, read_examples, without_long
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rewards.columns import with_usable_tests
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train import folder
-from grpo_fast.train.config import (
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    RunConfig,
-    Section,
-    UserPath,
-    require,
-)
+from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import apply_words, own_words, split_word, validated
 from grpo_fast.train.evaluation.data_view import asking_lines

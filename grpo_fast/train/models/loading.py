@@ -24,7 +24,8 @@ from grpo_fast.data import hub, reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, named_in, require
+from grpo_fast.errors import require
+from grpo_fast.train.config import ModelConfig, named_in
 from grpo_fast.train.models.adapters import adapter_at, check_trainable, with_new, with_saved
 from grpo_fast.train.models.policy import Policy, in_silence
 

@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import Splits, asks_in_chat, read_examples, without_long
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rewards.columns import with_usable_tests
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train import folder
-from grpo_fast.train.config import (
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    RunConfig,
-    Section,
-    UserPath,
-    require,
-)
+from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import apply_words, own_words, split_word, validated
 from grpo_fast.train.evaluation.data_view import asking_lines
@@ -152,9 +145,6 @@ def _with_section(word: str) -> str:
 # -------------------------------------------------------------------------------------- The command
 Say = Callable[..., object]  # function that receives lines of text
 
-# First bytes of every results file. The command does not overwrite a file that begins differently.
-RESULTS_BEGIN = b'{\n  "greedy": {'
-
 
 def run_eval(
     models: Sequence[str],
@@ -188,7 +178,10 @@ def run_eval(
     # 1. Read the settings, and check them.
     sources = [Source.of(model) for model in models]
     own, config = read_settings(sources, words, allow_code)
-    _check_out(own.out)
+    if own.out is not None:
+        place = Path(own.out)
+        fits = place.parent.is_dir() and not place.is_dir()
+        require(fits, "out", "a file in a folder that exists", repr(own.out))
     model_configs = []
     for source in sources:
         trust = allow_code and (not source.run or source.run.model.trust_remote_code)
@@ -276,19 +269,6 @@ def paired_table(results: dict[str, dict[str, Any]]) -> str:
 def _plus_minus(error: float) -> str:
     """Format a standard error. Return "" if it is NaN, which is the case for a single question."""
     return f" ± {error:.4f}" if math.isfinite(error) else ""
-
-
-def _check_out(out: str | None) -> None:
-    """Raise a ValueError if `out` cannot be written or is a file without evaluation results."""
-    if out is None:
-        return
-    path = Path(out)
-    fits = path.parent.is_dir() and not path.is_dir()
-    require(fits, "out", "a file in a folder that exists", repr(out))
-    if path.is_file():
-        with path.open("rb") as file:
-            fits = file.read(len(RESULTS_BEGIN)) in (b"", RESULTS_BEGIN)
-        require(fits, "out", "a new file or an earlier evaluation's", repr(out))
 
 
 def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Sequence[Example]:

@@ -15,7 +15,7 @@ from grpo_fast.data import Example
 from grpo_fast.data import answers as data_answers
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rewards.columns import with_usable_tests
+from grpo_fast.rewards.columns import usable
 from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.train.config import DataConfig
 from tests.reward_specs import spec
@@ -206,9 +206,6 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
     assert "at least one assert" in rewards.last_error["code_tests"]
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
         check_examples(rewards, [Example("p", "a", None)], "train")
-    rows = [Example("p", "a", None, {"tests": tests}) for tests in (TESTS, "assert f(1).x == 2")]
-    with pytest.raises(ValueError, match="got 1 of 2 without, first 'p': .*assert f.1..x == 2"):
-        check_examples(rewards, rows, "train")
 
 
 def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path, caplog):
@@ -216,17 +213,17 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
     path = tmp_path / "d.jsonl"
     rows = [{"question": f"q{i}", **listed[i % 3]} for i in range(12)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    splits = Splits(DataConfig(task="jsonl", path=str(path), n_test=6), 0)
-    remedy = "without, first .*data.drop_unusable=true skips such rows"
-    with pytest.raises(ValueError, match=remedy):
-        check_examples(rewards, splits.listed, "training")
-    kept = splits.only(functools.partial(with_usable_tests, rewards))
+    config = DataConfig(task="jsonl", path=str(path), n_test=2)
+    refused = "got 8 of 12 without, first 'q1': .*assert f.1..x.*data.drop_unusable=true skips such"
+    with pytest.raises(ValueError, match=refused):
+        Splits(config, 0, usable=functools.partial(usable, rewards, False))
+    kept = Splits(config, 0, usable=functools.partial(usable, rewards, True))
     assert {e.prompt for e in [*kept.train, *kept.test]} == {"q0", "q3", "q6", "q9"}
-    assert caplog.text.count("rows with tests that code_tests refuses are skipped") == 2
+    assert "8 rows with tests that code_tests refuses are skipped" in caplog.text
     check_examples(rewards, kept.listed, "training")
-    assert with_usable_tests(build_rewards([spec("gsm8k_format")]), splits.train) is splits.train
-    with pytest.raises(ValueError, match="expected usable rows in both splits, got 0 and 0"):
-        splits.only(lambda examples: [])
+    assert usable(build_rewards([spec("gsm8k_format")]), False, kept.train) is kept.train
+    with pytest.raises(ValueError, match="expected at least one training example in .*, got none"):
+        Splits(config, 0, usable=lambda examples: [])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from grpo_fast.data import Example
 from grpo_fast.data import answers as data_answers
@@ -25,37 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 4"]
 GOOD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
-HOSTILE = {
-    "fork bomb": "import os\nwhile True:\n    os.fork()",
-    "threads": "import threading\nwhile True:\n    threading.Thread(target=print).start()",
-    "endless output": "import sys\nwhile True:\n    print('x' * 9999)\n"
-    "    sys.stderr.write('x' * 9999)",
-    "output everywhere": "import os\nfor fd in range(64):\n    try:\n"
-    "        while True: os.write(fd, b'x' * 9999)\n    except OSError: pass",
-    "deletes": "import os\nos.unlink(VICTIM)",
-    "empties": "open(VICTIM, 'w')",
-    "moves": "import os\nos.rename(VICTIM, VICTIM + '.moved')",
-    "writes": "open(VICTIM + '.new', 'w').write('x')",
-    "memory of others": "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')",
-    "socket": "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
-    "starts a program": "import subprocess\nsubprocess.run(['touch', VICTIM + '.new'])",
-    "becomes a program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 0'])",
-    "exit handler": "import atexit\natexit.register(lambda: 1 / 0)\nraise KeyboardInterrupt",
-    "ignores signals": "import signal, time\nfor s in range(1, 32):\n    try:\n"
-    "        signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\n"
-    "time.sleep(1000)",
-    "grows": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
-    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
-    "kills the group": "import os\nos.killpg(0, 9)",
-    "raises its limits": "import resource\n"
-    "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)",
-    "limits its parent": "import os, resource\n"
-    "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
-    "native code": "import ctypes\nctypes.string_at(0)",
-    "deep": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+CHEATS = yaml.safe_load(Path(__file__).with_name("cheats.yaml").read_text())
+HOSTILE = CHEATS["hostile"] | {
     "deep source": "x = " + "(" * 50_000,
-    "no code": "I do not know.",
-    "empty": "",
     "control characters": "\x00\x1b[2J\ud800",
 }
 
@@ -146,41 +119,6 @@ def test_many_answers_that_hang_have_their_own_time():
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.reasons == {"code_tests": {}}
     pattern = build_rewards([spec("format_pattern", pattern="a")]).rewards[0].function
     assert not pattern.bounded, "its time limit is for the whole call"
-
-
-MIX = "```python\nimport math\n```\nthen\n```py\ndef f(): return 2\n```\nuse:\n```python\nf(1)\n```"
-FENCES = [
-    # (completion, blocks if the tests call f, last block of a program)
-    ("x = 1", ["x = 1"], "x = 1"),
-    ("", [""], ""),
-    ("```python\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```python\nx = 1", ["x = 1"], "x = 1"),
-    ("~~~python\nx = 1\n~~~\nbye", ["x = 1\n"], "x = 1\n"),
-    ("````python\nx = '```'\n````", ["x = '```'\n"], "x = '```'\n"),
-    ("1. So:\n   ```python\n   f = 1\n     \n   ```\n2. Done", ["f = 1\n\n"], "f = 1\n\n"),
-    ("- ```python\n  f = 1\n  ```", ["f = 1\n"], "f = 1\n"),
-    ("a `b` c\n```{.python}\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```python3.11 title='a.py'\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```c\nint x;\n```", ["int x;\n"], "int x;\n"),
-    ("```python\nx = 1\n```\nOutput:\n```\n1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```python\nx = 1\n```\n```pycon\n>>> x\n1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```py\nf = 1\n```\nbetter:\n```Python\nf = 2\n```", ["f = 1\n", "f = 2\n"], "f = 2\n"),
-    ("```py\nf = 1\n```\nor ```py\nf = 3", ["f = 1\n", "f = 3"], "f = 3"),
-    (
-        '```py\ndef f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n```',
-        ['def f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n'],
-        'def f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n',
-    ),
-    ("So:\n<answer>\nf = 1\n</answer>", ["\nf = 1\n"], "\nf = 1\n"),
-    (MIX, ["import math\n", "def f(): return 2\n"], "f(1)\n"),
-]
-
-
-@pytest.mark.parametrize(("text", "blocks", "program"), FENCES)
-def test_the_code_is_found_in_the_fenced_blocks(text, blocks, program):
-    assert worker.code_of(text, ["f"]) == blocks
-    assert worker.code_of(text)[-1] == program
 
 
 @pytest.mark.parametrize(

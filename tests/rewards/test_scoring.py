@@ -162,7 +162,7 @@ def test_without_math_verify_expressions_are_texts(monkeypatch, caplog):
 
     monkeypatch.setattr(scoring, "built_in", lambda _: missing)
     scoring._same_expressions.cache_clear()
-    scoring._say_that_it_is_missing.cache_clear()
+    scoring.warn_once.cache_clear()
     scorer = answer_scorer("x+1", ())
     assert scorer.is_right("x+1") and not scorer.is_right("1+x")
     assert "pip install 'grpo_fast[math]'" in caplog.text

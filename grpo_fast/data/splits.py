@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data import FILES, Example
-from grpo_fast.data.example import text_of
+from grpo_fast.data import FILES, Example, text_of
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered, in_chat
 from grpo_fast.data.readers import (

@@ -28,7 +28,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
-from grpo_fast.data import TASKS, Example
+from grpo_fast.data import TASKS, Example, text_of
 from grpo_fast.data.answers import (
     BOXED,
     HASHES,
@@ -41,12 +41,11 @@ from grpo_fast.data.answers import (
     parse_number,
     unwrapped,
 )
-from grpo_fast.data.example import text_of
 from grpo_fast.errors import require
 from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import built_in
 
-log = logging.getLogger(__name__)
+warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 LONGEST = 400  # characters of the longest answer that is compared as more than text
 DEEPEST = 10  # nesting of brackets in such an answer
@@ -374,14 +373,9 @@ def _same_expressions(answer: str, gold: str, seconds: int, digits: int | None) 
     except RewardFailure as error:
         if "math_verify" not in str(error):
             return math.nan
-        _say_that_it_is_missing()
+        warn_once("expressions are compared as texts: pip install 'grpo_fast[math]' compares them")
         return 0.0
     return math.nan if equal is None else float(equal)
-
-
-@functools.cache
-def _say_that_it_is_missing() -> None:
-    log.warning("expressions are compared as texts: pip install 'grpo_fast[math]' compares them")
 
 
 def _symbols(text: str) -> tuple[str, ...] | None:

@@ -14,7 +14,7 @@ from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import Splits, asks_in_chat, read_examples, without_long
 from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
-from grpo_fast.rewards.columns import with_usable_tests
+from grpo_fast.rewards.columns import usable
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train import folder
 from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
@@ -285,8 +285,7 @@ def _usable(
     examples: Sequence[Example], data: DataConfig, rewards: RewardSet, models: Sequence[ModelConfig]
 ) -> Sequence[Example]:
     """Return the examples without those that the settings drop for one of the models."""
-    if data.drop_unusable:
-        examples = with_usable_tests(rewards, examples)
+    examples = usable(rewards, data.drop_unusable, examples)
     for model in models if data.max_prompt_tokens is not None else ():
         tokenizer = loading.load_tokenizer(model)
         asked = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})

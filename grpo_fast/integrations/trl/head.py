@@ -49,7 +49,6 @@ SERVED = (
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
 METRICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
-Rule = dict[str, Any]  # temperature, softcap and logit_scale, the keyword arguments of a logps call
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -162,7 +161,7 @@ def fast_log_probs(
         than logps are None unless `outputs` names them.
     """
     cap = final_logit_softcapping
-    rule: Rule = {"temperature": temperature, "softcap": cap, "logit_scale": logit_scale}
+    rule: dict[str, Any] = {"temperature": temperature, "softcap": cap, "logit_scale": logit_scale}
     dtype = compute_dtype(hidden)
     h = hidden.to(dtype)
     w = weight.to(dtype)
@@ -215,7 +214,7 @@ class FusedHead(NamedTuple):
     fp32 if `cast_to_fp32` is True.
     """
 
-    rule: Rule
+    rule: dict[str, Any]  # temperature, softcap and logit_scale
     cast_to_fp32: bool
 
     def operands(self, layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Reason in `fast_path` that applies to a single micro-batch, whose loss TRL's code then computes.
-AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
-
 
 class FastGRPOTrainer(OwnRollouts):
     """Faster version of TRL's `GRPOTrainer` with the same constructor and the same results.
@@ -69,7 +66,8 @@ class FastGRPOTrainer(OwnRollouts):
         self._lm = lm = base_model(self.accelerator.unwrap_model(self.model))
         self._own_attention = lm.config._attn_implementation  # before packed rows replace it
         fast_layers(lm.base_model)
-        if (reason := options.reason_of(self._forward_reason)) is not None:
+        reason = options.reason_of(options.forward_reason, self, lm)
+        if (reason := reason or options.reason_of(self._prepare)) is not None:
             self._their_forward(reason)
         elif (reason := options.reason_of(options.single_pass_reason, self)) is not None:
             self._their_objective(reason)
@@ -77,8 +75,7 @@ class FastGRPOTrainer(OwnRollouts):
         if (reason := options.reason_of(use_fast_head, self)) is not None:
             log.warning("FastGRPOTrainer: TRL's LM head is used: %s", reason)
         self._start_rollouts()
-        said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
-        log.info(said, self.fast_path)
+        log.info("FastGRPOTrainer: %s", self.fast_path)
 
     def _their_forward(self, reason: str) -> None:
         """Let TRL compute the forward and the loss from now on, and log the reason."""
@@ -92,16 +89,13 @@ class FastGRPOTrainer(OwnRollouts):
         self.fast_path["loss"] = f"TRL's on our logps: {reason}"
         self._in_one_pass = False
 
-    def _forward_reason(self) -> str | None:
+    def _prepare(self) -> str | None:
         """Prepare the policy and the reference model for packed rows.
 
         Returns:
             None if rows are packed. Otherwise the reason why TRL must compute the forward.
         """
         lm = self._lm
-        reason = options.forward_reason(self, lm)
-        if reason is not None:
-            return reason
         self._head = fused_head(lm)
         take_packed_rows(lm)
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
@@ -196,7 +190,8 @@ class FastGRPOTrainer(OwnRollouts):
             self, inputs, pack.target_ids.shape[0], **self._head.rule
         )
         if given["advantages"].dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
-            self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
+            why = "advantages per token, and this micro-batch has as many tokens as completions"
+            self.fast_path["loss"] = f"TRL's on our logps: {why}"
             return super()._compute_loss(model, inputs)
         # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
         # logps and entropies of this pass.

@@ -31,8 +31,6 @@ LOG_RATIO_BOUND = 20.0  # verl clamps the log importance ratio of a token to [-2
 DPPO_RATIO_CAP = 20.0  # largest ratio in our dppo objectives
 ALL_ROWS = "mean over all rows"  # how verl's geo_mean always aggregates, whatever the mode
 
-LossFields = dict[str, Any]  # fields of `LossConfig`
-
 
 class Batch(NamedTuple):
     """Tensors that verl passes to a policy loss, each of shape (B, L) and without gradient."""
@@ -60,7 +58,7 @@ class Recipe(NamedTuple):
             from its config.
     """
 
-    options: Callable[[ActorConfig], LossFields]
+    options: Callable[[ActorConfig], dict[str, Any]]
     advantages: Callable[[Batch, ActorConfig], Tensor] = weighted
     aggregation: str | None = None
 
@@ -92,7 +90,7 @@ def ratio_cap(config: ActorConfig, default: float, least: float = 0.0) -> float:
     return cap
 
 
-def named(loss_type: str, **options: float | str) -> Callable[[ActorConfig], LossFields]:
+def named(loss_type: str, **options: float | str) -> Callable[[ActorConfig], dict[str, Any]]:
     """Return a function that turns verl's config into fields of `LossConfig`.
 
     The fields are the given loss type, the given options, and the clip range of the config.
@@ -100,16 +98,16 @@ def named(loss_type: str, **options: float | str) -> Callable[[ActorConfig], Los
     return lambda config: {"loss_type": loss_type, **options, **clip_range(config)}
 
 
-def vanilla(config: ActorConfig) -> LossFields:
+def vanilla(config: ActorConfig) -> dict[str, Any]:
     return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
 
 
-def sapo(config: ActorConfig) -> LossFields:
+def sapo(config: ActorConfig) -> dict[str, Any]:
     pos, neg = (float(option(config, f"tau_{sign}")) for sign in ("pos", "neg"))
     return {"loss_type": "sapo", "sapo_temperature_pos": pos, "sapo_temperature_neg": neg}
 
 
-def dro(config: ActorConfig) -> LossFields:
+def dro(config: ActorConfig) -> dict[str, Any]:
     beta = float(option(option(config, "policy_loss"), "dro_beta", 0.0))
     require(beta > 0, "policy_loss.dro_beta", "a number > 0", beta)
     return {"loss_type": "dro", "beta": beta}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -36,6 +37,7 @@ LOGPS = 1e-5  # allowed absolute error of loss and logps in any dtype
 GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # allowed relative error
 MODEL = ("model.config.hidden_size=16", "model.config.intermediate_size=32",
          "model.config.num_hidden_layers=1")  # fmt: skip
+Gap = Callable[[], float] | str  # a function that measures a gap, or why it cannot run here
 
 
 @dataclass(frozen=True)
@@ -64,27 +66,61 @@ class Check:
 def self_checks() -> list[Check]:
     """Run every self-test on the GPU, or on the CPU if there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [*kernel_checks(device), *attention_checks(device), *model_checks(device)]
+    return [checked(*entry) for entry in table(device)]
 
 
-def checked(name: str, bound: float, gap: Callable[[], float]) -> Check:
+def checked(name: str, bound: float, gap: Gap) -> Check:
     """Measure a gap. An exception counts as an infinite gap."""
+    if isinstance(gap, str):
+        return Check(name, None, bound, gap)
     try:
         return Check(name, gap(), bound)
     except Exception as error:  # a kernel may raise any exception; the other tests must still run
         return Check(name, float("inf"), bound, reason(error))
 
 
-def kernel_checks(device: torch.device) -> Iterator[Check]:
-    """Compare loss and gradients of every backend with an fp64 reference."""
+def table(device: torch.device) -> Iterator[tuple[str, float, Gap]]:
+    """Yield the name of each self-test, its largest allowed gap, and the gap to measure."""
+    # 1. Compare loss and gradients of every backend with an fp64 reference.
     for backend, dtype in product(BACKENDS, DTYPES):
-        missing = route.unavailable(backend, device.type)
         name = f"{backend} {str(dtype).removeprefix('torch.')}"
+        missing = route.unavailable(backend, device.type)
         if missing is not None:
-            yield Check(name, None, 0.0, missing.splitlines()[0])
+            yield name, 0.0, missing.splitlines()[0]
             continue
         for what, pair in kernel_pairs(backend, dtype, device).items():
-            yield checked(f"{name}: {what}", pair.bar, pair.gap)
+            yield f"{name}: {what}", pair.bar, pair.gap
+    # 2. Compare every attention kernel with a reference that computes the full score matrix.
+    for dtype, extra in product(DTYPES, ("", ", window", ", softcap")):
+        is_special = extra == ", window", extra == ", softcap"
+        kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
+        for provider in candidates(kind):
+            pair = pair_of(provider.attend, kind)
+            name = f"attention {provider.name} {str(dtype).removeprefix('torch.')}{extra}"
+            yield name, pair.bar, pair.gap
+    # 3. Compare packed rows, our loop and a rollout with a small model's forward pass.
+    bound = check_tolerance(torch.float32)
+    on_device = f"model.device={device}"
+    yield "packed rows and our loop: logps against the model's", bound, partial(small, on_device)
+    yield "rollout: logps against the trainer's", NOISE[torch.float32], partial(rollout, on_device)
+
+
+def small(on_device: str) -> float:
+    """Return the largest gap of packed rows and of our sampling loop for a small model."""
+    config = load_recipe("sort", [on_device, *MODEL])
+    torch.manual_seed(config.seed)
+    policy = load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
+    require(policy.unshared is None, "packed rows", "the model's logps", policy.unshared)
+    gap = packed_gap(policy)
+    with policy.generation():
+        return max(gap, gap_of(policy, LOOP))
+
+
+def rollout(on_device: str) -> float:
+    """Return the mean difference between a rollout and the trainer."""
+    words = "rollout.temperature=0.8", "rollout.max_new_tokens=24"
+    config = load_recipe("sort", [on_device, *words, "model.config.initializer_range=0.3"])
+    return examine_engine(DoctorSettings(n=4), config).mean
 
 
 def kernel_pairs(backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, Pair]:
@@ -121,37 +157,3 @@ def kernel_pairs(backend: str, dtype: torch.dtype, device: torch.device) -> dict
             lambda h, w: run(h, w).logps[3:], lambda h, w: run(h[3:], w).logps, given, 0.0
         ),
     }
-
-
-def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Compare every attention kernel with a reference that computes the full score matrix."""
-    for dtype, extra in product(DTYPES, ("", ", window", ", softcap")):
-        is_special = extra == ", window", extra == ", softcap"
-        kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
-        for provider in candidates(kind):
-            pair = pair_of(provider.attend, kind)
-            name = f"attention {provider.name} {str(dtype).removeprefix('torch.')}{extra}"
-            yield checked(name, pair.bar, pair.gap)
-
-
-def model_checks(device: torch.device) -> Iterator[Check]:
-    """Compare packed rows and our loop with a small model's forward, and a rollout with both."""
-    on_device = f"model.device={device}"
-    words = "rollout.temperature=0.8", "rollout.max_new_tokens=24"
-
-    def alike() -> float:
-        config = load_recipe("sort", [on_device, *MODEL])
-        torch.manual_seed(config.seed)
-        policy = load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
-        require(policy.unshared is None, "packed rows", "the model's logps", policy.unshared)
-        gap = packed_gap(policy)
-        with policy.generation():
-            return max(gap, gap_of(policy, LOOP))
-
-    def rollout() -> float:
-        config = load_recipe("sort", [on_device, *words, "model.config.initializer_range=0.3"])
-        return examine_engine(DoctorSettings(n=4), config).mean
-
-    bound = check_tolerance(torch.float32)
-    yield checked("packed rows and our loop: logps against the model's", bound, alike)
-    yield checked("rollout: logps against the trainer's", NOISE[torch.float32], rollout)

@@ -97,6 +97,13 @@ def _specialisation(x: Any) -> object:
     return x.base.dtype, *x.block_shape
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, or 2 if Triton interprets the kernels."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 2
+
+
 def ceil_div(a: int, b: int) -> int:
     """Return a / b, rounded up. triton.cdiv takes ten times as long on the host."""
     return -(-a // b)

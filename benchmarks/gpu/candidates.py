@@ -1,9 +1,6 @@
 """Kernel configurations that may be faster than the shipped ones.
 
-    python -m benchmarks.gpu.tune --compile sm_90   writes benchmarks/results/candidates-sm_90.json
-
-The command compiles every candidate without a GPU. On a GPU, tune.py times the candidates whose
-registers do not spill.
+On a GPU, tune.py times the candidates whose registers do not spill.
 """
 
 from __future__ import annotations
@@ -138,7 +135,7 @@ def call_of(
 def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
     """Compile every candidate for `arch`, and print whether it can be launched.
 
-    This takes minutes, but does not need a GPU. The compiled kernels stay in Triton's cache.
+    The compiled kernels stay in Triton's cache.
 
     Returns:
         The registers, spills and shared memory of each candidate.

@@ -230,6 +230,25 @@ def test_which_layers_begin_with_a_state():
         }  # fmt: skip
 
 
+def test_a_kernel_that_takes_only_16_bits_is_compared_in_bf16(monkeypatch):
+    """Check a layer whose kernel raises an error in fp32, as Gated DeltaNet of fla does."""
+    model = model_of("qwen3_5_text")
+    layer = hybrid.recurrent_layers(model)[0]
+    file = sys.modules[type(layer).__module__]
+    kernel = file.torch_chunk_gated_delta_rule
+    dtypes = []
+
+    def of_16_bits(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtypes.append(query.dtype)
+        assert query.dtype != torch.float32
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", of_16_bits)
+    monkeypatch.setattr(hybrid, "_continues", {})
+    assert hybrid.can_continue(layer, "cache_params", 32)
+    assert dtypes == [torch.float32, *[torch.bfloat16] * 3]
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "lfm2", "minimax"])
 def test_a_model_that_is_not_prepared_is_refused(family):
     model = model_of(family)

@@ -1,20 +1,25 @@
 """Attention over packed rows, where a prefix shared by several sequences is computed only once."""
 
-from grpo_fast.attention.agree import draw_groups, worst_gap
+from grpo_fast.attention.agree import draw_groups, small_windows, worst_gap
 from grpo_fast.attention.dispatch import packed_rows_attention
-from grpo_fast.attention.head import Head, check_tolerance, head_of
 from grpo_fast.attention.hybrid import hidden_by_samples, split_recurrent_layers
 from grpo_fast.attention.layout import TreeLayout
-from grpo_fast.attention.memory import offload_checkpoints, tile_mlps
 from grpo_fast.attention.model import (
     NAME,
+    Head,
     check_rope,
     check_supported,
+    check_tolerance,
     disable_dropout,
+    head_of,
+    offload_checkpoints,
     packed_attention,
     prepare,
     register,
     shared_prompt_supported,
+    tile_mlps,
+    window_as_mask,
+    window_of,
 )
 from grpo_fast.attention.packing import (
     PackedGroups,
@@ -27,7 +32,6 @@ from grpo_fast.attention.packing import (
     tree_tokens,
     trunk_tokens,
 )
-from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 from grpo_fast.kernels.agree import Pair
 from grpo_fast.kernels.cpu.modules import fast_layers
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.attention.packing import PackedTree, pack_groups
-from grpo_fast.attention.windows import small_windows
 from grpo_fast.kernels.agree import Pair
 
 if TYPE_CHECKING:
@@ -40,6 +39,11 @@ PROMPT, LENGTH = 4, 9  # tokens of a prompt, and of a prompt with its completion
 # prime, so each row starts at a different position in the pool and no two rows are equal.
 POOL = 65_521
 WIDE = torch.float32, torch.float64
+# Fields that `small_windows` shrinks, and attributes of modules that may copy them.
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+POSITIONS = ("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings")
+COPIES = re.compile("window|chunk|floor|original_max")
+SMALLEST = 3  # tokens: smaller than the prompts of every comparison
 RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
 
 
@@ -193,6 +197,48 @@ def worst_gap(
     if math.isnan(elsewhere) and starts:
         elsewhere = pair_at(starts).gap()
     return max(at_start, elsewhere)  # a NaN of `elsewhere` is ignored
+
+
+@contextmanager
+def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]:
+    """Make the windows of a model so small that the short sequences of a comparison exceed them.
+
+    Inside the context, the smallest window or chunk has SMALLEST tokens, the second smallest
+    SMALLEST + 1, and so on, so that different sizes remain different. The context changes the sizes
+    that a forward pass reads from the configuration or from a module.
+
+    Args:
+        model: the model.
+        positions: also shrink the positions at which the model changes its computation, for a
+            comparison that begins at position 0.
+    """
+    # 1. Collect the configurations of all modules, and the dictionaries that they contain.
+    modules = list(model.modules())
+    configs = {id(c): vars(c) for m in modules if (c := getattr(m, "config", None)) is not None}
+    owners = list(configs.values())
+    for fields in owners:  # the loop appends dictionaries that are inside configurations
+        owners += [value for value in fields.values() if isinstance(value, dict)]
+    # 2. Replace each window size with a small one, so that equal sizes remain equal and different
+    #    sizes remain different.
+    names = WINDOWS + POSITIONS * positions
+    sizes = {fields.get(name) for fields in owners for name in names}
+    known = enumerate(sorted(size for size in sizes if type(size) is int))
+    small = {size: min(size, SMALLEST + rank) for rank, size in known}
+    sized = [
+        (owner, name, size)
+        # Change the attributes of modules as well, because modules often copy a size from the
+        # configuration.
+        for owner in (*owners, *map(vars, modules))
+        for name, size in owner.items()
+        if type(size) is int and size in small and COPIES.search(str(name))
+    ]
+    try:
+        for fields, name, size in sized:
+            fields[name] = small[size]
+        yield
+    finally:
+        for fields, name, size in sized:
+            fields[name] = size
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels import cuda, explicit, flex, reference, torch_cpu
-from grpo_fast.attention.kernels.kernel import Kernel
+from grpo_fast.attention.kernels import cuda, flex, spans
+from grpo_fast.attention.kernels.spans import Kernel
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import AttentionParams, TreeLayout
 from grpo_fast.kernels.agree import Pair, draw, in_fresh_thread
@@ -145,27 +145,43 @@ def pair_of(attention: Attention, kind: Kind) -> Pair:
     inputs = [draw(*shape, seed=n).to(kind.dtype) for n, shape in enumerate(shapes)]
     return Pair(
         partial(run, attention, kind.device, kind.dtype),
-        partial(run, reference.attend, "cpu", torch.float64),
+        partial(run, dense_attention, "cpu", torch.float64),
         inputs, TOLERANCE[kind.dtype], gradients=True, by_norm=True,
     )  # fmt: skip
 
 
-def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams
+) -> Tensor:
+    """Compute packed attention in fp32 or fp64, written directly from the definition.
+
+    Every kernel is compared with this reference. The shapes are those of `packed_rows_attention`.
+    """
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.to(acc_dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.to(acc_dtype), keys) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    scores = scores.masked_fill(~layout.visible(params.window), -torch.inf)
+    if params.sinks is not None:
+        column = params.sinks.to(acc_dtype)[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def _flash(kind: Kind, least: tuple[int, int], most_head_dim: int = 256) -> bool:
     """Return whether a version of FlashAttention supports an input.
 
-    FlashAttention needs a GPU of compute capability `least_sm` or higher, 16-bit inputs, and a
+    FlashAttention needs a GPU of compute capability `least` or higher, 16-bit inputs, and a
     head_dim that is a multiple of 8 and at most `most_head_dim`.
     """
     is_16_bit = kind.dtype in (torch.float16, torch.bfloat16)
     if kind.device != "cuda" or not is_16_bit or kind.head_dim % 8:
         return False
-    return kind.head_dim <= most_head_dim and _compute_capability(kind.gpu) >= least_sm
-
-
-@cache
-def _compute_capability(index: int | None) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+    fits = kind.head_dim <= most_head_dim
+    return fits and torch.cuda.get_device_capability(kind.gpu) >= least
 
 
 @cache
@@ -181,39 +197,34 @@ def _has_distribution(name: str) -> bool:
         return False
 
 
-def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
-    """Return whether an input is on the CPU, has one of these dtypes, and no window or softcap.
+def _is_plain(kind: Kind) -> bool:
+    """Return whether torch's CPU kernel supports an input.
 
-    The fast CPU kernels ignore windows and softcaps. In a causal span, they let query i attend to
-    the first i + 1 keys. This is correct only if the span has as many keys as queries. With a
-    window, a span may also contain keys of ancestors, and then has more keys than queries.
+    The kernel ignores windows and softcaps. In a causal span, it lets query i attend to the first
+    i + 1 keys. This is correct only if the span has as many keys as queries. With a window, a span
+    may also contain keys of ancestors, and then has more keys than queries.
     """
     has_extras = kind.has_window or kind.has_softcap
-    return kind.device == "cpu" and kind.dtype in dtypes and not has_extras
+    return kind.device == "cpu" and kind.dtype != torch.float16 and not has_extras
 
 
-def _partial(
-    takes: Callable[[Kind], bool], name: str, forward: Callable, backward: Callable
-) -> Provider:
-    return Provider(name, takes, partial(attend, kernel=Kernel(forward, backward)))
+def _varlen(name: str, takes: Callable[[Kind], bool], kernel: Kernel) -> Provider:
+    return Provider(name, takes, partial(attend, kernel=kernel))
 
 
 PROVIDERS = (
     # For 16-bit inputs on CUDA, try FlashAttention 4, then 3, then 2 from the package flash-attn,
     # and finally the FlashAttention 2 that is built into torch.
-    _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
-             and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
-    _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)
-             and _compute_capability(kind.gpu) < 100, "fa3", cuda.fa3_forward, cuda.fa3_backward),
-    _partial(lambda kind: _has_distribution("flash-attn") and _flash(kind, 80),
-             "fa2", cuda.fa2_forward, cuda.fa2_backward),
-    _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
-             "flash_aten", cuda.aten_forward, cuda.aten_backward),
+    _varlen("fa4", lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
+            and _flash(kind, (9, 0), 128), cuda.fa4),
+    _varlen("fa3", lambda kind: util.find_spec("flash_attn_interface") is not None
+            and _flash(kind, (9, 0)) and not _flash(kind, (10, 0)), cuda.fa3),
+    _varlen("fa2", lambda kind: _has_distribution("flash-attn") and _flash(kind, (8, 0)), cuda.fa2),
+    _varlen("flash_aten", lambda kind: not kind.has_softcap and _flash(kind, (8, 0)), cuda.aten),
     # For other inputs on CUDA, use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
     # For inputs on the CPU, try torch's FlashAttention with one call per span.
-    _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
-             "flash_cpu", torch_cpu.forward, torch_cpu.backward),
+    _varlen("flash_cpu", _is_plain, spans.flash_cpu),
     # For all other inputs, use the kernel that stores the scores of one chunk of queries at a time.
-    _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
+    _varlen("explicit", lambda kind: True, spans.explicit),
 )  # fmt: skip

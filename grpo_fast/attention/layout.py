@@ -262,6 +262,14 @@ class TreeLayout:
                 seen[segment] |= seen[parent]
         return seen.to(self.cu_seqlens.device)
 
+    def visible(self, window: int | None = None, rows: slice = slice(None)) -> Tensor:
+        """Return a bool tensor (rows, T) that says which keys each query in `rows` attends to."""
+        segment = self.segments
+        position = self.position_ids[0]
+        related = self.related[segment[rows, None], segment[None]]
+        distance = position[rows, None] - position[None]
+        return related & (distance >= 0) & (distance < (window or self.total + 1))
+
     @cached_property
     def calls(self) -> tuple[Call, ...]:
         """Return the attention calls of the row.

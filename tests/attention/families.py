@@ -16,57 +16,50 @@ from tests import tiny
 # Sliding window of all models. It is shorter than most test prompts, so it affects their results.
 WINDOW = 16
 LARGEST = 20_000_000  # number of parameters; a larger model has a size field that SIZES lacks
-SIZES = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"), 32),
-    **dict.fromkeys(("embedding_dim", "embedding_size", "hidden_dim", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"), 4),
-    **dict.fromkeys(("decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    "swa_num_attention_heads": 4,
-    **dict.fromkeys(("head_dim", "kv_channels", "swa_head_dim", "global_head_dim"), 8),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 64),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp"), 64),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("dense_intermediate_size", "moe_shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
-    "moe_num_experts": 4,
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
-    "qk_head_dim": 16,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), 61),
+# Values of configuration fields, each with the names of its fields.
+FIELDS: list[tuple[Any, str]] = [
+    (32, "hidden_size d_model n_embd embed_dim emb_dim dim embedding_dim embedding_size hidden_dim"
+         " word_embed_proj_dim"),
+    (4, "num_hidden_layers n_layer n_layers num_layers num_blocks"),
+    (2, "decoder_layers encoder_layers"),
+    (4, "num_attention_heads n_head n_heads num_heads decoder_attention_heads"
+        " encoder_attention_heads swa_num_attention_heads"),
+    (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads"),
+    (8, "head_dim kv_channels swa_head_dim global_head_dim"),
+    (64, "intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim encoder_ffn_dim"
+         " intermediate_size_mlp"),
+    (16, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"
+         " expert_ffn_hidden_size dense_intermediate_size moe_shared_expert_intermediate_size"),
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
+    (2, "num_experts_per_tok num_experts_per_token moe_k moe_topk"),
+    (1, "n_group topk_group num_expert_group"),
+    (1, "n_shared_experts num_shared_experts first_k_dense_replace"),
+    (16, "q_lora_rank kv_lora_rank qk_head_dim"),
+    (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    (2, "linear_num_key_heads linear_num_value_heads"),
+    (8, "linear_key_head_dim linear_value_head_dim hidden_size_per_layer_input"),
+    (256, "max_position_embeddings n_positions n_ctx max_seq_len"),
+    (61, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
     # At these positions a model changes its computation. The test sequences are longer, so that
     # they reach the changed computation.
-    **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 24),
-    "original_max_position_embeddings": 64,
-    "hidden_size_per_layer_input": 8,
-    "rotary_dim": 4,
-    "query_pre_attn_scalar": 16,
+    (24, "floor_scale log_scaling_n_floor"),
+    (64, "original_max_position_embeddings"),
+    (4, "rotary_dim"),
+    (16, "query_pre_attn_scalar"),
     # Windows are shorter than the sequences, so that a wrong mask changes the results.
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
-    **dict.fromkeys(("sliding_window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("keep_window_size", "local_attention_window_len"), WINDOW),
-    "local_attention": 2 * WINDOW,
-    "use_sliding_window": True,
-    "max_window_layers": 2,
-    "sliding_window_pattern": 2,
-    "_sliding_window_pattern": 2,
-    "no_rope_layer_interval": 2,
+    (WINDOW, "sliding_window window_size attention_window_size sliding_window_size"
+             " attention_chunk_size keep_window_size local_attention_window_len"),
+    (2 * WINDOW, "local_attention"),
+    (True, "use_sliding_window"),
+    (2, "max_window_layers sliding_window_pattern _sliding_window_pattern no_rope_layer_interval"),
     # BERT and its relatives are causal only with this field.
-    "is_decoder": True,
-    "use_cache": False,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
+    (True, "is_decoder"),
+    (False, "use_cache"),
+    (1, "eos_token_id"),
+    (2, "bos_token_id"),
+    (0, "pad_token_id"),
+]  # fmt: skip
+SIZES = {name: value for value, names in FIELDS for name in names.split()}
 # The next constants contain config fields that replace the generic sizes for some families.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 # In latent attention, queries and keys have width 16, and values have width 8.

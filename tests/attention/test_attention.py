@@ -41,35 +41,35 @@ EVERY = "flash-attn flash-attn-4 flash_attn_interface"
 @pytest.mark.parametrize(
     ("capability", "packages", "kind", "expected"),
     [
-        (90, "", Kind("cpu", FP32, 64), "flash_cpu explicit"),
-        (90, EVERY, Kind("cpu", FP32, 64, has_window=True), "explicit"),
-        (90, EVERY, Kind("cpu", FP32, 64, has_softcap=True), "explicit"),
-        (90, EVERY, Kind("cpu", FP64, 20), "flash_cpu explicit"),
-        (90, EVERY, Kind("cpu", BF16, 64, has_window=True), "explicit"),
-        (90, EVERY, Kind("cpu", BF16, 64, has_softcap=True), "explicit"),
-        (90, EVERY, Kind("cpu", FP16, 64), "explicit"),
-        (90, EVERY, Kind("cuda", BF16, 64), "fa4 fa3 fa2 flash_aten flex explicit"),
-        (90, EVERY, Kind("cuda", FP16, 128, True), "fa4 fa3 fa2 flash_aten flex explicit"),
-        (90, EVERY, Kind("cuda", BF16, 64, has_softcap=True), "fa3 fa2 flex explicit"),
-        (90, EVERY, Kind("cuda", BF16, 256), "fa3 fa2 flash_aten flex explicit"),
-        (90, EVERY, Kind("cuda", BF16, 512), "flex explicit"),
-        (90, EVERY, Kind("cuda", BF16, 60), "flex explicit"),
-        (90, EVERY, Kind("cuda", FP32, 64), "flex explicit"),
-        (80, EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
-        (100, EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
+        ((9, 0), "", Kind("cpu", FP32, 64), "flash_cpu explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP32, 64, has_window=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP32, 64, has_softcap=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP64, 20), "flash_cpu explicit"),
+        ((9, 0), EVERY, Kind("cpu", BF16, 64, has_window=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", BF16, 64, has_softcap=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP16, 64), "explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 64), "fa4 fa3 fa2 flash_aten flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", FP16, 128, True), "fa4 fa3 fa2 flash_aten flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 64, has_softcap=True), "fa3 fa2 flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 256), "fa3 fa2 flash_aten flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 512), "flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 60), "flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", FP32, 64), "flex explicit"),
+        ((8, 0), EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
+        ((10, 0), EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
         # FA2 and FA4 both install a module named flash_attn. If only one of these packages is
         # installed, the other package must not appear available.
-        (90, "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
-        (90, "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
-        (90, "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),
-        (75, "", Kind("cuda", BF16, 64), "flex explicit"),
+        ((9, 0), "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
+        ((9, 0), "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
+        ((9, 0), "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),
+        ((7, 5), "", Kind("cuda", BF16, 64), "flex explicit"),
     ],
     ids=str,
 )
 def test_candidates_by_kind_package_and_gpu(monkeypatch, capability, packages, kind, expected):
     monkeypatch.setattr(dispatch, "_has_distribution", packages.split().__contains__)
     monkeypatch.setattr(dispatch.util, "find_spec", lambda name: name in packages.split() or None)
-    monkeypatch.setattr(dispatch, "_compute_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     assert " ".join(provider.name for provider in dispatch.candidates(kind)) == expected
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from grpo_fast.attention import TreeLayout, dispatch
-from grpo_fast.attention.kernels import explicit, flex, reference, tree
-from grpo_fast.attention.kernels.reference import visible
+from grpo_fast.attention.kernels import flex, spans, tree
 from grpo_fast.attention.layout import AttentionParams
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
@@ -66,7 +65,7 @@ def assert_equal(found, expected):
 def test_explicit_and_the_dense_reference_are_the_definition(layout, params):
     given = inputs(layout)
     expected = results(definition, given, layout, params)
-    for attention in (reference.attend, EXPLICIT):
+    for attention in (dispatch.dense_attention, EXPLICIT):
         assert_equal(results(attention, given, layout, params), expected)
 
 
@@ -76,7 +75,7 @@ def test_sinks(layout, params):
     *qkv, grad = inputs(layout)
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
     found = []
-    kernels = [definition, reference.attend, EXPLICIT]
+    kernels = [definition, dispatch.dense_attention, EXPLICIT]
     for attention in kernels if params[1:3] != (None, None) else [*kernels, FLASH]:
         leaves = [x.clone().requires_grad_() for x in (*qkv, sinks)]
         out = attention(*leaves[:3], layout, params._replace(sinks=leaves[3]))
@@ -121,12 +120,8 @@ def test_flex_trains_with_a_softcap_that_was_first_used_in_inference_mode():
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=str)
 def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
     given = inputs(layout, heads)
-    assert_equal(
-        *(
-            results(attention, given, layout, AttentionParams(0.4))
-            for attention in (FLASH, EXPLICIT)
-        )
-    )
+    found, expected = (results(x, given, layout, AttentionParams(0.4)) for x in (FLASH, EXPLICIT))
+    assert_equal(found, expected)
 
 
 def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
@@ -169,12 +164,12 @@ def test_explicit_chunks_change_nothing(monkeypatch):
     given = inputs(layout)
     for params in RULES:
         whole = results(EXPLICIT, given, layout, params)
-        monkeypatch.setattr(explicit, "CHUNK_SCORES", 40_000)
+        monkeypatch.setattr(spans, "CHUNK_SCORES", 40_000)
         cut = results(EXPLICIT, given, layout, params)
         monkeypatch.undo()
         assert_equal(cut, whole)
     block = torch.empty(4, 150, 8)
-    chunks = list(explicit._chunks(block, block, True, 20))
+    chunks = list(spans._chunks(block, block, True, 20))
     assert len(chunks) == 8 and chunks[3].keys == slice(41, 80)
 
 
@@ -195,7 +190,7 @@ def test_blocks_of_flex_cover_what_is_visible(layout):
     for window in (None, 1, 4, 100, 128, 129, 200):
         number = -(-layout.total // flex.BLOCK)
         padded = torch.zeros(2 * [number * flex.BLOCK], dtype=torch.bool)
-        padded[: layout.total, : layout.total] = visible(layout, window)
+        padded[: layout.total, : layout.total] = layout.visible(window)
         blocks = padded.view(number, flex.BLOCK, number, flex.BLOCK)
         some, full = flex.block_map(layout, window)
         assert torch.equal(some, blocks.any(3).any(1))

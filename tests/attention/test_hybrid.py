@@ -36,6 +36,7 @@ from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train.models.loading import enable_checkpointing, self_check
 from grpo_fast.train.models.policy import Policy
 from tests.attention.families import HYBRID, SINKS, family_model
+from tests.attention.test_shared_prompt import by_sample, samples_of
 
 # Prompts and completions. A completion of two tokens has one row in the pack, which is the case
 # that needs padding to two rows. A completion of one token has none.
@@ -90,25 +91,6 @@ def in_fp64(model: nn.Module) -> None:
             module.__class__ = getattr(copied, type(module).__name__)
 
 
-def alone(model: Any, samples: list[tuple[list[int], list[int]]]) -> Tensor:
-    """Return the logps of all trained tokens, with one forward pass for each sample."""
-    found = []
-    for ids, trained in samples:
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logps = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-        found.append(logps[torch.tensor(trained[1:]).bool()])
-    return torch.cat(found)
-
-
-def samples_of(groups: list[Group]) -> list[tuple[list[int], list[int]]]:
-    return [
-        (prompt + ids, [0] * len(prompt) + [1] * len(ids))
-        for prompt, all_ in groups
-        for ids in all_
-    ]
-
-
 def packed_logps(model: Any, pack: Any) -> Tensor:
     hidden = model.base_model(**pack.model_inputs).last_hidden_state[0]
     head = head_of(model)
@@ -150,7 +132,7 @@ def test_packed_rows_equal_separate_sequences(family, dtype):
     """Check shared prompts, repeated prompts, and shared prompts with gradient checkpointing."""
     model = model_of(family, dtype)
     groups = groups_of()
-    expected = gradients(model, lambda: alone(model, samples_of(groups)))
+    expected = gradients(model, lambda: by_sample(model, samples_of(groups)))
     prepare(model)
     assert_equal(model, pack_groups(groups), expected, BARS[dtype])
     assert_equal(model, pack_groups(groups, shared=False), expected, BARS[dtype])
@@ -163,7 +145,7 @@ def test_bf16_autocast_is_as_exact_as_with_separate_sequences(family):
     """Compare rounding errors of logps and gradients. The expected values are computed in fp32."""
     model = model_of(family)
     groups = groups_of()
-    expected = gradients(model, lambda: alone(model, samples_of(groups)))
+    expected = gradients(model, lambda: by_sample(model, samples_of(groups)))
 
     def errors(logps: Callable[[], Tensor]) -> tuple[float, float]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -172,7 +154,7 @@ def test_bf16_autocast_is_as_exact_as_with_separate_sequences(family):
         apart = [(grad - expected[1][name]).square().sum() for name, grad in grads.items()]
         return float((values - expected[0]).square().mean().sqrt()), float(sum(apart)) ** 0.5
 
-    theirs = errors(lambda: alone(model, samples_of(groups)))
+    theirs = errors(lambda: by_sample(model, samples_of(groups)))
     prepare(model)
     ours = errors(lambda: packed_logps(model, pack_groups(groups)))
     assert ours[0] <= 1.5 * theirs[0] and ours[1] <= 1.5 * theirs[1]
@@ -188,8 +170,7 @@ def test_trees_of_several_levels(family):
         paths = [root + branch + ids_of(n, generator) for n in (3, 5, 2)]
         paths += [root + right + ids_of(n, generator) for n in (4, 1)]
         samples = [(ids, [0] * 3 + [1] * (len(ids) - 3)) for ids in paths]
-        model.set_attn_implementation("eager")
-        expected = gradients(model, lambda samples=samples: alone(model, samples))
+        expected = gradients(model, lambda samples=samples: by_sample(model, samples))
         prepare(model)
         pack = pack_tree(samples, merge_cost=0)
         assert max(len(branch), 1) + 7 in pack.layout.prefixes  # three levels
@@ -202,7 +183,7 @@ def test_trees_of_several_levels(family):
 def test_sequences_of_several_chunks(family):
     model = model_of(family, torch.float64)
     groups = groups_of(LONG)
-    expected = gradients(model, lambda: alone(model, samples_of(groups)))
+    expected = gradients(model, lambda: by_sample(model, samples_of(groups)))
     prepare(model)
     assert_equal(model, pack_groups(groups), expected, (1e-11, 1e-11))
 
@@ -229,10 +210,9 @@ def test_the_trainer_and_its_sampler(family, changes):
     prompts = [prompt for prompt, _ in groups_of()]
     done = engine.generate(prompts, Sampling(max_new_tokens=24), group_size=3, seed=5)
     pairs = zip([p for p in prompts for _ in "abc"], done, strict=True)
-    samples = [(p + one.ids, [0] * len(p) + [1] * len(one.ids)) for p, one in pairs]
+    samples = samples_of([(prompt, [one.ids]) for prompt, one in pairs])
     with torch.no_grad(), policy.generation():
-        policy.lm.set_attn_implementation("eager")
-        expected = alone(policy.lm, samples)
+        expected = by_sample(policy.lm, samples)
     # transformers' Nemotron-H clamps dt in its scan but not while decoding.
     bar = 1e-2 if family == "nemotron_h" else 2e-4
     assert (torch.cat([one.logps for one in done]) - expected).abs().max() <= bar
@@ -248,6 +228,25 @@ def test_which_layers_begin_with_a_state():
         assert found == {
             "JambaMambaMixer": False, "Lfm2ShortConv": True, "Qwen3_5GatedDeltaNet": True,
         }  # fmt: skip
+
+
+def test_a_kernel_that_takes_only_16_bits_is_compared_in_bf16(monkeypatch):
+    """Check a layer whose kernel raises an error in fp32, as Gated DeltaNet of fla does."""
+    model = model_of("qwen3_5_text")
+    layer = hybrid.recurrent_layers(model)[0]
+    file = sys.modules[type(layer).__module__]
+    kernel = file.torch_chunk_gated_delta_rule
+    dtypes = []
+
+    def of_16_bits(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        dtypes.append(query.dtype)
+        assert query.dtype != torch.float32
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", of_16_bits)
+    monkeypatch.setattr(hybrid, "_continues", {})
+    assert hybrid.can_continue(layer, "cache_params", 32)
+    assert dtypes == [torch.float32, *[torch.bfloat16] * 3]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "lfm2", "minimax"])

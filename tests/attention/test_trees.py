@@ -20,8 +20,7 @@ from grpo_fast.attention import (
     plan_trees,
     trunk_tokens,
 )
-from grpo_fast.attention.kernels.reference import attend as dense
-from grpo_fast.attention.kernels.reference import visible
+from grpo_fast.attention.dispatch import dense_attention
 from grpo_fast.attention.layout import AttentionParams
 from grpo_fast.train.models.loading import enable_checkpointing
 from tests.attention.families import MODELS, small_model
@@ -120,7 +119,7 @@ def test_the_same_bits_every_time_and_with_gradients_recomputed(family):
 
 def contexts(pack):
     """Yield the context of each loss term: the ids that the predicting row sees, in order."""
-    seen, position, ids = visible(pack.layout), pack.layout.position_ids[0], pack.input_ids[0]
+    seen, position, ids = pack.layout.visible(), pack.layout.position_ids[0], pack.input_ids[0]
     for row in pack.predicting.tolist():
         rows = seen[row].nonzero()[:, 0]
         rows = rows[position[rows].argsort()]
@@ -249,7 +248,7 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
     whole, params = TreeLayout.of([8 * depth]), AttentionParams(0.3)
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
     given_ = inputs(whole, dim=16, dtype=torch.bfloat16)
-    exact, errors = results(dense, given_, whole, params, torch.float64), []
+    exact, errors = results(dense_attention, given_, whole, params, torch.float64), []
     for layout in (cut, whole):
         found = results(ATTENTION["flash_cpu"], given_, layout, params)
         errors.append([float((x - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)])
@@ -281,11 +280,6 @@ def test_bad_samples_are_refused(samples, message):
             plan_trees(samples, 10)
 
 
-def test_apart_has_a_number_for_each_sample():
-    with pytest.raises(ValueError, match="apart: expected a number for each of 1 samples, got 2"):
-        pack_tree([([1, 2], [0, 1])], apart=[1, 2])
-
-
 # ------------------------- Test the packing of prompts and completions into rows of limited length
 sizes = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=5)),
@@ -313,34 +307,22 @@ def test_every_completion_token_is_found_back_once(groups, shared):
     pack = pack_groups(groups, shared=shared)
     completions = [list(c) for _, cs in groups for c in cs]
     assert [view.tolist() for view in pack.split(pack.target_ids)] == completions
-    assert [[v.tolist() for v in views] for views in pack.split_groups(pack.target_ids)] == [
-        cs for _, cs in groups
-    ]
-    assert (
-        pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
-        and pack.cu_seqlens.dtype == torch.int32
-    )
-    # For each completion token, collect the tokens that are visible to the position that predicts
-    # it. They must be the prompt and the earlier completion tokens.
-    seen, position = visible(pack.layout), pack.layout.position_ids[0]
-    ids = pack.input_ids[0]
+    split = [[v.tolist() for v in views] for views in pack.split_groups(pack.target_ids)]
+    assert split == [cs for _, cs in groups]
+    assert pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
+    assert pack.cu_seqlens.dtype == torch.int32
+    # The tokens that are visible to the position that predicts a completion token are the prompt
+    # and the earlier completion tokens.
     expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]
-    for row, context in zip(pack.predicting.tolist(), expected, strict=True):
-        rows = seen[row].nonzero()[:, 0]
-        rows = rows[position[rows].argsort()]
-        assert position[rows].tolist() == list(range(len(context)))
-        assert ids[rows].tolist() == context
+    assert list(contexts(pack)) == expected
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.booleans())
 def test_the_trunk_sees_no_token_too_many(groups, shared):
     pack = pack_groups(numbered(groups), shared=shared)
-    assert (
-        pack.layout.total
-        == pack.input_ids.numel()
-        == sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
-    )
+    tokens = sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
+    assert pack.layout.total == pack.input_ids.numel() == tokens
     assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
     # A layout without shared prompt rows must have has_tree=False, even if sharing was requested.
     assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in groups))
@@ -394,6 +376,7 @@ def test_best_fit_by_hand():
     # The completion of 9 tokens exceeds the budget, so it gets a separate row. The completion of
     # one token adds nothing to its prompt, because the last token of a completion is not an input.
     assert plan_packs([(9, [2, 9, 1])], 10) == [[Share(0, (0, 2))], [Share(0, (1,))]]
+    assert plan_packs([], 10) == []
     # Without sharing, every completion has a copy of the prompt and is placed separately.
     assert plan_packs([(5, [5, 5, 5])], 18, shared=False) == [[Share(0, (0, 1))], [Share(0, (2,))]]
 
@@ -407,13 +390,13 @@ def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for()
     assert torch.equal(one.input_ids, pack_groups(tensors).input_ids)
     for name in ("input_ids", "predicting", "target_ids", "cu_seqlens"):
         here, there = getattr(one, name), getattr(other, name)
-        assert (
-            there.device.type == "meta" and here.dtype == there.dtype and here.shape == there.shape
+        assert there.device.type == "meta" and (here.dtype, here.shape) == (
+            there.dtype,
+            there.shape,
         )
     assert one.model_inputs.keys() == {"input_ids", "position_ids", "use_cache", "packed_layout"}
-    assert (
-        one.model_inputs["packed_layout"] is one.layout and one.model_inputs["use_cache"] is False
-    )
+    assert one.model_inputs["packed_layout"] is one.layout
+    assert one.model_inputs["use_cache"] is False
 
 
 @pytest.mark.parametrize(
@@ -435,6 +418,8 @@ def test_bad_groups_are_refused(groups, message):
 
 
 def test_other_bad_input_is_refused():
+    with pytest.raises(ValueError, match="apart: expected a number for each of 1 samples, got 2"):
+        pack_tree([([1, 2], [0, 1])], apart=[1, 2])
     with pytest.raises(ValueError, match="budget: expected at least 1"):
         plan_packs([(1, [1])], 0)
     with pytest.raises(ValueError, match="lengths: expected at least one segment and none empty"):
@@ -447,10 +432,6 @@ def test_other_bad_input_is_refused():
     pack = pack_groups([([1, 2], [[3, 4]])])
     with pytest.raises(ValueError, match="values: expected one row for each of 2 tokens"):
         pack.split(torch.zeros(3))
-
-
-def test_no_groups_no_packs():
-    assert plan_packs([], 10) == []
 
 
 @settings(max_examples=60, deadline=None)

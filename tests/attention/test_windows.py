@@ -27,59 +27,44 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("kind", "reason", "family", "changes"),
     [
-        ("qwen2_moe", {}),  # every other layer has a window, but only in its mask
-        ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
+        # Every other layer has a window, but only in its mask.
+        (sweep.RIGHT, "", "qwen2_moe", {}),
+        (sweep.RIGHT, "", "qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
         # In training mode the router would add random noise. Our code must switch it off.
-        ("mixtral", {"router_jitter_noise": 0.5}),
-        ("seed_oss", {}),  # its config field for dropout has an unusual name
-        ("qwen2", {"max_window_layers": 1}),  # some layers have a window, as mask and as keyword
-        ("mistral", {"sliding_window": 1}),
-        ("mistral", {"sliding_window": 4096}),  # longer than any sequence
-        ("mistral", {"sliding_window": None}),
-        ("gemma2", {"attn_logit_softcapping": 5.0}),  # has a softcap
-        ("smollm3", {}),  # some layers have no RoPE
-        ("exaone4", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
-        ("deepseek_v3", {}),  # its values are narrower than its keys
+        (sweep.RIGHT, "", "mixtral", {"router_jitter_noise": 0.5}),
+        (sweep.RIGHT, "", "seed_oss", {}),  # its config field for dropout has an unusual name
+        # Some layers have a window, as mask and as keyword.
+        (sweep.RIGHT, "", "qwen2", {"max_window_layers": 1}),
+        (sweep.RIGHT, "", "mistral", {"sliding_window": 1}),
+        (sweep.RIGHT, "", "mistral", {"sliding_window": 4096}),  # longer than any sequence
+        (sweep.RIGHT, "", "mistral", {"sliding_window": None}),
+        (sweep.RIGHT, "", "gemma2", {"attn_logit_softcapping": 5.0}),  # has a softcap
+        (sweep.RIGHT, "", "smollm3", {}),  # some layers have no RoPE
+        (sweep.RIGHT, "", "exaone4", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
+        (sweep.RIGHT, "", "deepseek_v3", {}),  # its values are narrower than its keys
+        (sweep.REFUSED, "rope_type: 'dynamic' depends on", "mistral", {"rope": "dynamic"}),
+        (sweep.REFUSED, "training mode", "phimoe", {}),  # selects experts at random in training
+        # Not causal.
+        (sweep.REFUSED, "each sequence alone with the fused head", "bert", {"is_decoder": False}),
+        (sweep.PLAIN, "chunked_attention", "llama4_text", {}),
+        # Adds its mask to the scores.
+        (sweep.PLAIN, "packed attention fails: 'int' object", "doge", {}),
+        (sweep.PLAIN, "recurrent state", "rwkv", {}),  # ignores a padding mask, too
+        (sweep.PLAIN, "recurrent state", "recurrent_gemma", {}),
+        (sweep.PLAIN, "recurrent state", "xlstm", {}),
+        (sweep.PLAIN, "differs from its own logits", "bloom", {}),  # ALiBi
+        # Transforms the hidden states before its head.
+        (sweep.PLAIN, "differs from its own logits", "bert", {}),
+        (sweep.PLAIN, "layer_types", "deepseek_v32", {}),
     ],
     ids=str,
 )
-def test_right(family, changes):
+def test_verdicts(kind, reason, family, changes):
+    """Check packed rows, samples, and the logps of models whose sequences are computed alone."""
     verdict = sweep.judge(family, **changes)
-    assert verdict == (family, sweep.RIGHT, "")
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("mistral", {"rope": "dynamic"}, "rope_type: 'dynamic' depends on the length"),
-        ("phimoe", {}, "training mode"),  # selects experts at random in training
-        ("bert", {"is_decoder": False}, "each sequence alone with the fused head"),  # not causal
-    ],
-)
-def test_refused(family, changes, reason):
-    verdict = sweep.judge(family, **changes)
-    assert verdict.kind == sweep.REFUSED and reason in verdict.reason
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("llama4_text", {}, "chunked_attention"),
-        ("doge", {}, "packed attention fails: 'int' object"),  # adds its mask to the scores
-        ("rwkv", {}, "recurrent state"),  # ignores a padding mask, too
-        ("recurrent_gemma", {}, "recurrent state"),
-        ("xlstm", {}, "recurrent state"),
-        ("bloom", {}, "differs from its own logits"),  # ALiBi
-        ("bert", {}, "differs from its own logits"),  # transforms the hidden states before its head
-        ("deepseek_v32", {}, "layer_types"),
-    ],
-)
-def test_plain(family, changes, reason):
-    """Check logps and samples of models whose sequences are computed alone."""
-    verdict = sweep.judge(family, **changes)
-    assert verdict.kind == sweep.PLAIN and reason in verdict.reason
+    assert verdict.kind == kind and reason in verdict.reason
 
 
 def test_the_kernels_in_torch_and_the_gathered_prompts_of_a_plain_mask(monkeypatch):

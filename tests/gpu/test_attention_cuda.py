@@ -16,7 +16,7 @@ import torch
 
 from grpo_fast.attention import dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Kind
-from grpo_fast.attention.kernels.kernel import Kernel, Saved
+from grpo_fast.attention.kernels.spans import Kernel, Saved
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import AttentionParams, Spans
 from tests.attention.layouts import ATTENTION

@@ -16,7 +16,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved
+from grpo_fast.attention.kernels.spans import Gradients, Kernel, Result, Saved
 from grpo_fast.attention.layout import AttentionParams, Spans
 
 
@@ -58,7 +58,7 @@ def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPar
 # The next two functions use the package flash-attn (FA2).
 def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, dropout_p=0.0, causal=spans.causal, **_softcap(params), **_options(spans, params)
+        q, k, v, dropout_p=0.0, causal=spans.causal, **_options(spans, params)
     )[:2]
 
 
@@ -67,7 +67,7 @@ def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
-        alibi_slopes=None, **_determinism(), **_softcap(params), **_options(spans, params),
+        alibi_slopes=None, **_determinism(), **_options(spans, params),
     )  # fmt: skip
     return gradients
 
@@ -75,7 +75,7 @@ def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
 # The next two functions use flash_attn_interface (FA3).
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
-        q, k, v, causal=spans.causal, **_softcap(params), **_options(spans, params)
+        q, k, v, causal=spans.causal, **_options(spans, params)
     )[:2]
 
 
@@ -83,7 +83,7 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     dq, dk, dv = _like(*saved[:3])
     import_module("flash_attn_interface")._flash_attn_backward(
         grad, *saved[:4], saved.lse.contiguous(), dq=dq, dk=dk, dv=dv, is_causal=spans.causal,
-        **_determinism(), **_softcap(params), **_options(spans, params),
+        **_determinism(), **_options(spans, params),
     )  # fmt: skip
     return dq, dk, dv
 
@@ -92,7 +92,7 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
 # and sets the right side of a causal window itself.
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)
+        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, is_fa4=True)
     )[:2]
 
 
@@ -107,23 +107,20 @@ def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
         return dq, dk, dv
     return import_module("flash_attn.cute.interface")._flash_attn_bwd(
         *saved[:4], grad, saved.lse.contiguous(), causal=spans.causal, **_determinism(),
-        **_options(spans, params, none=True),
+        **_options(spans, params, is_fa4=True),
     )[:3]  # fmt: skip
 
 
-def _options(spans: Spans, params: AttentionParams, *, none: bool = False) -> dict[str, object]:
+def _options(spans: Spans, params: AttentionParams, *, is_fa4: bool = False) -> dict[str, object]:
     max_q, max_k = longest(spans)
     left, right = window_of(spans, params)
-    return {
+    options = {
         "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,
         "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": params.scale,
-        "window_size_left": None if none and left < 0 else left,
-        "window_size_right": None if none and left < 0 else right,
+        "window_size_left": None if is_fa4 and left < 0 else left,
+        "window_size_right": None if is_fa4 and left < 0 else right,
     }  # fmt: skip
-
-
-def _softcap(params: AttentionParams) -> dict[str, float]:
-    return {"softcap": params.softcap or 0.0}
+    return options if is_fa4 else {**options, "softcap": params.softcap or 0.0}
 
 
 def _determinism() -> dict[str, bool]:
@@ -133,3 +130,9 @@ def _determinism() -> dict[str, bool]:
 def _like(*tensors: Tensor) -> Gradients:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
     return dq, dk, dv
+
+
+aten = Kernel(aten_forward, aten_backward)
+fa2 = Kernel(fa2_forward, fa2_backward)
+fa3 = Kernel(fa3_forward, fa3_backward)
+fa4 = Kernel(fa4_forward, fa4_backward)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.layout import AttentionParams, TreeLayout
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
 
     The function is differentiable.
     """
+    from torch.nn.attention.flex_attention import AuxRequest
+
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
     # Compile flex_attention only on CUDA. Without compilation it stores all T² scores, but on the
@@ -36,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap, q.device), block_mask=mask,
         scale=params.scale, enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=None if sinks is None else _lse_request(),
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip
     if sinks is not None:
         out, (lse, *_) = out
@@ -44,12 +45,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
         share = torch.sigmoid(lse - sinks.to(lse.dtype)[None, :, None])
         out = (out * share[..., None]).to(q.dtype)
     return out[0].transpose(0, 1)
-
-
-def _lse_request() -> Any:
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    return AuxRequest(lse=True)
 
 
 @cache
@@ -120,7 +115,7 @@ def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
     full = []
     padding = (0, -layout.total % BLOCK)
     for start in range(0, layout.total, BLOCK):
-        seen = visible(layout, window, slice(start, start + BLOCK))
+        seen = layout.visible(window, slice(start, start + BLOCK))
         seen = F.pad(seen, padding).unflatten(1, (-1, BLOCK))  # (queries, K, BLOCK)
         some.append(seen.any(2).any(0))
         full.append(seen.all(2).all(0) & (len(seen) == BLOCK))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels.kernel import Kernel, Saved
+from grpo_fast.attention.kernels.spans import Kernel, Saved
 from grpo_fast.attention.layout import AttentionParams, Call, Copies, TreeLayout
 from grpo_fast.kernels.types import Context
 

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo_fast.attention import TreeLayout, small_windows
+from grpo_fast.attention import Head, TreeLayout, small_windows
 from grpo_fast.attention.agree import LENGTH, PROMPT, draw_groups, random_weights, starts_of
-from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import agree
 from grpo_fast.kernels.cpu import decode as cpp

@@ -1,0 +1,219 @@
+"""Interface of varlen attention kernels, and the two kernels that compute one span at a time.
+
+- `flash_cpu` is torch's CPU FlashAttention. It does not support fp16, windows and softcaps.
+- `explicit` computes explicit scores, for any device, window and softcap. The scores are computed
+  for one chunk of queries at a time, and only with the keys that the chunk attends to.
+  `CHUNK_SCORES` bounds the memory. Products are computed in fp32 or fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.attention.layout import AttentionParams, Call, Spans
+
+Result = tuple[Tensor, Tensor]  # output and lse
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+# Maximum number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
+CHUNK_SCORES = 2**22
+# Minimum number of queries in a chunk, because matrix products with fewer rows are slow.
+LEAST_QUERIES = 16
+
+
+class Saved(NamedTuple):
+    """Inputs and results of a forward pass, which the backward pass needs."""
+
+    q: Tensor  # (Tq, H, D)
+    k: Tensor  # (Tk, H_kv, D)
+    v: Tensor  # (Tk, H_kv, D)
+    out: Tensor  # (Tq, H, D)
+    lse: Tensor  # (H, Tq)
+
+    def part(self, call: Call) -> Saved:
+        """Select the queries, keys, values and results that belong to one attention call."""
+        at = call.queries
+        return Saved(
+            self.q[at], call.take(self.k), call.take(self.v), self.out[at], self.lse[:, at]
+        )
+
+
+class Kernel(NamedTuple):
+    """Attention over `Spans`, with separate forward and backward functions.
+
+    The functions are separate because the results of several calls are merged between forward and
+    backward. A span of keys may have no queries, in which case its dk and dv are zero. A span of
+    queries always has keys.
+
+    Attributes:
+        forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, params) → output (Tq, H, D) and
+            lse (H, Tq). lse is fp32 or fp64.
+        backward: (grad (Tq, H, D), saved, spans, params) → dq, dk, dv. The output and lse in
+            `saved` may include the results of calls on other keys.
+    """
+
+    forward: Callable[..., Result]
+    backward: Callable[..., Gradients]
+
+
+def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients]) -> Kernel:
+    """Build a `Kernel` from two functions that compute a single span, with equal numbers of heads.
+
+    Each key head is repeated for its query heads. Autocast is disabled, because it would compute
+    fp32 products in 16 bits.
+
+    Args:
+        forward: (q (H, L, D), k (H, S, D), v, causal, params) → output (H, L, D) and lse (H, L).
+            lse is fp32 or fp64.
+        backward: (grad (H, L, D), saved, causal, params) → dq, dk, dv. The tensors in `saved` have
+            the shapes of `forward`.
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
+        # Use fp32 for the log-sum-exps, because merging subtracts nearly equal log-sum-exps.
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            for at, keys in spans.rows:
+                heads = _heads(q[at], k[keys], v[keys])
+                part, lse[:, at] = forward(*heads, spans.causal, params)
+                out[at] = part.transpose(0, 1)
+        return out, lse
+
+    def back(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
+        q, k, v, out, lse = saved
+        dq, dk, dv = (torch.empty_like(x) for x in saved[:3])
+        if 0 in spans.queries:
+            dk.zero_()
+            dv.zero_()
+        with torch.autocast(q.device.type, enabled=False):
+            for at, keys in spans.rows:
+                heads = _heads(q[at], k[keys], v[keys])
+                span = Saved(*heads, out[at].transpose(0, 1), lse[:, at])
+                parts = backward(grad[at].transpose(0, 1), span, spans.causal, params)
+                dq[at] = parts[0].transpose(0, 1)
+                # Sum the gradients of all query heads that use the same key head.
+                for target, x in ((dk, parts[1]), (dv, parts[2])):
+                    target[keys] = x.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+        return dq, dk, dv
+
+    return Kernel(run, back)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as (H, L, D). Each key head is repeated for its query heads."""
+    groups = q.shape[1] // k.shape[1]
+    ks, vs = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
+    return q.transpose(0, 1), ks, vs
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams
+) -> Result:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], k[None], v[None], 0.0, causal, scale=params.scale
+    )
+    return out[0], lse[0]
+
+
+def _flash_backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
+    inputs = (x[None] for x in (grad, *saved))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *inputs, 0.0, causal, scale=params.scale
+    )
+    return dq[0], dk[0], dv[0]
+
+
+class Chunk(NamedTuple):
+    queries: slice
+    keys: slice
+    visible: Tensor | None  # (queries, keys) bool; None: all
+
+
+def _explicit_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams
+) -> Result:
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = (q.new_empty(x, dtype=acc_dtype) for x in (q.shape, q.shape[:-1]))
+    for chunk in _chunks(q, k, causal, params.window):
+        scores, _ = _scores(q, k, chunk, params)
+        lse[:, chunk.queries] = chunk_lse = scores.logsumexp(-1)
+        weights = scores.sub_(chunk_lse[..., None]).exp_()
+        out[:, chunk.queries] = weights @ v[:, chunk.keys].to(acc_dtype)
+    return out, lse
+
+
+def _explicit_backward(
+    grad: Tensor, saved: Saved, causal: bool, params: AttentionParams
+) -> Gradients:
+    q, k, v, out, lse = saved
+    acc_dtype = lse.dtype
+    grad = grad.to(acc_dtype)
+    # Compute the gradient of the scores with the formula of FlashAttention, dS = P∘(dP − D) with D
+    # = rowsum(dO∘O).
+    delta = (grad * out.to(acc_dtype)).sum(-1)
+    dq = q.new_empty(q.shape, dtype=acc_dtype)
+    dk, dv = (x.new_zeros(x.shape, dtype=acc_dtype) for x in (k, v))
+    for chunk in _chunks(q, k, causal, params.window):
+        at = (slice(None), chunk.queries)
+        seen = (slice(None), chunk.keys)
+        scores, slope = _scores(q, k, chunk, params)
+        weights = scores.sub_(lse[at][..., None]).exp_()
+        dv[seen] += weights.mT @ grad[at]
+        weights *= (grad[at] @ v[seen].to(acc_dtype).mT).sub_(delta[at][..., None])
+        weights *= params.scale if slope is None else slope.mul_(params.scale)
+        dq[at] = weights @ k[seen].to(acc_dtype)
+        dk[seen] += weights.mT @ q[at].to(acc_dtype)
+    return dq, dk, dv
+
+
+def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[Chunk]:
+    """Yield chunks of queries (H, L, D), each with at most about CHUNK_SCORES scores."""
+    heads, queries, _ = q.shape
+    keys = k.shape[1]
+    # Align causal spans at the bottom right: query i attends to the keys up to i + before.
+    before = keys - queries
+    rows = max(LEAST_QUERIES, CHUNK_SCORES // (heads * keys))
+    if window is not None:
+        rows = max(LEAST_QUERIES, min(rows, window))
+    for start in range(0, queries, rows):
+        stop = min(start + rows, queries)
+        if not causal:
+            yield Chunk(slice(start, stop), slice(0, keys), None)
+            continue
+        first = 0 if window is None else max(0, before + start - window + 1)
+        last = before + stop
+        rows_, columns = (torch.arange(*x, device=q.device) for x in ((start, stop), (first, last)))
+        distance = rows_[:, None] + before - columns
+        seen = (distance >= 0) & (distance < (window or keys))
+        yield Chunk(slice(start, stop), slice(first, last), seen)
+
+
+def _scores(
+    q: Tensor, k: Tensor, chunk: Chunk, params: AttentionParams
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the masked scores of a chunk, and the derivative of the softcap.
+
+    Returns:
+        (scores, slope), each (H, queries, keys). The slope is None without a softcap.
+    """
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q[:, chunk.queries].to(acc_dtype) @ k[:, chunk.keys].to(acc_dtype).mT
+    slope = None
+    if params.softcap is None:
+        scores.mul_(params.scale)
+    else:
+        capped = scores.mul_(params.scale / params.softcap).tanh_()
+        slope = 1 - capped.square()
+        scores = capped.mul_(params.softcap)
+    if chunk.visible is not None:
+        scores.masked_fill_(~chunk.visible, -torch.inf)
+    return scores, slope
+
+
+flash_cpu = over_spans(_flash_forward, _flash_backward)
+explicit = over_spans(_explicit_forward, _explicit_backward)

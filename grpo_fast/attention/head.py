@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.kernels.reference import final_logits
+from grpo_fast.kernels.types import LogitTransform
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -38,6 +41,10 @@ class Head(NamedTuple):
     def logit_kwargs(self) -> dict[str, Any]:
         """Return softcap and logit_scale as keyword arguments for the loss functions."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
+
+    def logits_of(self, product: Tensor) -> Tensor:
+        """Return the logits (N, V) in fp32 for hidden·weightᵀ + bias."""
+        return final_logits(product.float(), LogitTransform(self.logit_scale, self.softcap))[0]
 
 
 def check_tolerance(dtype: torch.dtype) -> float:

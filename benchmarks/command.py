@@ -9,7 +9,7 @@ keeps freed pages ("fair").
     grpo-fast bench --quick
     grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
     grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
-    grpo-fast bench step rollout
+    grpo-fast bench step trees
     grpo-fast bench step --model runs/capitals-data/model --data path/to/gsm8k
 """
 

@@ -75,7 +75,6 @@ def parts() -> dict[str, Part]:
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
         "trees": bench(BY_NAME, 40, "trees"),
         "long": bench(BY_NAME, 60, long),
-        "rollout": bench(BY_NAME, 25, "rollout"),
         "trl": bench(BY_NAME, 60, "trl"),
     }
 

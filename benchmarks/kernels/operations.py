@@ -48,7 +48,6 @@ OPERATIONS: dict[str, Operation] = {
 # numbers of rounds that take less than a minute.
 SCRIPTS: dict[str, str] = {
     "step": "--rounds 5 --budget 3",
-    "rollout": "--batch 64 --new-tokens 64 --budget 3",
     "support": "--rounds 9 --budget 1",
     "trees": "--rounds 9 --budget 1",
     "trl": "--models 0.5b --dtype bf16 --rounds 9 --budget 3",

@@ -2,10 +2,8 @@
 
 `python -m benchmarks.report.readme` draws them from the files in benchmarks/results/.
 
-The first picture has three panels: time over the number of tokens, a roofline, and time relative to
-the limit. All points of a curve come from one run. The roof of the roofline consists of
-limits that were measured on the same machine: the bandwidth is that of the fastest copy, and the
-peak comes from benchmarks/kernels/ceiling.py. Without these measurements, no roof is drawn.
+The first picture has two panels: time over the number of tokens, and time relative to the limit.
+All points of a curve come from one run.
 
 The second picture, for README.md, compares the time of all providers at single shapes, and their
 memory over the number of tokens. The third picture compares the time and the memory of an update
@@ -22,7 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.ceiling import file_of
 from benchmarks.report.files import cases_of, machine, short_machine
 from benchmarks.report.tables import fastest_peer
 
@@ -30,8 +27,6 @@ OURS = "grpo_fast (auto)"
 COLORS = {"ours": "#c0392b", "limit": "#7f8c8d", "peer": "#2e6f9e"}
 MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
-# Assumed flops per logit (for exponentials and products) in a kernel that reads logits.
-LOGITS_FLOPS = 8
 LONGEST_BAR = 4  # longest bar of a panel, relative to the second shortest
 
 
@@ -98,90 +93,13 @@ def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
     axes.set_ylabel("red: grpo_fast, blue: fastest peer", fontsize=11)
 
 
-def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the peak compute rate (flop/s) and the bandwidth (bytes/s), or 0 if not measured."""
-    file = file_of(cases[0]["hardware"])
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
-    copies = [
-        work(case)[1] / case["rows"]["device copy"]["median_ms"] * 1e3
-        for case in cases
-        if "median_ms" in case["rows"].get("device copy", {})
-    ]
-    return flops, max([known.get("copy_bytes", 0.0), *copies])
-
-
-def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float, str]]:
-    """Return the points of the roofline for grpo_fast and all peers.
-
-    Cases with inactive rows are left out, because they need less work than `work` counts.
-
-    Returns:
-        The role, flop/byte, flop/s and operation of each point.
-    """
-    points = []
-    for case in cases:
-        flops, moved = work(case)
-        for name, row in case["rows"].items():
-            is_shown = name == OURS or row["role"] == "peer"
-            if is_shown and "median_ms" in row and case["active"] == 1:
-                rate = flops / row["median_ms"] * 1e3
-                points.append((row["role"], flops / moved, rate, case["operation"]))
-    return points
-
-
-def work(case: dict[str, Any]) -> tuple[float, float]:
-    """Return the flops and bytes of a case if each input and each gradient is moved only once."""
-    (n, h, v), item = case["shape"], case["itemsize"]
-    if case["operation"].startswith("logits"):
-        return LOGITS_FLOPS * n * v, 2 * item * n * v
-    gemms, crossings = (1, 1) if case["operation"] == "linear_logps" else (3, 2)
-    return 2.0 * gemms * n * h * v, crossings * item * h * (n + v)
-
-
-def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> None:
-    """Label the slowest point of each operation. All linear operations share one label."""
-    slowest: dict[str, tuple[float, float]] = {}
-    for _, x, y, operation in sorted(points, key=lambda point: -point[2]):
-        slowest["linear_*" if operation.startswith("linear") else operation] = (x, y)
-    for operation, (x, y) in slowest.items():
-        style = {"fontsize": 10, "color": COLORS["ours"], "va": "center"}
-        axes.annotate(operation, (x, y / 1e9), (6, -7), textcoords="offset points", **style)
-
-
-def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Draw the roofline for the dtype that has the most cases. Each dtype has its own roof."""
-    counts = collections.Counter(case["dtype"] for case in cases)
-    dtype = counts.most_common(1)[0][0]
-    cases = [case for case in cases if case["dtype"] == dtype]
-    points, (peak, bandwidth) = roofline_points(cases), ceiling(cases)
-    title = f"Roofline, {dtype}: necessary work ÷ measured time"
-    axes.set_title(title, loc="left", fontsize=12)
-    for role, label, size in (("peer", "peers", 10), ("ours", "grpo_fast", 24)):
-        chosen = [(x, y / 1e9) for kind, x, y, _ in points if kind == role]
-        style = {"color": COLORS[role], "s": size, "zorder": 3}
-        axes.scatter(*zip(*chosen, strict=True), label=label, **style)
-    label_operations(axes, [point for point in points if point[0] == "ours"])
-    if peak and bandwidth:
-        low, high = min(p[1] for p in points) / 2, max(p[1] for p in points) * 2
-        corner = peak / bandwidth
-        xs = sorted({low, high, min(max(corner, low), high)})
-        roof = [min(peak, x * bandwidth) / 1e9 for x in xs]
-        label = f"limit: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s"
-        axes.plot(xs, roof, color=COLORS["limit"], lw=1.4, label=label)
-    log_axes(axes, "flop per byte", "GFLOP/s (higher is better)")
-    axes.legend(fontsize=10, frameon=False, loc="lower right")
-
-
 def draw(paths: list[str], out: Path) -> Path:
-    """Draw the picture with three panels, and return its path."""
+    """Draw the picture with two panels, and return its path."""
     cases = cases_of(paths)
     title = f"linear_grpo_loss and its parts: {machine(cases[0]['hardware'])}"
-    grid = [["curves", "roofline"], ["relative", "relative"]]
-    with picture(out, (12, 9), grid, title, commits_of(cases)) as axes:
-        draw_curves(axes["curves"], cases)
-        draw_relative_times(axes["relative"], cases)
-        draw_roofline(axes["roofline"], cases)
+    with picture(out, (9.6, 9), (2, 1), title, commits_of(cases)) as axes:
+        draw_curves(axes[0], cases)
+        draw_relative_times(axes[1], cases)
     return out
 
 

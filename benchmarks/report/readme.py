@@ -52,8 +52,6 @@ STEPS = {
     "fair": f"benchmarks {FAIR} --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST} --out",
     "peaked": f"benchmarks {CPU} --budget 1 {PEAKED} {FAST} --out",
     "bf16": f"benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16 --out",
-    "ceiling": "benchmarks.kernels.ceiling",
-    "rollout": "benchmarks.trainers.rollout --device cpu --budget 6 --json",
 }
 # Steps of --machine. They measure the loss against its peers, on any CPU.
 OURS_ONCE = f"{FAST.replace('grpo_fast', 'auto')} --backend auto"

@@ -36,7 +36,6 @@ from benchmarks import measure
 from benchmarks.options import positive
 from benchmarks.report.tables import text_table
 from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
-from benchmarks.trainers.rollout import error_of, library_rollout, our_rollout
 from benchmarks.trainers.step import TINY, k_shot_texts
 from benchmarks.trainers.trl import make_trainer
 from grpo_fast.train.models.policy import Policy
@@ -110,10 +109,10 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
     sizes = policy, subject.texts, shape.group, shape.length
     rollouts = {
         "grpo_fast": our_rollout(*sizes),
-        "transformers": library_rollout(*sizes, do_sample=True, eos_token_id=subject.eos),
+        "transformers": library_rollout(*sizes, subject.eos),
     }
     error = error_of(policy, rollouts["grpo_fast"]())
-    if error is None or not error <= TOLERANCE:
+    if not error <= TOLERANCE:
         raise SystemExit(f"{name}: sampler logps off by {error} nats; a wrong one is not timed")
     steps = {
         "grpo_fast": our_step(policy, subject.texts, shape),
@@ -167,6 +166,57 @@ def tiny(device: str, shape: Shape) -> Subject:
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     texts = [" ".join(f"w{token}" for token in row) for row in rows]
     return Subject(model, tokenizer, texts, EOS)
+
+
+def our_rollout(
+    policy: Policy, texts: list[str], group: int, new_tokens: int
+) -> Callable[[], list]:
+    """Return a function that samples `group` completions of each prompt with our `generate`.
+
+    The function returns a list with (prompt ids, completion ids, logps) for each completion.
+    """
+    from grpo_fast.rollout import Sampling, generate
+
+    options = Sampling(max_new_tokens=new_tokens)
+
+    def rollout() -> list:
+        found = generate(policy, texts, options, group_size=group, seed=0)
+        return list(zip(found.prompt_ids, found.completion_ids, found.sampling_logps, strict=True))
+
+    return rollout
+
+
+def library_rollout(
+    policy: Policy, texts: list[str], group: int, new_tokens: int, eos: int
+) -> Callable[[], None]:
+    """Return a function that samples with the `generate` of transformers."""
+    repeated = [text for text in texts for _ in range(group)]
+    encoded = policy.tokenizer(repeated, padding=True, return_tensors="pt")
+    inputs = {name: encoded[name].to(policy.device) for name in ("input_ids", "attention_mask")}
+
+    def rollout() -> None:
+        with policy.generation():
+            policy.lm.generate(
+                **inputs, max_new_tokens=new_tokens, pad_token_id=policy.pad_id, do_sample=True,
+                eos_token_id=eos,
+            )  # fmt: skip
+
+    return rollout
+
+
+@torch.no_grad()
+def error_of(policy: Any, rows: list) -> float:
+    """Return the largest difference between a rollout's logps and a forward pass, in nats."""
+    worst = torch.zeros(())
+    for prompt, completion, logps in rows:
+        with policy.generation():
+            ids = torch.tensor([prompt + completion], device=policy.device)
+            logits = policy.lm(ids).logits[0].double()
+        targets = torch.tensor(completion)[:, None].to(logits.device)
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, targets)
+        difference = torch.as_tensor(logps).cpu() - expected[:, 0].cpu()
+        worst = torch.maximum(worst, difference.abs().max())  # keeps NaN
+    return float(worst)
 
 
 def our_step(policy: Policy, texts: list[str], shape: Shape) -> Callable[[], None]:

@@ -25,6 +25,8 @@ from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.hybrid import recurrent_layers, split_recurrent_layers
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.packing import PackedTree
+from grpo_fast.kernels.reference import final_logits
+from grpo_fast.kernels.types import LogitTransform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -348,6 +350,10 @@ class Head(NamedTuple):
     def logit_kwargs(self) -> dict[str, Any]:
         """Return softcap and logit_scale as keyword arguments for the loss functions."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
+
+    def logits_of(self, product: Tensor) -> Tensor:
+        """Return the logits (N, V) in fp32 for hidden·weightᵀ + bias."""
+        return final_logits(product.float(), LogitTransform(self.logit_scale, self.softcap))[0]
 
 
 def check_tolerance(dtype: torch.dtype) -> float:

@@ -66,9 +66,7 @@ def _check_rule(
     """Raise a ValueError unless `head` applied to `hidden` gives the model's logits `theirs`."""
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
-    logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logits = head.logits_of(hidden.float() @ weight.float().T + bias)
     bar = max(check_tolerance(weight.dtype), check_tolerance(theirs.dtype))
     difference = Pair(lambda: logits, lambda: theirs, (), bar, floor=1.0).difference()
     expected = "logits from its last hidden states and linear head"

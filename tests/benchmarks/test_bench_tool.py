@@ -19,7 +19,7 @@ import torch
 from benchmarks import command, measure
 from benchmarks.gpu import candidates, tune
 from benchmarks.gpu import report as gpu_report
-from benchmarks.kernels import ceiling, gate, runner
+from benchmarks.kernels import gate, runner
 from benchmarks.kernels.exact import relative_l2
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.kernels.problem import STANDARD, Variant, make_problem
@@ -28,7 +28,7 @@ from benchmarks.kernels.providers.base import Provider, differentiate
 from benchmarks.kernels.shapes import Shape  # fmt: skip
 from benchmarks.measure import Step
 from benchmarks.report import files, plots, readme, tables
-from benchmarks.trainers import loop, rollout, support, trees
+from benchmarks.trainers import loop, support, trees
 from benchmarks.trainers import step as trainer_step
 from benchmarks.trainers.options import save
 from tests.command_line import invoke, refused
@@ -125,7 +125,7 @@ def test_a_nan_among_the_logps_of_a_rollout_is_seen():
     policy = SimpleNamespace(generation=contextlib.nullcontext, device="cpu", lm=lambda ids: zeros)
     right = [-math.log(4)] * 2
     rows = [([1], [2, 3], logps) for logps in (right, [math.nan, right[0]], right)]
-    assert rollout.error_of(policy, rows[:1]) < 1e-6 and math.isnan(rollout.error_of(policy, rows))
+    assert loop.error_of(policy, rows[:1]) < 1e-6 and math.isnan(loop.error_of(policy, rows))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 2.0, torch.nan])
@@ -277,11 +277,11 @@ def test_scripts_get_all_other_options(capsys, tmp_path):
 def test_a_gpu_is_used_with_its_sizes_even_if_no_option_names_it(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
-    assert command.main(["rollout", "--dry"]) == 0
+    assert command.main(["trees", "--dry"]) == 0
     line = capsys.readouterr().out
-    assert f" {SCRIPTS['rollout']}" in line and "rollout-NVIDIA-H100-" in line
-    assert command.main(["rollout", "--quick", "--dry"]) == 0
-    assert SCRIPTS["rollout"] not in capsys.readouterr().out
+    assert f" {SCRIPTS['trees']}" in line and "trees-NVIDIA-H100-" in line
+    assert command.main(["trees", "--quick", "--dry"]) == 0
+    assert SCRIPTS["trees"] not in capsys.readouterr().out
 
 
 def arguments_of(monkeypatch, module, words):
@@ -311,7 +311,7 @@ def test_a_pretrained_model_has_the_same_sizes_on_every_device(monkeypatch, tmp_
         (trainer_step, ["--model", ".", "--data", ".", "--layers", "2"], "without --model"),
         (trainer_step, ["--model", ".", "--model-config", "tiny"], "not allowed with"),
         (loop, ["--quick", "--rows", "3"], "a divisor of 8"),
-        (rollout, ["--json", "/"], "a file, got the folder"),
+        (support, ["--json", "/"], "a file, got the folder"),
         (support, ["--cases", "8,8,8,k"], "expected T,H,V,K, each at least 1"),
     ],
 )
@@ -340,14 +340,6 @@ def test_the_command_line_finds_the_checkout_or_says_so(tmp_path, monkeypatch):
 
 
 # ---- shapes, predictions, gate ----
-
-
-def test_the_help_of_the_ceiling_measures_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(ceiling, "multiply_add_rate", lambda threads: pytest.fail("measured"))
-    monkeypatch.setattr("sys.argv", ["ceiling", "--help"])
-    with pytest.raises(SystemExit):
-        ceiling.main()
-    assert "memory bandwidth" in capsys.readouterr().out
 
 
 def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, capsys):
@@ -468,16 +460,3 @@ def test_the_tables_of_the_pages_are_those_of_the_committed_results():
         assert text.count(readme.BEGIN.format(device)) == text.count(readme.END.format(device)) == 1
     for page, expected in readme.pages().items():
         assert page.read_text() == expected, "python -m benchmarks.report.readme --tables"
-
-
-def test_nothing_measured_lies_above_its_roof():
-    """Check that no plotted rate exceeds the roofline of its machine.
-
-    A higher rate would show that a measurement is wrong.
-    """
-    chosen = [readme.file_of(name) for name in readme.PLOTTED]
-    cases = [case for case in files.cases_of(chosen) if case["dtype"] == "fp32"]
-    flops, copied = plots.ceiling(cases)
-    points = plots.roofline_points(cases)
-    assert flops > 0 and copied > 0 and len(points) > 50
-    assert all(rate <= min(flops, intensity * copied) for _, intensity, rate, _ in points)

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_fast.attention import model
+from grpo_fast.attention import Head, model
 from grpo_fast.attention.dispatch import Provider
 from grpo_fast.doctor import selftest
 from grpo_fast.doctor.selftest import Check, checked, table
-from grpo_fast.rollout.own import decode
 
 CPU = torch.device("cpu")
 VALUES, GRADIENTS = "logps against fp64", "loss and gradients against fp64"
@@ -86,7 +85,7 @@ def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(model, "packed_rows_attention"), (decode, "logits_of")]
+    ("module", "name"), [(model, "packed_rows_attention"), (Head, "logits_of")]
 )
 def test_a_small_model_and_layers_that_are_wrong(monkeypatch, module, name):
     """Check that wrong attention and wrong logits of our loop fail."""

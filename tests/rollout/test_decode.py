@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 
+from grpo_fast.attention import Head
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import loader
@@ -170,8 +171,8 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
     The reason must be logged once.
     """
     policy = policy_of("llama", seed=3)
-    original = decode.logits_of
-    monkeypatch.setattr(decode, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
+    original = Head.logits_of
+    monkeypatch.setattr(Head, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
     sampling = Sampling(max_new_tokens=4)
     with caplog.at_level(logging.WARNING, logger="grpo_fast.rollout.own.engine"):
         first = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
@@ -217,7 +218,7 @@ def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
 
 
 def test_nan_logits_are_refused(policy, monkeypatch):
-    original = decode.logits_of
+    original = Head.logits_of
     calls = []
 
     def broken(head, hidden):
@@ -225,7 +226,7 @@ def test_nan_logits_are_refused(policy, monkeypatch):
         logits = original(head, hidden)
         return logits * float("nan") if len(calls) == 3 else logits
 
-    monkeypatch.setattr(decode, "logits_of", broken)
+    monkeypatch.setattr(Head, "logits_of", broken)
     monkeypatch.setitem(hf._differences, policy.lm, {hf.LOOP: None})
     engine = hf.TransformersEngine(policy)
     with pytest.raises(NonFiniteLogits, match="the policy's logits are NaN"):

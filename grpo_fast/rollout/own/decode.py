@@ -152,7 +152,7 @@ def decode(
     product = decoder.product if decoder else functools.partial(linear_of, head)
     # 3. Sample a token of each completion, then compute its hidden state.
     for t in range(length):
-        draw = sample(logits_of(head, product(hidden)), numbers[rows, t], options)
+        draw = sample(head.logits_of(product(hidden)), numbers[rows, t], options)
         decoded.tokens[rows, t] = draw.tokens
         decoded.logps[rows, t] = draw.logps
         decoded.support.add(rows, t, draw)
@@ -238,13 +238,3 @@ def linear_of(head: Head, hidden: Tensor) -> Tensor:
         matmul_logits(hidden, head.weight, out=logits)
         return logits if head.bias is None else logits.add_(head.bias)
     return linear(hidden, head.weight, head.bias)
-
-
-def logits_of(head: Head, product: Tensor) -> Tensor:
-    """Apply the LM head's scale and softcap, in fp32, to the result of `linear_of`."""
-    logits = product.float()
-    if head.logit_scale != 1.0:
-        logits = logits * head.logit_scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits

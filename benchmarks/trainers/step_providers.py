@@ -22,8 +22,7 @@ from grpo_fast.rollout.engine import LENGTH
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.metrics import LossMetrics
-from grpo_fast.train.models.adapters import with_new
-from grpo_fast.train.models.loading import apply_options
+from grpo_fast.train.models.loading import apply_options, with_new
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update import accumulate
 

@@ -26,7 +26,6 @@ from grpo_fast.data import escape_control, hub, reason
 from grpo_fast.errors import WriteError, require
 from grpo_fast.train import ranks
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.models.adapters import adapter_at
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +248,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         `model` stands for the configuration and the tokenizer in the folders of the policy and of
         its base model.
     """
+    from grpo_fast.train.models.loading import adapter_at
+
     prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]

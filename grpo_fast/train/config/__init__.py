@@ -284,14 +284,12 @@ class DataConfig(Section):
 
     task: Literal[TASKS]  # type: ignore[valid-type]
     path: UserPath | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-    columns: dict[Literal["prompt", "answer", "solution", "tests"], str] = Field(
-        default_factory=dict
-    )
+    options: dict[str, Any] = {}
+    columns: dict[Literal["prompt", "answer", "solution", "tests"], str] = {}
     prompt_template: str | None = None
     system_prompt: str | None = None
     chat: bool | None = None
-    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    template_kwargs: dict[str, Any] = {}
     shots_tokens: Positive | None = None
     drop_unusable: bool = False
     max_prompt_tokens: Positive | None = None
@@ -335,7 +333,7 @@ class RewardConfig(Section):
     convention: Literal[CONVENTIONS] | None = None  # type: ignore[valid-type]
     label: str | None = None
     weight: float = Field(1.0, ge=-1e30, le=1e30)
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     path: UserPath | None = None
     timeout: float = Field(60.0, gt=0, le=1e6)
     in_process: bool = False
@@ -443,7 +441,7 @@ class EvalConfig(Section, Sampling):
     temperature: float = Field(0.0, ge=0)
     max_new_tokens: Size | None = None
     batch_size: Positive = 256
-    k: Annotated[list[Positive], CommaList] = Field(default_factory=list)
+    k: Annotated[list[Positive], CommaList] = []
 
     @model_validator(mode="after")
     def _k_of_samples(self) -> EvalConfig:
@@ -505,7 +503,7 @@ class LogConfig(Section):
     """
 
     completions_every: Count = 10
-    trackers: list[str] = Field(default_factory=list)
+    trackers: list[str] = []
     progress: bool = True
     save_model: bool = True
     grad_variance: bool = False
@@ -575,10 +573,8 @@ class RunConfig(Section):
     data: DataConfig
     loss: LossSettings = Field(default_factory=LossSettings)
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
-    rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = Field(
-        default_factory=list
-    )
+    advantage_options: dict[str, Any] = {}
+    rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = []
     max_reward_failures: float = Field(0.5, ge=0, le=1)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -599,9 +595,7 @@ class RunConfig(Section):
     distributed_replicas: Positive | None = None
     distributed_timeout: float = Field(1800, gt=0, le=1e6)
     resume: Literal["auto"] | None = None
-    resume_allow: list[Literal["data", "rewards", "reference", "model"]] = Field(
-        default_factory=list
-    )
+    resume_allow: list[Literal["data", "rewards", "reference", "model"]] = []
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -614,9 +608,8 @@ class RunConfig(Section):
                 raise conflict(one, other, why)
         if self.advantages != GAE:
             with named_in("advantage_options"):
-                check_options(
-                    self.advantages, split_options(self.advantages, self.advantage_options)[0]
-                )
+                options, _ = split_options(self.advantages, self.advantage_options)
+                check_options(self.advantages, options)
             check_group_size(self.advantages, self.rollout.group_size)
         came = "0 for all" if self.rewards else "no reward"
         is_weighted = any(reward.weight for reward in self.rewards)
@@ -660,8 +653,8 @@ class RunConfig(Section):
         kind = self.reference.kind
         in_reward = self.kl.into == "reward"
         into = f"kl.into={self.kl.into}"
-        is_led = in_reward or self.kl.target is not None
-        leader = into if in_reward else f"kl.target={self.kl.target}"
+        needs_beta = in_reward or self.kl.target is not None
+        setting = into if in_reward else f"kl.target={self.kl.target}"
         sampled = "the reward is of the sampled token and has no ratio; use kl.into=loss"
         corrections = config.corrections
         of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
@@ -670,9 +663,9 @@ class RunConfig(Section):
         return [
             (in_reward and self.advantages != GAE, into, f"advantages={self.advantages}",
              "only gae spreads a token's reward; use kl.into=loss"),
-            (is_led and not OBJECTIVES[config.loss_type].reference, leader,
+            (needs_beta and not OBJECTIVES[config.loss_type].reference, setting,
              f"loss.loss_type={config.loss_type}", "beta is no weight of this KL in this loss"),
-            (is_led and not loss.beta, leader, "loss.beta=0", "the KL needs a weight above 0"),
+            (needs_beta and not loss.beta, setting, "loss.beta=0", "the KL needs a weight above 0"),
             (in_reward and config.kl_estimator in EXACT, into,
              f"loss.kl_estimator={config.kl_estimator}", sampled),
             (in_reward and loss.kl_times_ratio, into, "loss.kl_times_ratio=true", sampled),

@@ -43,7 +43,7 @@ def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float)
     old = torch.tensor([math.log(old_prob)])
     one = torch.ones(1)
     first = torch.zeros(1, dtype=torch.int64)
-    tokens = Tokens(one * advantage, one, None, first + 1, first, old, None, None)
+    tokens = Tokens(one * advantage, one, None, lambda: first + 1, first, old, None, None)
     losses = [token_loss(old + ratio.log(), None, tokens, config) for ratio in ratios]
     gradients = [found.grad_logps[0] for found in losses]
     return torch.stack([found.loss for found in losses]), torch.stack(gradients)

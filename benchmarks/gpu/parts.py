@@ -1,8 +1,8 @@
 """The parts of a GPU session. Each part has commands and a time limit in seconds.
 
 A session has two visits. A visit is one loan of a GPU machine. Visit 1 checks that the kernels are
-right, and measures the values for which bars.py has thresholds. Visit 2 repeats the failed tests
-and measures other libraries. All other parts run only if the command line names them.
+right, and measures the values for which bars.py has thresholds. Visit 2 measures other
+libraries. All other parts run only if the command line names them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def parts() -> dict[str, Part]:
     return {
         "smoke": own(1, 35, "smoke")._replace(stops=True),
         "bars": bench(1, 60, *BARS),
-        "tests": sharded(1, 110, gpu_tests()),
+        "tests": tests(1, 110),
         "step": steps(1, 95, STEPS[:1]),
-        "mended": sharded(2, 25, ["--failed"]),
-        "peers": bench(2, 150, *PEERS),
+        "peers": bench(2, 145, *PEERS),
         "profile": own(2, 20, "kernel_times"),
+        "rows": tune(2, 35, "--kind", "rows"),
         "support": support(2, 20),
         "steps": steps(2, 75, STEPS[1:]),
         "tune": tune(BY_NAME, 120),
@@ -101,8 +101,9 @@ def own(visit: int, seconds: int, module: str) -> Part:
     return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
 
 
-def tune(visit: int, seconds: int) -> Part:
-    command = [PY, "-m", "benchmarks.gpu.tune", "--seconds", str(seconds - 40)]
+def tune(visit: int, seconds: int, *options: str) -> Part:
+    """Return a part that times candidates. Compiling them takes up to 20 s."""
+    command = [PY, "-m", "benchmarks.gpu.tune", "--seconds", str(seconds - 20), *options]
     return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
@@ -124,11 +125,12 @@ def support(visit: int, seconds: int) -> Part:
     return Part(visit, seconds, [timed], [[*command, "--help"]])
 
 
-def sharded(visit: int, seconds: int, files: list[str]) -> Part:
-    """Return a part that runs tests, with 5 s left at the end to report unfinished tests."""
-    command = [PY, "-m", "benchmarks.gpu.shards", "--processes", str(PROCESSES), *files]
-    timed = [*command, "--seconds", str(seconds - 5)]
-    return Part(visit, seconds, [timed], [[*command, "--dry"]], measures=False)
+def tests(visit: int, seconds: int) -> Part:
+    """Return a part that runs the GPU tests. At the limit, pytest still prints the tracebacks."""
+    pytest = [PY, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *gpu_tests()]
+    spread = ["-v", "-n", str(PROCESSES), "--dist", "worksteal"]
+    timed = ["timeout", "--signal=INT", str(seconds - 10), *pytest, *spread]
+    return Part(visit, seconds, [timed], [[*pytest, "--collect-only", "-q"]], measures=False)
 
 
 def sanitize(visit: int, seconds: int, *tools: str) -> Part:

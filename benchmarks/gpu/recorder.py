@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.patch import patched_launches
+from benchmarks.gpu.fake_driver import patched_launches
 from benchmarks.gpu.predict import CARDS
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")

@@ -95,7 +95,7 @@ def run(
     """
     if limit <= 1:
         return 124
-    say(f"$ {' '.join(command)}"[:400])  # the list of tests of shards.py is long
+    say(f"$ {' '.join(command)}"[:400])  # the list of test files is long
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
     try:
         process = subprocess.Popen(

@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu_session.sh --commit HASH      the next visit that is not done. Visit 1: smoke test,
 #                                                bars, tests, the long step (300 s). Visit 2: smoke
-#                                                test, tests that failed before, peers, profile,
-#                                                support, other steps (330 s)
+#                                                test, peers, profile, support, other steps
+#                                                (330 s)
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part
@@ -15,9 +15,9 @@
 # The first line of the output is the plan with its seconds. Every visit begins with a smoke test and
 # ends there if it fails (--force goes on). RISKS.md says what may go wrong and where to look.
 # The folder ${OUT:-benchmarks/results} gets gpu_session.json (results and the status of each part),
-# gpu_session.log, gpu_tests.json and, with OUT, triton-cache.tgz (compiled kernels). Put these files
-# into benchmarks/results/ before the next visit. That visit then skips finished parts, repeats failed
-# tests and compiles only changed kernels. `python -m benchmarks.gpu.report` renders the results. A
+# gpu_session.log and, with OUT, triton-cache.tgz (compiled kernels). Put these files into
+# benchmarks/results/ before the next visit. That visit then skips finished parts and compiles only
+# changed kernels. `python -m benchmarks.gpu.report` renders the results. A
 # tree that travels without .git has no commit, so pass --commit.
 # Peers, and the parts that run our trainer, need packages that the machine lacks.
 # benchmarks/gpu/wheels.sh fills wheels/ with them. This script unpacks the wheels into a

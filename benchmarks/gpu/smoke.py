@@ -1,4 +1,4 @@
-"""Smoke test of a GPU: an LM head and an attention kernel, compared with fp64, in 20 seconds.
+"""Smoke test of a GPU: an LM head, given logits and the attention, compared with fp64.
 
     python -m benchmarks.gpu.smoke [--out FILE] [--device cpu]
 
@@ -7,6 +7,7 @@ Each check is printed with its error and its time. The exit code is 1 if a check
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -23,22 +24,29 @@ LOSS_BAR = 1e-4  # allowed error of the loss, relative to the mean absolute loss
 ATTENTION_BAR = 1e-2  # allowed relative L2 error of the attention
 
 
-def head(device: str) -> tuple[float, str]:
-    """Compare the loss, dH and dW of an LM head with fp64 results.
+def loss(device: str, operation: str) -> tuple[float, str]:
+    """Compare a loss and its gradients with fp64 results.
+
+    The second of two calls is compared. It launches the compiled kernels directly, as all later
+    calls do (grpo_fast/kernels/gpu/launch.py).
 
     Returns:
         The largest error as a fraction of its tolerance, and a description.
     """
     from benchmarks.kernels.exact import OUR_TOLERANCE
+    from benchmarks.kernels.operations import OPERATIONS
     from benchmarks.kernels.problem import make_problem
-    from benchmarks.kernels.providers.ours import loss
+    from benchmarks.kernels.providers import ours
     from benchmarks.kernels.runner import route_of
     from benchmarks.kernels.shapes import Shape
 
     shape = Shape(512, 896, 32000) if device == "cuda" else Shape(64, 64, 512)
     problem = make_problem(shape, torch.bfloat16, device)
-    errors = problem.truth("loss").errors(loss(problem, "auto")())
-    route = route_of("linear_grpo_loss", problem)
+    is_head = operation == "linear_grpo_loss"
+    step = ours.loss(problem, "auto") if is_head else ours.logits_loss(problem, "auto", False)
+    step()
+    errors = problem.truth(OPERATIONS[operation].truth).errors(step())
+    route = route_of(operation, problem)
     if device == "cuda" and "triton" not in route.lower():
         return float("inf"), f"expected the Triton kernels, the route is {route}"
     bar = OUR_TOLERANCE[torch.bfloat16]
@@ -61,7 +69,11 @@ def attention(device: str) -> tuple[float, str]:
     return error / ATTENTION_BAR, f"{error:.1e}; {provider.name}"
 
 
-CHECKS: dict[str, Callable[[str], tuple[float, str]]] = {"head": head, "attention": attention}
+CHECKS: dict[str, Callable[[str], tuple[float, str]]] = {
+    "head": functools.partial(loss, operation="linear_grpo_loss"),
+    "logits": functools.partial(loss, operation="logits_grpo_loss"),
+    "attention": attention,
+}
 
 
 def checked(name: str, device: str) -> dict[str, Any]:

@@ -186,9 +186,9 @@ CASES: dict[str, Case] = {
 # Budgets for calls with dH and dW whose 8192 rows are one chunk at V = 151936. Each entry has the
 # launches in the chunk, the launches outside of it, and the memory traffic in GB.
 ONE_CHUNK = {
-    "full, H = 4096": (18, 23, 0.76),
-    "full, H = 2048": (18, 23, 0.39),
-    "full, H = 896": (17, 23, 0.18),
+    "full, H = 4096": (17, 18, 0.76),
+    "full, H = 2048": (17, 18, 0.39),
+    "full, H = 896": (16, 18, 0.18),
 }
 
 

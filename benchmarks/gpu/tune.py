@@ -1,9 +1,9 @@
 """Time kernel configurations on a GPU, and print lines for linear.py and rows.py of
 grpo_fast/kernels/gpu.
 
-    python -m benchmarks.gpu.tune --compile sm_90   compiles all candidates; needs no GPU (minutes)
-    python -m benchmarks.gpu.tune                   times the candidates that can run, on a GPU
-    python -m benchmarks.gpu.tune --dry             lists the candidates of each setting
+    python -m benchmarks.gpu.tune                times the candidates that can run, on a GPU
+    python -m benchmarks.gpu.tune --kind rows    times only the loss kernel for given logits
+    python -m benchmarks.gpu.tune --dry          lists the candidates of each setting
 
 The package never tunes its kernels at run time, because a training run would then not be
 reproducible. Copy the printed lines into the table by hand, and commit them separately.
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -30,7 +28,7 @@ from benchmarks.gpu.candidates import KINDS, Candidate, call_of, candidates, com
 from benchmarks.options import new_parser
 from benchmarks.report.files import write
 
-ROW_VOCABS = (32000, 128256, 151936, 262144)
+ROW_VOCABS = (151936, 32000, 128256, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
 # Number of rows of a timed call. They form one chunk at V = 151936, as in the cases of bars.py.
 # With fewer rows, the last wave of programs would use less of the GPU than in training.
@@ -113,46 +111,29 @@ def table_line(arch: str, found: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--compile", metavar="ARCH", help="compile every candidate, without a GPU")
+    parser.add_argument("--kind", choices=("rows", *KINDS), help="only this kernel")
     parser.add_argument("--dry", action="store_true", help="list the candidates of each setting")
     parser.add_argument("--seconds", type=float, default=50, help="start no setting after this")
     parser.add_argument("--out", help="file for the JSON")
     options = parser.parse_args(arguments)
-    if options.compile:
-        return compile_report(options.compile, options.out)
+    settings = [x for x in SETTINGS if options.kind in (None, x.kind)]
     if options.dry:
-        for setting in SETTINGS:
+        for setting in settings:
             lines = [candidate.line for candidate in candidates_of(setting)]
             print(f"{tuple(setting)}: {len(lines)} candidates: {', '.join(lines)}")
         return 0
     if not torch.cuda.is_available():
-        print("tune: expected a GPU, got none. --compile ARCH needs no GPU.", file=sys.stderr)
+        print("tune: expected a GPU, got none", file=sys.stderr)
         return 2
-    return time_all("sm_{}{}".format(*torch.cuda.get_device_capability()), options)
+    return time_all("sm_{}{}".format(*torch.cuda.get_device_capability()), settings, options)
 
 
-def compile_report(arch: str, out: str | None) -> int:
-    from benchmarks.gpu.fake_driver import TARGETS
-
-    if arch not in TARGETS:
-        print(f"tune: --compile: expected one of {', '.join(TARGETS)}, got {arch}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        entries = compile_all(arch, candidates())
-    report = {**measure.header("candidates", "cpu"), "arch": arch, "cases": entries}
-    write(Path(out) if out else RESULTS / f"candidates-{arch}.json", report)
-    starting = sum(entry["starts"] for entry in entries)
-    print(f"{starting} of {len(entries)} candidates start on {arch}")
-    return 0
-
-
-def time_all(arch: str, options: argparse.Namespace) -> int:
+def time_all(arch: str, settings: list[Setting], options: argparse.Namespace) -> int:
     started = time.monotonic()
     report = {**measure.header("tune", "cuda"), "arch": arch, "cases": [], "settings": []}
     path = Path(options.out) if options.out else RESULTS / f"tune-{arch}.json"
-    can_start = startable(arch)
-    for setting in SETTINGS:
+    can_start = startable(arch, [c for c in candidates() if c[:2] in {x[:2] for x in settings}])
+    for setting in settings:
         if time.monotonic() - started > options.seconds:
             print(f"{tuple(setting)}: no time left, not timed")
             continue
@@ -164,13 +145,12 @@ def time_all(arch: str, options: argparse.Namespace) -> int:
     return 0
 
 
-def startable(arch: str) -> set[Candidate]:
+def startable(arch: str, every: list[Candidate]) -> set[Candidate]:
     """Return the candidates that compile without spills and with little enough shared memory.
 
     All candidates are compiled in parallel, and stay in Triton's cache. Compiling one after the
     other would take ten times as long as timing them.
     """
-    every = candidates()
     try:
         entries = compile_all(arch, every)
     except BrokenProcessPool as error:  # the compiler crashed; the launch will report it

@@ -14,8 +14,8 @@ from typing import Any
 from grpo_fast.data import escape_control
 from grpo_fast.doctor.diagnosis import Diagnosis, DoctorSettings, examine_engine
 from grpo_fast.doctor.selftest import self_checks
-from grpo_fast.errors import conflict
-from grpo_fast.train.config import RunConfig, require
+from grpo_fast.errors import conflict, require
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.command import Source

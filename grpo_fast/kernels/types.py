@@ -90,18 +90,6 @@ class HeadTensors(NamedTuple):
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
 
-    def no_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three empty tensors in place of (dH, dW, db), for a pass without gradients."""
-        return (self.hidden.new_empty(0),) * 3
-
-
-class ChunkRows(NamedTuple):
-    """The inputs of one chunk of C rows. Rows of `hidden` are padded with zeros."""
-
-    hidden: Tensor  # (padded C, H)
-    target_ids: Tensor  # (C,) int64
-    transform: LogitTransform
-
 
 class RowLoss(NamedTuple):
     """Per-row results of `row_loss_`, (C,) fp32 each.

@@ -9,6 +9,7 @@ are copied, because metrics are computed later, when the caller may have changed
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -121,21 +122,16 @@ class Call:
         """Find the active tokens of a loss, and check the values of the arguments."""
         config = self.config
         assert config is not None
-        # 1. Find the completion and the length of each active token.
+        # 1. Find the completion of each active token.
         like = self.like
         cu = self.cu_seqlens
         count = like.shape[0] if cu is None else cu.shape[0] - 1
         index = self._unmasked()
-        lengths, segments = self._segments(count)
+        segments = self._segments(count)
         if index is not None:
             segments = segments.index_select(0, index)
-            # The length of a completion is the number of its active tokens. Find the first token of
-            # each completion by a binary search, because the segments are in ascending order.
-            # bincount would cost two GPU syncs.
-            numbers = torch.arange(count + 1, device=like.device)
-            lengths = torch.searchsorted(segments, numbers).diff()
         # 2. Collect the inputs of the loss, and check their values.
-        transform = self._find_inputs(config, index, lengths, segments)
+        transform = self._find_inputs(config, index, segments, count)
         ids = segments
         if self.has_logits:
             end = self.vocabulary_size
@@ -265,22 +261,22 @@ class Call:
             flat = flat != 0
         return unless_all(flat)
 
-    def _segments(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the number of rows of each completion (B,), and the completion of each row."""
+    def _segments(self, count: int) -> Tensor:
+        """Return the completion of each row, in ascending order, (N,) int64."""
         device = self.like.device
         num_rows = self.like.numel()
-        if self.cu_seqlens is None:
-            length = num_rows // max(count, 1)
-            lengths = torch.full((count,), length, dtype=torch.int64, device=device)
-            return lengths, torch.arange(count, device=device).repeat_interleave(length)
-        cu = checks.checked_offsets(self.cu_seqlens.long(), num_rows, self.checks)
-        rows = torch.arange(num_rows, device=device)
+        cu = self.cu_seqlens
+        if cu is None:
+            return torch.arange(count, device=device).repeat_interleave(num_rows // max(count, 1))
+        checks.check_offsets(cu, num_rows, self.checks)
+        rows = torch.arange(num_rows, dtype=cu.dtype, device=device)
         # With right=True, an empty completion gets no row. With only the inner offsets, the index
-        # of a completion is less than B even if the offsets on a GPU are invalid.
-        return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
+        # of a completion is less than B even if the offsets on a GPU are invalid. A binary search
+        # gives ascending results for ascending rows, whatever the offsets are.
+        return torch.searchsorted(cu[1:-1], rows, right=True)
 
     def _find_inputs(
-        self, config: LossConfig, index: Tensor | None, lengths: Tensor, segments: Tensor
+        self, config: LossConfig, index: Tensor | None, segments: Tensor, count: int
     ) -> LogitTransform:
         """Set `tokens`, the inputs of the loss for the active tokens.
 
@@ -289,7 +285,7 @@ class Call:
         """
         # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
         items = self.num_items_in_batch
-        device = lengths.device
+        device = segments.device
         by_prompt = config.aggregation == "prompt_mean"
         if not by_prompt:
             items = checks.checked_total("num_items_in_batch", items, device, self.checks)
@@ -300,11 +296,12 @@ class Call:
             "num_completions_in_batch", self.num_completions_in_batch, device, self.checks
         )
         # 2. Compute the weight of every token.
+        lengths = functools.cache(functools.partial(lengths_of, segments, count))
         weights = step_weights(
-            str(config.aggregation), lengths, segments.shape[0],
+            str(config.aggregation), segments, lengths, count, len(segments),
             max_completion_length=config.max_completion_length, num_items_in_batch=items,
             num_completions_in_batch=completions, group_size=config.group_size,
-        )[segments]  # fmt: skip
+        )  # fmt: skip
         # If the loss is averaged over prompts, average the entropy bonus with the same weights.
         # Otherwise, average it over tokens.
         entropy_weight: float | Tensor | None = None
@@ -315,7 +312,7 @@ class Call:
         # 3. Expand advantages to one per token, and copy the other values of the tokens.
         advantages = self.advantages
         assert advantages is not None
-        if advantages.dim() == 1 and advantages.shape[0] == lengths.shape[0]:
+        if advantages.dim() == 1 and advantages.shape[0] == count:
             each = {"advantages": advantages.detach().float()[segments]}
         else:
             each = {"advantages": selected(advantages, index)}
@@ -413,6 +410,12 @@ def selected(x: Tensor, index: Tensor | None, dtype: torch.dtype = torch.float32
     return (x if index is None else x.index_select(0, index)).to(dtype)
 
 
+def lengths_of(segments: Tensor, count: int) -> Tensor:
+    """Return the number of tokens of each of `count` completions. `segments` must be ascending."""
+    # Find the first token of each completion by a binary search. bincount would cost two GPU syncs.
+    return torch.searchsorted(segments, torch.arange(count + 1, device=segments.device)).diff()
+
+
 def unless_all(is_active: Tensor) -> Tensor | None:
     """Return the indices of the active rows, or None if all rows are active."""
     index = is_active.nonzero().squeeze(1)
@@ -440,7 +443,11 @@ def support_rows(
     """
     # 1. Find the start and the size of the set of each active row.
     count = len(support.ids)
-    bounds = checks.checked_offsets(support.offsets, count, found, "support.offsets", "nnz")
+    bounds = support.offsets
+    checks.check_offsets(bounds, count, found, "support.offsets", "nnz")
+    if found.are_late(bounds):
+        # Force the offsets to be ascending and in range, so that no set has a negative length.
+        bounds = bounds.clamp(0, count).cummax(0).values
     starts = bounds[:-1]
     lengths = bounds.diff()
     if active_index is not None:

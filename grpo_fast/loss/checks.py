@@ -313,7 +313,8 @@ def temperature(x: float | Tensor, like: Tensor) -> None:
 # A function that receives the numbers of a check, and returns an error message, or "" if they are
 # allowed.
 Judge = Callable[[list[float]], str]
-FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q"}  # the letters of `struct`
+# The letters of `struct`.
+FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.int32: "i"}
 
 
 class ValueChecks:
@@ -343,7 +344,7 @@ class ValueChecks:
         return x.is_cuda and self.validate == "auto"
 
     def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
-        """Check the values of some fp32, fp64 or int64 tensors. All must be on one device."""
+        """Check the values of tensors, whose dtypes are in FORMATS. All must be on one device."""
         if self.are_late(tensors[0]):
             self.kept.append((judge, tensors))
         elif not is_capturing(tensors[0]):
@@ -443,23 +444,17 @@ def checked_total(
     return float(value) if value.is_cpu else value
 
 
-def checked_offsets(
+def check_offsets(
     cu: Tensor, num_rows: int, checks: ValueChecks, name: str = "cu_seqlens", end: str = "T"
-) -> Tensor:
-    """Check that offsets ascend from 0 to num_rows, and return them.
-
-    If the check is deferred, the returned offsets are forced to be ascending and in [0, num_rows],
-    so that no length computed from wrong offsets is negative.
+) -> None:
+    """Check that offsets ascend from 0 to num_rows.
 
     Args:
-        cu: (B+1,), int64. The offsets.
+        cu: (B+1,), int64 or int32. The offsets.
         num_rows: the expected last offset.
         checks: the checks of the call.
         name: name of the argument in the message.
         end: symbol for num_rows in the message, for example "T".
-
-    Returns:
-        The offsets, (B+1,), int64.
     """
 
     def judge(offsets: list[float]) -> str:
@@ -472,7 +467,6 @@ def checked_offsets(
 
     # `send` cannot view the bits of a strided tensor.
     checks.add(judge, cu if cu.stride(0) == 1 else cu.clone(memory_format=torch.contiguous_format))
-    return cu.clamp(0, num_rows).cummax(0).values if checks.are_late(cu) else cu
 
 
 def checked_ids(

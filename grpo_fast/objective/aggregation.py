@@ -9,6 +9,8 @@ The aggregation "token_mean_local" does not use them, so it does depend on the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,20 +26,25 @@ AGGREGATIONS = (
 
 def step_weights(
     aggregation: str,
-    lengths: Tensor,  # (B,)
+    segments: Tensor,  # (T,)
+    lengths: Callable[[], Tensor],
+    count: int,
     active: int,
     *,
     max_completion_length: int | None = None,
     num_items_in_batch: Total | None = None,
     num_completions_in_batch: Total | None = None,
     group_size: int | None = None,
-) -> Tensor:  # (B,)
-    """Compute the weight of the tokens of each completion.
+) -> Tensor:  # (T,)
+    """Compute the weight of each token.
 
     Args:
         aggregation: one of `AGGREGATIONS`.
-        lengths: (B,), active tokens of each completion of this call. 0 is allowed.
-        active: the sum of lengths, known on the host.
+        segments: (T,), int64. The completion of each token.
+        lengths: function that returns the number of active tokens of each completion, (B,). 0 is
+            allowed. It is called only if the weights depend on the lengths.
+        count: B, the number of completions of this call.
+        active: the sum of the lengths, known on the host.
         max_completion_length: maximum number of tokens, for "fixed_length".
         num_items_in_batch: number of active tokens in the whole optimizer step. None: the tokens of
             this call. For "prompt_mean", it is a (B,) tensor instead. Its element for a completion
@@ -48,11 +55,11 @@ def step_weights(
         group_size: completions per prompt, for "prompt_mean".
 
     Returns:
-        Weights, (B,), fp32.
+        Weights, (T,), fp32.
     """
     group = group_size or 1
     items = num_items_in_batch
-    total: Total = max(len(lengths), 1)
+    total: Total = max(count, 1)
     if num_completions_in_batch is not None:
         total = num_completions_in_batch
     divisors: Tensor | None = None  # (B,); None: all divisors are 1
@@ -63,7 +70,7 @@ def step_weights(
             # The weight is 1/(number of completions · length of the completion). The loss is
             # averaged over the tokens of each completion, and then over the completions
             # (DeepSeekMath).
-            divisors = lengths.clamp(min=1)
+            divisors = lengths().clamp(min=1)
         case "fixed_length":
             # The weight is 1/(number of completions · max_completion_length), as in Dr. GRPO.
             total = total * (max_completion_length or 1)
@@ -77,11 +84,11 @@ def step_weights(
             # The weight is 1/(number of prompts · active tokens of the prompt). The loss is
             # averaged over the tokens of each prompt, and then over the prompts (SkyRL).
             if not isinstance(items, Tensor):
-                items = lengths.view(-1, group).sum(1).repeat_interleave(group)
+                items = lengths().view(-1, group).sum(1).repeat_interleave(group)
             divisors = items.clamp(min=1)
             total = total / group
     if divisors is not None:
-        return (1.0 / (divisors.double() * total)).float()
+        return (1.0 / (divisors.double() * total)).float()[segments]
     if isinstance(total, Tensor):
-        return (1.0 / total.double()).float().expand(len(lengths))
-    return torch.full((len(lengths),), 1.0 / total, dtype=torch.float32, device=lengths.device)
+        return (1.0 / total.double()).float().expand(len(segments))
+    return torch.full((len(segments),), 1.0 / total, dtype=torch.float32, device=segments.device)

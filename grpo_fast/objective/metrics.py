@@ -148,7 +148,7 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             continue
         per_completion = tokens.completion_mean(fraction).float()
         # The mean of an empty completion is 0. Replace it by 1, so that it is not the minimum.
-        filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
+        filled = torch.where(tokens.lengths() > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()
     return metrics

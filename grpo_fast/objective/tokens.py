@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,9 @@ class Tokens(NamedTuple):
     # Weight of the entropy of each token in the entropy bonus. None: 1/(number of tokens that the
     # entropy mask keeps).
     entropy_weight: float | Tensor | None
-    lengths: Tensor  # (B,) int64
+    # Returns the number of tokens of each completion, (B,) int64. Most token-level losses do not
+    # need the lengths, so they are computed on first use.
+    lengths: Callable[[], Tensor]
     segments: Tensor  # (T,) int64: completion of each token
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
@@ -34,14 +37,14 @@ class Tokens(NamedTuple):
         The tokens are added in order, so the result is reproducible.
         """
         # Pass unsafe=True to skip the check of the lengths, which would cost a GPU sync.
-        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
+        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths(), unsafe=True)
 
     def completion_mean(self, x: Tensor) -> Tensor:
         """Return the mean of x (T,) over each completion, (B,) fp64.
 
         An empty completion has mean 0.
         """
-        return self.completion_sum(x) / self.lengths.clamp(min=1)
+        return self.completion_sum(x) / self.lengths().clamp(min=1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Expand one value per completion (B,) to one value per token (T,) fp32."""

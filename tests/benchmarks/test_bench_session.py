@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import bars, kernel_times, parts, predict, report, session, shards, smoke
+from benchmarks.gpu import bars, kernel_times, parts, predict, report, session, smoke
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = ROOT / "benchmarks" / "gpu_session.sh"
@@ -188,64 +188,6 @@ def test_kernel_times_keeps_the_profiles_before_an_error(tmp_path, monkeypatch):
 def test_the_smoke_test_fails_on_a_wrong_result(error, monkeypatch, capsys):
     monkeypatch.setitem(smoke.CHECKS, "head", lambda device: (error, "by hand"))
     assert smoke.main(["--device", "cpu"]) == 1 and "head: WRONG" in capsys.readouterr().out
-
-
-@pytest.fixture
-def gpu_test_file(tmp_path, monkeypatch):
-    """Return a function that writes a file with five GPU tests and returns its path.
-
-    The argument of the function is the code of the tests.
-    """
-    for module, name in ((shards, "ROOT"), (shards, "RESULTS"), (session, "ROOT")):
-        monkeypatch.setattr(module, name, tmp_path)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
-    file = tmp_path / "test_some.py"
-
-    def written(body):
-        head = "import pytest, time\n@pytest.mark.gpu\n"
-        sizes = "@pytest.mark.parametrize('size', [64, 8, 512, 1, 2])\n"
-        file.write_text(f"{head}{sizes}def test_one(size):\n    {body}\n")
-        return str(file)
-
-    return written
-
-
-def test_gpu_tests_are_recorded_one_by_one_and_failed_ones_run_again(
-    gpu_test_file, tmp_path, capfd
-):
-    file = gpu_test_file("assert size != 8")
-    assert shards.main([file, "--processes", "2"]) == 1
-    assert "5 of 5 tests ended" in capfd.readouterr().out
-    recorded = tmp_path / shards.NAME
-    results = json.loads(recorded.read_text())["results"]
-    assert list(results)[0].endswith("[1]"), "small sizes first"
-    failed = {name: result for name, result in results.items() if result != "PASSED"}
-    assert failed == {"test_some.py::test_one[8]": "FAILED"}
-    gone = {"test_some.py::test_gone": "FAILED", "test_none.py::test_gone": "unfinished"}
-    recorded.write_text(json.dumps({"results": results | gone}))
-    gpu_test_file("pass")
-    assert shards.main(["--failed", "--processes", "1"]) == 0
-    assert "1 tests in 1 processes" in capfd.readouterr().out, "deleted tests are left out"
-    assert shards.main(["--failed"]) == 0, "nothing is left"
-
-
-def test_gpu_tests_at_their_limit_are_named(gpu_test_file, tmp_path, capfd):
-    file = gpu_test_file("time.sleep(600 * (size == 512))")
-    assert shards.main([file, "--processes", "2", "--seconds", "40"]) == 1
-    shown = capfd.readouterr().out
-    assert "4 of 5 tests ended" in shown and "unfinished: test_some.py::test_one[512]" in shown
-    results = json.loads((tmp_path / shards.NAME).read_text())["results"]
-    assert sorted(results.values()) == [*4 * ["PASSED"], "unfinished"]
-
-
-def test_files_without_gpu_tests_are_refused(gpu_test_file, tmp_path, capsys):
-    gpu_test_file("pass")
-    (tmp_path / "test_some.py").write_text("def test_on_the_cpu(): pass\n")
-    assert shards.main([str(tmp_path / "test_some.py")]) == 2
-    assert shards.main([str(tmp_path / "test_none.py")]) == 2
-    assert "files: expected tests" in capsys.readouterr().err
 
 
 # ---- the report ----

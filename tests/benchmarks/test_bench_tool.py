@@ -446,7 +446,7 @@ def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "tune_setting", tune_setting)
     monkeypatch.setattr(tune.measure, "header", lambda *_: {})
     options = SimpleNamespace(out=str(tmp_path / "tune.json"), seconds=60)
-    assert tune.time_all("sm_90", options) == 0
+    assert tune.time_all("sm_90", tune.SETTINGS, options) == 0
     assert set(timed) == {candidate for candidate in every if candidate.kind == "rows"}
 
 

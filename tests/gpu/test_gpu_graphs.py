@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 T, H, V, B = 192, 128, 5000, 3
 
 
-def values(seed: int) -> dict[str, torch.Tensor]:
-    """Return a random batch in which every row has a nonzero coefficient.
+def values(seed: int, T: int = T) -> dict[str, torch.Tensor]:
+    """Return a random batch of T tokens in which every row has a nonzero coefficient.
 
     A call outside of a graph then skips no row. Its GEMMs have the same shapes as the GEMMs in a
     graph, and therefore the same bits.
@@ -116,13 +116,28 @@ def test_replay(name, workspace, monkeypatch):
     step, static = STEPS[name], values(0)
     graph, results = recorded(step, static)
     for seed in (1, 2, 1):
-        fresh = values(seed)
-        for key, x in static.items():
-            x.copy_(fresh[key])
-        graph.replay()
-        torch.cuda.synchronize()
-        for actual, expected in zip(results, step(fresh), strict=True):
-            assert torch.equal(actual, expected)
+        check_replay(graph, results, step, static, values(seed))
+
+
+def test_a_graph_for_each_shape():
+    """Check that graphs of two numbers of tokens give the same bits as normal calls, in turn."""
+    step = STEPS["linear_grpo_loss"]
+    sizes = T, 2 * T
+    batches = {size: values(0, size) for size in sizes}
+    graphs = {size: recorded(step, static) for size, static in batches.items()}
+    for seed in (1, 2):
+        for size in sizes:
+            check_replay(*graphs[size], step, batches[size], values(seed, size))
+
+
+def check_replay(graph, results: list, step: Callable, static: dict, fresh: dict) -> None:
+    """Check that a replay and a normal call give the same bits for the values in `fresh`."""
+    for key, x in static.items():
+        x.copy_(fresh[key])
+    graph.replay()
+    torch.cuda.synchronize()
+    for actual, expected in zip(results, step(fresh), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_rows_without_a_target_or_coefficient():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from grpo_fast.kernels.cpu import autocast, gemm, layers
+from grpo_fast.kernels.cpu import gemm, layers
 from grpo_fast.kernels.cpu.layers import BF16, linear, rms_norm, rotary, swiglu
 from grpo_fast.kernels.cpu.modules import fast_layers
 from tests.kernels.formulas import draw, torch_threads
@@ -126,16 +126,16 @@ def test_bf16_norms_and_gates_round_once():
 @NEEDS_BF16
 def test_a_shared_bf16_copy_follows_its_weight():
     x, weight = draw(3, 8), nn.Parameter(draw(6, 8, seed=1))
-    with torch.autocast("cpu", BF16), autocast.shared_copies():
+    with torch.autocast("cpu", BF16), layers.shared_copies():
         first = linear(x, weight)
-        assert autocast.narrow_copy(weight) is autocast.narrow_copy(weight)
+        assert layers.narrow_copy(weight) is layers.narrow_copy(weight)
         with torch.no_grad():
             weight.neg_()
         assert torch.equal(linear(x, weight), -first)
         weight.data = -weight.data
         assert torch.equal(linear(x, weight), first)
-    assert autocast._copies.get() is None
-    assert autocast.narrow_copy(weight) is not autocast.narrow_copy(weight)
+    assert layers._copies.get() is None
+    assert layers.narrow_copy(weight) is not layers.narrow_copy(weight)
 
 
 def test_a_nan_is_seen(calls):

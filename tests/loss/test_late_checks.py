@@ -13,7 +13,7 @@ import torch
 import grpo_fast
 from grpo_fast.loss import checks as value_checks
 from grpo_fast.loss.call import Call
-from grpo_fast.loss.checks import ValueChecks, checked_offsets
+from grpo_fast.loss.checks import ValueChecks, check_offsets
 from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
 from tests.pairs import pairs
 
@@ -73,9 +73,9 @@ def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype, 
     cu = torch.tensor(offsets).clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
     mask = torch.arange(T) % 2 == 0 if has_mask else None
     tokens, active = tokens_of(cu, mask), T if mask is None else int(mask.sum())
-    assert (tokens.lengths >= 0).all() and tokens.lengths.sum() <= active
+    assert (tokens.lengths() >= 0).all() and tokens.lengths().sum() <= active
     assert (tokens.segments >= 0).all() and (tokens.segments < B).all()
-    assert tokens.completion_sum(torch.ones(active)).sum() == tokens.lengths.sum()
+    assert tokens.completion_sum(torch.ones(active)).sum() == tokens.lengths().sum()
     assert tokens.to_tokens(torch.ones(B)).shape == (active,)
     with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets from 0 to T"):
         value_checks.raise_pending()
@@ -86,7 +86,7 @@ def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype, 
 @pytest.mark.parametrize("lengths", [[3, 0, 6], [0, 0, 9], [9, 0, 0], [9], [2, 7]])
 def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
     tokens = tokens_of(torch.tensor([0, *lengths]).cumsum(0))
-    assert tokens.lengths.tolist() == lengths
+    assert tokens.lengths().tolist() == lengths
     assert tokens.segments.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
     value_checks.raise_pending()
 
@@ -171,7 +171,7 @@ def test_the_message_about_many_offsets_is_short(position, offset):
     cu[position] = offset
     message = r"^cu_seqlens: .* to T = 20000, got \[\d, '...', \d{5}\]$"
     with pytest.raises(ValueError, match=message):
-        checked_offsets(cu, 20000, ValueChecks("auto"))
+        check_offsets(cu, 20000, ValueChecks("auto"))
 
 
 def test_one_offset_with_a_stride(late):

@@ -11,7 +11,9 @@ fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,12 +23,12 @@ from torch.autograd import forward_ad
 
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.cpu.autocast import BF16, in_bf16, narrow_copy
 from grpo_fast.kernels.types import Context, contiguous_rows
 
 # Minimum number of rows for the csrc product. With fewer rows, packing the weight takes longer than
 # the faster product saves.
 LEAST_ROWS = 24
+BF16 = torch.bfloat16
 PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
 
 
@@ -280,3 +282,55 @@ class _Linear(torch.autograd.Function):
         dx = None if weight is None else _mm(rows, weight, ctx.dtype).view(ctx.shape)
         dw = None if x is None else _mm(rows.t(), x, torch.float32)
         return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+# ---- bf16 autocast
+
+# Cached bf16 copies. The dict maps id(weight) to (weight, (version, address), copy). Outside
+# `shared_copies`, the variable is None and no copies are cached.
+_copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]] | None]
+_copies = ContextVar("_copies", default=None)
+
+
+@contextmanager
+def shared_copies() -> Iterator[None]:
+    """Convert each weight to bf16 only once while this context is open.
+
+    The copies take 2 bytes per element until the context ends. Do not write to `weight.data` while
+    the context is open, because the layers would still use the old copies.
+    """
+    token = _copies.set({})
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def in_bf16() -> bool:
+    """Return whether the fast layers of fp32 models multiply in bf16.
+
+    They do so under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
+    Otherwise, a model under autocast uses its original layers.
+    """
+    return (
+        torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == BF16
+        and route.gemm_choice() != "vendor"
+        and gemm.unavailable(BF16) is None
+    )
+
+
+def narrow_copy(weight: Tensor) -> Tensor:
+    """Return a bf16 copy of a weight. Inside `shared_copies`, the copy is cached and reused."""
+    stored = _copies.get()
+    state = weight._version, weight.data_ptr()
+    if stored is not None and id(weight) in stored:
+        _, stored_state, copy = stored[id(weight)]
+        if stored_state == state:
+            return copy
+    # Copy outside of inference mode, because autograd cannot save tensors that were created in it.
+    with torch.inference_mode(False):
+        copy = weight.detach().to(BF16)
+    if stored is not None:
+        stored[id(weight)] = weight, state, copy
+    return copy

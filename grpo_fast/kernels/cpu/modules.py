@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_fast.kernels.agree import agree, draw, in_fresh_thread
-from grpo_fast.kernels.cpu import autocast, layers, loader
+from grpo_fast.kernels.cpu import layers, loader
 
 CLOSE = 1e-5  # largest relative difference of two fp32 results of the same formula
 # Name of the function that rotates queries and keys in the attention modules of transformers.
@@ -155,7 +155,7 @@ def _with_our_rotary(forward: Any) -> Callable[..., Any]:
     theirs = forward.__globals__[ROTARY]
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
-        if autocast.in_bf16():  # the angles are fp32, so the formula computes in fp32
+        if layers.in_bf16():  # the angles are fp32, so the formula computes in fp32
             q, k = q.float(), k.float()
         if rest or options or not layers.can_rotate(q, k, cos, sin):
             return theirs(q, k, cos, sin, *rest, **options)

@@ -87,14 +87,22 @@ def launch(kernel: JITFunction, programs: int, *args: object, **options: object)
 
 def _specialisation(x: Any) -> object:
     """Return the properties of a kernel argument for which Triton compiles a different kernel."""
-    if x is None or isinstance(x, float):
-        return type(x)
+    kind = type(x)
+    if kind is int:
+        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31)
+    if x is None or kind is float:
+        return kind
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16
-    if isinstance(x, int):
-        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31)
     # A tensor descriptor.
     return x.base.dtype, *x.block_shape
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, or 2 if Triton interprets the kernels."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 2
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
-from grpo_fast.kernels.gpu.launch import launch, outputs
+from grpo_fast.kernels.gpu.launch import launch, multiprocessors, outputs
 from grpo_fast.kernels.gpu.math import (
     FLOOR,
     exp_fp32,
@@ -48,10 +48,17 @@ from grpo_fast.objective.config import LossConfig
 
 
 class RowConfig(NamedTuple):
-    """Block sizes of a row kernel. One program processes one row, BLOCK_V columns at a time."""
+    """Block sizes of a row kernel, which processes a row BLOCK_V columns at a time.
+
+    The loss kernel reads a row twice. With `programs_per_sm`, only this number of programs runs on
+    each multiprocessor, each for several rows, so that all rows in flight fit into the L2 cache.
+    With 0, each row has a program. `store_policy` is the eviction policy of the gradient's stores.
+    """
 
     block_v: int
     num_warps: int
+    programs_per_sm: int = 0
+    store_policy: str = ""
 
 
 def row_config(vocab: int) -> RowConfig:
@@ -118,7 +125,7 @@ def statistics(
 @triton.jit
 def write_gradient(
     row_ptr, out_ptr, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
-    inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+    inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr, STORE_POLICY: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient with respect to the raw logits in the second pass over a row.
 
@@ -129,7 +136,10 @@ def write_gradient(
     if (g == 0.0) & (g_entropy == 0.0):
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
-            tl.store(out_ptr + cols, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=cols < V)
+            tl.store(
+                out_ptr + cols, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=cols < V,
+                eviction_policy=STORE_POLICY,
+            )  # fmt: skip
     else:
         g_target = -g * expm1(lp)
         for start in range(0, V, BLOCK_V):
@@ -145,7 +155,10 @@ def write_gradient(
             d = tl.where(cols == target, g_target, -g * p)
             if ENTROPY:
                 d -= tl.where(p > 0, g_entropy * p * (logp + entropy), 0.0)
-            tl.store(out_ptr + cols, (d * slope).to(out_ptr.dtype.element_ty), mask=cols < V)
+            tl.store(
+                out_ptr + cols, (d * slope).to(out_ptr.dtype.element_ty), mask=cols < V,
+                eviction_policy=STORE_POLICY,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -193,50 +206,56 @@ def row_grad_kernel(
         logits_ptr + first, out_ptr + first_out, tl.load(target_ptr + row), lse,
         tl.load(logps_ptr + row), entropy, tl.load(grad_logps_ptr + row), g_entropy, V,
         logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
-        grad_entropy_ptr is not None, BLOCK_V,
+        grad_entropy_ptr is not None, BLOCK_V, "",
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def row_loss_kernel(
     logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr,
     kl_weights_ptr, old_logps_ptr, ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr,
-    losses_ptr, grad_logps_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature,
-    p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
-    KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+    losses_ptr, grad_logps_ptr, n_rows, V, stride_logits_t, stride_out_t, logit_scale, softcap,
+    temperature, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr,
+    N_PARAMS: tl.constexpr, KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr, STORE_POLICY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    # 1. Compute the statistics in the first pass.
-    row_ptr = logits_ptr + row * stride_logits_t
-    target = tl.load(target_ptr + row)
-    inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
-    lse, lp, entropy = statistics(
-        row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROPY, BLOCK_V
-    )
-    tl.store(lse_ptr + row, lse)
-    tl.store(logps_ptr + row, lp)
-    if entropy_ptr is not None:
-        tl.store(entropy_ptr + row, entropy)
+    for row_id in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        row = tl.cast(row_id, tl.int64)
+        # 1. Compute the statistics in the first pass.
+        row_ptr = logits_ptr + row * stride_logits_t
+        target = tl.load(target_ptr + row)
+        # A row whose target id is outside [0, V) is excluded. It is not read, and its loss and
+        # gradient are 0.
+        counts = (target >= 0) & (target < V)
+        width = tl.where(counts, V, 0)
+        inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
+        lse, lp, entropy = statistics(
+            row_ptr, target, width, logit_scale, softcap, inv_temperature, ENTROPY, BLOCK_V
+        )
+        tl.store(lse_ptr + row, lse)
+        tl.store(logps_ptr + row, lp)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row, entropy)
 
-    # 2. Compute the loss and its slope. A row whose target id is outside [0, V) is excluded: its
-    # results may be NaN and are set to 0.
-    counts = (target >= 0) & (target < V)
-    loss, g = loss_and_slope(
-        lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
-        ref_logps_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
-    )  # fmt: skip
-    loss = tl.where(counts, loss, 0.0)
-    g = tl.where(counts, g, 0.0)
-    tl.store(losses_ptr + row, loss)
-    tl.store(grad_logps_ptr + row, g)
-    # 3. Write the gradient in the second pass, which reads the row from L2.
-    g_entropy = tl.zeros([], tl.float32)
-    if grad_entropy_ptr is not None:
-        g_entropy = tl.load(grad_entropy_ptr + row, mask=counts, other=0.0)
-    write_gradient(
-        row_ptr, out_ptr + row * stride_out_t, target, lse, lp, entropy, g, g_entropy, V,
-        logit_scale, softcap, inv_temperature, grad_entropy_ptr is not None, BLOCK_V,
-    )  # fmt: skip
+        # 2. Compute the loss and its slope, which may be NaN in an excluded row.
+        loss, g = loss_and_slope(
+            lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
+            ref_logps_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE, N_PARAMS, KL,
+            KL_TIMES_RATIO,
+        )  # fmt: skip
+        loss = tl.where(counts, loss, 0.0)
+        g = tl.where(counts, g, 0.0)
+        tl.store(losses_ptr + row, loss)
+        tl.store(grad_logps_ptr + row, g)
+        # 3. Write the gradient in the second pass, which reads the row from L2.
+        g_entropy = tl.zeros([], tl.float32)
+        if grad_entropy_ptr is not None:
+            g_entropy = tl.load(grad_entropy_ptr + row, mask=counts, other=0.0)
+        write_gradient(
+            row_ptr, out_ptr + row * stride_out_t, target, lse, lp, entropy, g, g_entropy, V,
+            logit_scale, softcap, inv_temperature, grad_entropy_ptr is not None, BLOCK_V,
+            STORE_POLICY,
+        )  # fmt: skip
 
 
 def row_logps(
@@ -254,7 +273,7 @@ def row_logps(
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     *scalars, temperature_ptr = transform_arguments(transform)
-    block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
+    block_v, num_warps, *_ = row_config(logits.shape[1]) if offsets is None else RAGGED
     launch(
         row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
         temperature_ptr, lse, logps, entropy, logits.shape[1], logits.stride(0), *scalars,
@@ -281,7 +300,7 @@ def row_grad_(
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     *scalars, temperature_ptr = transform_arguments(transform)
-    block_v, num_warps = row_config(logits.shape[1]) if offsets is None else RAGGED
+    block_v, num_warps, *_ = row_config(logits.shape[1]) if offsets is None else RAGGED
     launch(
         row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
         temperature_ptr, lse, logps, None if grad_entropy is None else entropy,
@@ -310,12 +329,14 @@ def row_loss_(
     *of_rows, grad_entropy = (vector(x) for x in terms)
     numbers, constants = loss_arguments(config)
     *scalars, temperature_ptr = transform_arguments(transform)
-    block_v, num_warps = row_config(logits.shape[1])
+    rows, vocab = logits.shape
+    block_v, num_warps, per_sm, store_policy = row_config(vocab)
+    programs = min(rows, per_sm * multiprocessors(logits.device)) if per_sm else rows
     launch(
-        row_loss_kernel, logits.shape[0], logits, out, target_ids.contiguous(), temperature_ptr,
-        *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps,
-        logits.shape[1], logits.stride(0), out.stride(0), *scalars, *numbers,
-        ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v, num_warps=num_warps,
-        **constants,
+        row_loss_kernel, programs, logits, out, target_ids.contiguous(),
+        temperature_ptr, *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps, rows,
+        vocab, logits.stride(0), out.stride(0), *scalars, *numbers,
+        ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v,
+        STORE_POLICY=store_policy, num_warps=num_warps, **constants,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy, losses, grad_logps)

@@ -45,7 +45,7 @@ BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
 
 @triton.jit(do_not_specialize=["n_slots"])
 def add_targets_kernel(
-    id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
+    id_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
     out_ptr, n_slots, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """For each id, add the hidden rows of its targets to its row of dW, for BLOCK_H columns.
@@ -75,16 +75,18 @@ def add_targets_kernel(
                 product = product_ptr + tl.cast(slot, tl.int64) * H + cols
                 start = tl.load(product, mask=inside, other=0.0)
             total = start
-            end = tl.load(end_ptr + place).to(tl.int32)
-            # 3. Add the hidden rows of this id in order.
-            for first in range(place.to(tl.int32), end, ROWS):
+            # 3. Add the hidden rows of this id in order. They are adjacent, because ids are sorted.
+            first = place.to(tl.int32)
+            while first >= 0:
                 places = first + tl.arange(0, ROWS)
-                row = tl.load(order_ptr + places, mask=places < end, other=0).to(tl.int64)
-                by_target = tl.load(by_target_ptr + row, mask=places < end, other=0.0)
+                is_same = tl.load(id_ptr + places, mask=places < n_slots, other=-1) == vocab_row
+                row = tl.load(order_ptr + places, mask=is_same, other=0).to(tl.int64)
+                by_target = tl.load(by_target_ptr + row, mask=is_same, other=0.0)
                 mask = inside[None, :] & (by_target != 0.0)[:, None]
                 at = hidden_ptr + row[:, None] * stride_hidden_t + cols[None, :]
                 h = tl.load(at, mask=mask, other=0.0).to(tl.float32)
                 total += tl.sum(tl.where(mask, h * by_target[:, None], 0.0), 0)
+                first = tl.where(tl.min(is_same.to(tl.int32), 0) > 0, first + ROWS, -1)
             tl.store(to, total.to(out_ptr.dtype.element_ty), mask=inside)
             if flag_ptr is not None:
                 # 4. Flag the row if the product and the added rows nearly cancel.
@@ -168,13 +170,11 @@ def add_targets_(
         return
     block_h = min(1 << (width - 1).bit_length(), SEGMENT_H)
     blocks, device = ceil_div(width, block_h), ids.device
-    # ends[i] is the position after the last id that equals ids[i].
-    ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(order))
 
     def add(places: Tensor | None, products: Tensor | None, flags: Tensor | None) -> None:
         programs = (count if places is None else min(count, REPLACING)) * blocks
         launch(
-            add_targets_kernel, programs, ids, ends, order, by_target, hidden, places, products,
+            add_targets_kernel, programs, ids, order, by_target, hidden, places, products,
             flags, d_weight, count, width, hidden.stride(0), d_weight.stride(0),
             ROWS=SEGMENT_ROWS, BLOCK_H=block_h, num_warps=max(block_h // 256, 1),
         )  # fmt: skip

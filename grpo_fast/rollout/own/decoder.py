@@ -25,8 +25,8 @@ from grpo_fast.attention.agree import LENGTH, PROMPT, draw_groups, random_weight
 from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import agree
-from grpo_fast.kernels.cpu import autocast, gemm, layers, loader
 from grpo_fast.kernels.cpu import decode as cpp
+from grpo_fast.kernels.cpu import gemm, layers, loader
 from grpo_fast.kernels.cpu.modules import SETTINGS, Observer, epsilon_of, is_untouched, settings_of
 from grpo_fast.rollout.own.cache import RolloutCache
 
@@ -125,9 +125,9 @@ def decoder_of(
 def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> bool:
     """Return whether the decoder supports this model and its C++ kernels are available."""
     dtype = head.weight.dtype
-    if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != autocast.in_bf16():
+    if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != layers.in_bf16():
         return False
-    wanted = torch.bfloat16 if autocast.in_bf16() else torch.float32
+    wanted = torch.bfloat16 if layers.in_bf16() else torch.float32
     if dtype != wanted or gemm.unavailable(dtype):
         return False
     if loader.unavailable("decode") or loader.unavailable("decoder"):

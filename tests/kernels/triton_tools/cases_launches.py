@@ -14,7 +14,9 @@ from grpo_fast import LossConfig, Support
 from grpo_fast.kernels.gpu import exponentials, gradients, linear, rows, support
 from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head import support as head_support
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.loss.call import Call
+from grpo_fast.objective.coefficients import RowTerms
 from tests.loss_cases import make_case, options_for, run
 
 
@@ -36,6 +38,29 @@ def test_rows_and_heads(launched):
     for function in ("linear", "logits"):
         run(function, make_case(7, **options_for("dapo")), backend="triton")
     assert launched == ["slice", "join", "row_grad", "row_loss"]
+
+
+def test_programs_for_several_rows_change_no_bit(monkeypatch):
+    """Check the loss kernel with two programs for seven rows, of which one is excluded."""
+    g = torch.Generator().manual_seed(3)
+    logits, weights = torch.randn(7, 1500, generator=g), torch.rand(7, generator=g)
+    targets = torch.randint(1500, (7,), generator=g)
+    targets[3], logits[3] = -1, torch.nan
+    terms = RowTerms(weights, weights, old_logps=-weights)
+
+    def results():
+        out = torch.empty_like(logits)
+        found = rows.row_loss_(
+            logits, out, targets, terms, LossConfig("dapo"), LogitTransform(), return_entropy=True
+        )
+        return [out, *found]
+
+    expected = results()
+    assert (expected[0][3] == 0).all() and expected[0].isfinite().all()
+    config = rows.row_config(1500)._replace(programs_per_sm=1, store_policy="evict_first")
+    monkeypatch.setattr(rows, "row_config", lambda vocab: config)
+    for found, want in zip(results(), expected, strict=True):
+        assert torch.equal(found.nan_to_num(), want.nan_to_num())
 
 
 def test_a_support(launched, monkeypatch):

@@ -72,7 +72,7 @@ PLANTS = {
         ("triton-targets-first", "triton_gradients", "every occurrence of an id adds the remainder of its run",
          "if before != vocab_row:", "if vocab_row >= 0:"),
         ("triton-targets-run", "triton_gradients", "a run of more than eight rows is cut",
-         "range(place.to(tl.int32), end, ROWS)", "range(place.to(tl.int32), place.to(tl.int32) + 1, ROWS)"),
+         "> 0, first + ROWS, -1)", "> 0, -1, -1)"),
         ("triton-targets-flag", "triton_gradients", "rows that nearly cancel stay rounded twice",
          "cancels = (size > tl.sum", "cancels = (size < 0.0 * tl.sum"),
         ("triton-targets-depth", "triton_gradients", "a recomputed row sums its first block only",

@@ -213,7 +213,8 @@ def missing(engine: str, variables: dict[str, str]) -> str:
     ask = "from grpo_fast.kernels.cpu import loader; print(loader.unavailable('rows') or '')"
     command = [sys.executable, "-c", ask]
     done = subprocess.run(command, cwd=ROOT, env=variables, text=True, capture_output=True)
-    return (done.stdout + done.stderr).strip()
+    # The loader logs to stderr that it compiles, so only a failure's stderr is a reason.
+    return (done.stdout + (done.stderr if done.returncode else "")).strip()
 
 
 def options() -> argparse.Namespace:

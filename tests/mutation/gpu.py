@@ -1,4 +1,7 @@
-"""Bugs planted in the Triton kernels. The tests that must detect them use the Triton interpreter."""
+"""Bugs planted in the Triton kernels. The tests that must detect them use the Triton interpreter.
+
+A bug that is planted in the C++ kernels and detected by the same test is not planted again.
+"""
 
 # Each entry has five fields: name, key of suites.SUITES, description of the fault, original text,
 # and replacement.
@@ -34,8 +37,6 @@ PLANTS = {
          "with torch.cuda.device(index):", "with torch.cuda.device(-1):"),
     ],
     "grpo_fast/kernels/gpu/linear.py": [
-        ("triton-join-scale", "triton_linear", "slices with different maxima are added unscaled",
-         "exp_sum = exp_sum * rescale + tl.sum(exp_sum_s * rescale_s, 0)", "exp_sum = exp_sum * rescale + tl.sum(exp_sum_s, 0)"),
         ("triton-join-second-block", "triton_linear", "the entropy's sum of earlier slices keeps its old maximum",
          "exp_z_sum + (row_max - new_max) * exp_sum) * rescale", "exp_z_sum + (row_max - new_max) * exp_sum)"),
         ("triton-last-group", "triton_linear", "row blocks of an incomplete group get wrong indices",
@@ -45,19 +46,7 @@ PLANTS = {
         ("triton-weights-guard", "triton_weights", "weights of an unlikely target leave the range of bf16",
          "normaliser = tl.where(high_nll, lse, normaliser)", "normaliser = normaliser"),
     ],
-    "grpo_fast/kernels/gpu/math.py": [
-        ("triton-floor", "triton_linear", "a leading block of -inf columns gives inf - inf",
-         "FLOOR = tl.constexpr(-1.0e30)", 'FLOOR = tl.constexpr(float("-inf"))'),
-    ],
     "grpo_fast/kernels/gpu/rows.py": [
-        ("triton-target-column", "triton_rows", "the target column is off by one",
-         "tl.where(cols == target, g_target, -g * p)", "tl.where(cols == target + 1, g_target, -g * p)"),
-        ("triton-moment-shift", "triton_rows", "Σ e·(z - max) is not moved to the new maximum",
-         "exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale", "exp_z_sum = exp_z_sum * rescale"),
-        ("triton-skips-entropy", "triton_leaf", "rows with only an entropy coefficient are skipped",
-         "if (g == 0.0) & (g_entropy == 0.0):", "if g == 0.0:"),
-        ("triton-poison-multiplies", "triton_inert", "a masked row's NaN reaches its gradient",
-         "    g = tl.where(counts, g, 0.0)\n", ""),
         ("triton-support-ragged", "triton_support", "the target of a row is counted from the start of the first row",
          "out_ptr + first_out, tl.load(target_ptr + row), lse", "out_ptr + first_out, tl.load(target_ptr + row) + first, lse"),
     ],
@@ -76,10 +65,6 @@ PLANTS = {
          "exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale\n    # 5. Compute the statistics of the row.", "exp_z_sum = exp_z_sum * rescale\n    # 5. Compute the statistics of the row."),
         ("triton-support-normaliser", "triton_support", "the slope of the other ids uses the maximum that includes the target",
          "d -= exp_fp32(row_max - lse) * others", "d -= exp_fp32(new_max - lse) * others"),
-        ("triton-sums-nan", "triton_support", "0 times NaN is added",
-         "factor != 0.0, cols", "at < count, cols"),
-        ("triton-sums-add", "triton_support", "existing values of dW are overwritten",
-         "    if ADD:\n", "    if False:\n"),
         ("triton-sums-ends", "triton_support", "an id gets the sum of the next one",
          "torch.searchsorted(ids, ends)", "torch.searchsorted(ids, ends, right=True)"),
     ],
@@ -87,7 +72,7 @@ PLANTS = {
         ("triton-targets-first", "triton_gradients", "every occurrence of an id adds the remainder of its run",
          "if before != vocab_row:", "if vocab_row >= 0:"),
         ("triton-targets-run", "triton_gradients", "a run of more than eight rows is cut",
-         "range(place.to(tl.int32), end, ROWS)", "range(place.to(tl.int32), place.to(tl.int32) + 1, ROWS)"),
+         "> 0, first + ROWS, -1)", "> 0, -1, -1)"),
         ("triton-targets-flag", "triton_gradients", "rows that nearly cancel stay rounded twice",
          "cancels = (size > tl.sum", "cancels = (size < 0.0 * tl.sum"),
         ("triton-targets-depth", "triton_gradients", "a recomputed row sums its first block only",

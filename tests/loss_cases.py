@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +80,9 @@ def row_backends() -> list:
 
 
 BACKENDS = row_backends()
+# Backends for tests that use `call` or `run`, which move the arguments of "triton" to a GPU.
+EVERYWHERE = [*BACKENDS, pytest.param("triton", id="gpu", marks=pytest.mark.gpu)]
+EVERYWHERE = EVERYWHERE if torch.cuda.is_available() else BACKENDS
 # Backends for tests of functions that do not take hidden states.
 ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]
 
@@ -337,9 +342,26 @@ def call(function: str, case: Case, layout: str = "padded", **changes: Any):
     `changes` replace some of the arguments that `arguments` returns.
     """
     given = {**arguments(function, case, layout), **changes}
-    if function == "logps":
-        given.pop("backend", None)
-    return getattr(grpo_fast, LOSSES_OF[function])(**given)
+    backend = given.pop("backend", None) if function == "logps" else given.get("backend")
+    on_gpu = backend == "triton" and torch.cuda.is_available()
+    given = {name: moved(x, "cuda") if on_gpu else x for name, x in given.items()}
+    out = getattr(grpo_fast, LOSSES_OF[function])(**given)
+    if not on_gpu:
+        return out
+    names = ("loss", "logps", "entropy", "metrics", "divergence")
+    return SimpleNamespace(**{name: moved(getattr(out, name), "cpu") for name in names})
+
+
+def moved(x: Any, device: str) -> Any:
+    """Return x with all its tensors on a device."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, dict):
+        return {name: moved(value, device) for name, value in x.items()}
+    if isinstance(x, grpo_fast.LossConfig):
+        return x.replace(temperature=moved(x.temperature, device))
+    is_named = isinstance(x, tuple) and hasattr(x, "_fields")
+    return type(x)(*(moved(value, device) for value in x)) if is_named else x
 
 
 def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Tensor]:
@@ -350,16 +372,19 @@ def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Te
 
 
 def run(
-    function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0, **changes: Any
-) -> Result:
+    function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0,
+    view: Callable[[Tensor], Tensor] = lambda x: x, **changes: Any,
+) -> Result:  # fmt: skip
     """Call a public loss function and its backward pass on a case.
+
+    `view` changes the memory layout of the tensors that receive gradients.
 
     Returns:
         The outputs and the gradients, converted to the padded layout.
     """
     lengths, L = spans(case.mask), case.mask.shape[1]
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
-    leaves = {n: x.requires_grad_() for n, x in leaves_of(function, case, layout).items()}
+    leaves = {n: view(x).requires_grad_() for n, x in leaves_of(function, case, layout).items()}
     out = call(function, case, layout, **leaves, **changes)
     (out.loss * upstream).backward()
     grads: dict[str, Tensor] = {}

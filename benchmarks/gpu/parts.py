@@ -157,4 +157,5 @@ def gpu_tests() -> list[str]:
     """Return the files of all GPU tests. Files with short names test the loss and come first."""
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
+    found |= {x for x in (tests / "loss").glob("test_*.py") if "EVERYWHERE" in x.read_text()}
     return sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))

@@ -18,7 +18,7 @@ This module imports only the standard library, so that a worker process can load
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from decimal import Decimal
 from fractions import Fraction
 
@@ -71,16 +71,18 @@ _AFTER_PART = re.compile(
 )
 
 
-def final_part(text: str, prefill: str | None = None) -> str:
-    """Return the text after the last closed thought, up to a thought that is never closed.
+def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
+    """Return each completion, preceded by its prefill if the prefill contains a tag.
 
-    Args:
-        text: a completion.
-        prefill: the beginning of the assistant's turn that the prompt contains. It counts if it
-            has a tag such as `<think>`, because the completion may close this tag.
+    A prefill is the beginning of the assistant's turn that the prompt already contains. The
+    completion may close its tag, such as `<think>`.
     """
-    if prefill and "<" in prefill:
-        text = prefill + text
+    pairs = zip(prefills or [""] * len(completions), completions, strict=True)
+    return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
+
+
+def final_part(text: str) -> str:
+    """Return the text after the last closed thought, up to a thought that is never closed."""
     tags = list(_THOUGHT.finditer(text))
     start = max((tag.end() for tag in tags if tag[1]), default=0)
     end = next((tag.start() for tag in tags if tag.start() >= start), len(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from grpo_fast.data.example import Example, LazySequence
+from grpo_fast.data import Example, LazySequence
 from grpo_fast.errors import require
 
 TRAINING_EXAMPLES = 1 << 16

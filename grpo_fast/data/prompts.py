@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from grpo_fast.data.example import Example, LazySequence, Prompt, text_of
+from grpo_fast.data import Example, LazySequence, Prompt, text_of
 from grpo_fast.data.records import ANSWERS, CHOICES, SOLUTIONS, choice_lines, column_of, lettered
 from grpo_fast.errors import require
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import hub
-from grpo_fast.data.escape import reason
+from grpo_fast.data import hub, reason
 from grpo_fast.errors import nearest_hint, require
 
 Rows = list[tuple[str, Any]]  # (location such as "file:line", fields)

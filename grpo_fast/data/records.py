@@ -11,8 +11,8 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from grpo_fast.data import Example, Fields, Prompt, text_of
 from grpo_fast.data.answers import HASHES, MAX_DIGITS, marked_content, parse_number, read_gold
-from grpo_fast.data.example import Example, Fields, Prompt, text_of
 from grpo_fast.errors import require
 
 # Usual names of columns. The first name that has a value in a row counts, in upper or lower case,

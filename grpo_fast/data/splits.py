@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data import FILES, Example
-from grpo_fast.data.example import text_of
+from grpo_fast.data import FILES, Example, text_of
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered, in_chat
 from grpo_fast.data.readers import (
@@ -37,6 +36,7 @@ log = logging.getLogger(__name__)
 
 GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
 SPLIT_SEED = "grpo_fast held-out lines"
+Usable = Callable[[Sequence[Example]], Sequence[Example]]
 
 
 class Splits:
@@ -53,6 +53,7 @@ class Splits:
             With None, the prompts contain no worked examples.
         test_only: if True, skip reading a file's training split, unless the test split or the
             worked examples are taken from it. The training split is then empty.
+        usable: function that returns the usable ones of the examples of a file, or raises.
 
     Attributes:
         train: training examples with prompts, in the order of training.
@@ -73,6 +74,7 @@ class Splits:
         tokenizer: Callable[..., Any] | None = None,
         *,
         test_only: bool = False,
+        usable: Usable = list,
     ) -> None:
         self.data = data
         self.seed = seed
@@ -83,7 +85,7 @@ class Splits:
         elif data.task == "open":
             self.train = self.test = open_examples()
         else:
-            self.questions = read_questions(data, test_only)
+            self.questions = read_questions(data, test_only, usable)
             self._build_prompts(tokenizer)
 
     def _build_prompts(self, tokenizer: Callable[..., Any] | None) -> None:
@@ -130,21 +132,6 @@ class Splits:
         if self.data.max_prompt_tokens is not None and encode is not None:
             splits.train = without_long(splits.train, splits.data, tokenizer, encode, "train")
             splits.test = without_long(splits.test, splits.data, tokenizer, encode, "test")
-        return splits
-
-    def only(self, choose: Callable[[Sequence[Example]], Sequence[Example]]) -> Splits:
-        """Return the splits with the questions of a file that a function chooses.
-
-        Raises:
-            ValueError: no question of a split is left.
-        """
-        splits = copy.copy(self)
-        if self.data.task in FILES:
-            train, test = self.questions
-            splits.questions = (list(choose(train)), list(choose(test)))
-            left = [len(questions) for questions in splits.questions]
-            require(all(left), "data", "usable rows in both splits", f"{left[0]} and {left[1]}")
-            splits._build_prompts(None)
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
@@ -210,7 +197,9 @@ def without_long(
     return kept
 
 
-def read_questions(data: Any, test_only: bool) -> tuple[list[Example], list[Example]]:
+def read_questions(
+    data: Any, test_only: bool = False, usable: Usable = list
+) -> tuple[Sequence[Example], Sequence[Example]]:
     """Read both splits of a data source, without applying the prompt template.
 
     If the source has no test split, some rows of the training split become the test split. The
@@ -220,6 +209,7 @@ def read_questions(data: Any, test_only: bool) -> tuple[list[Example], list[Exam
         data: the section `data` of a configuration.
         test_only: True skips the training split if neither the test split nor `data.shots_tokens`
             needs it. The training split is then empty.
+        usable: function that returns the usable ones of the examples.
     """
     # 1. Read the splits. A column `split` divides the rows of a single split. Without a test split,
     # hold out some training rows for it.
@@ -234,14 +224,13 @@ def read_questions(data: Any, test_only: bool) -> tuple[list[Example], list[Exam
     needs_train = not test_only or test_name is None or data.shots_tokens is not None
     rows = splits[train_name]() if needs_train else []
     rows, test_rows = (rows, splits[test_name]()) if test_name is not None else _by_column(rows)
-    train = _parsed(rows, data)
-    test = _parsed(test_rows, data)
+    train = usable(_parsed(rows, data))
+    test = usable(_parsed(test_rows, data))
+    fits = train or not needs_train
+    require(fits, "data", f"at least one training example in {data.path}", "none")
     if test_name is None and not test_rows:
         train, test = _hold_out(train, data.n_test, data.path)
     require(test, "data", f"at least one test example in {data.path}", "none")
-    require(
-        train or not needs_train, "data", f"at least one training example in {data.path}", "none"
-    )
     # 2. Remove test prompts from the training split, unless the split would become empty.
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
@@ -324,8 +313,8 @@ def _by_column(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def _hold_out(
-    examples: list[Example], n_test: int | None, source: object
-) -> tuple[list[Example], list[Example]]:
+    examples: Sequence[Example], n_test: int | None, source: object
+) -> tuple[Sequence[Example], Sequence[Example]]:
     """Divide examples at random into training and test examples, and return both.
 
     The number of test examples is `n_test`. If `n_test` is None, it is a tenth of all examples.

@@ -32,17 +32,14 @@ ADVICE = {
     "truncation or penalty": "switch it off (vLLM: --generation-config vllm), or compute the loss "
     "over the tokens that the sampler kept (rollout.replay_support: auto)",
     "end of completions": "give the engine the trainer's EOS ids and no other stop words",
-    "prompt tokens": "send token ids, or text that is tokenized once (add_special_tokens=False "
-    "after a chat template)",
+    "prompt tokens": "send token ids, or tokenize the text once (add_special_tokens=False)",
     "dtype": "use one dtype (vLLM: --dtype; here: model.dtype)",
     "attention": "if the model's own forward pass agrees with the engine, report this as a bug of "
     "grpo_fast; otherwise choose a different attention backend in the engine",
     "stale weights": "wait for the weight update before sampling, and check that it arrives",
     "LoRA adapter": "load the adapter in the engine, or merge it before the weights are sent",
-    "logit softcap or scale": "compare final_logit_softcapping and logit_scale of both "
-    "configurations",
-    "positions (RoPE) or window": "compare rope_parameters, sliding_window and layer_types of "
-    "both configurations",
+    "logit softcap or scale": "compare final_logit_softcapping and logit_scale of both models",
+    "positions (RoPE) or window": "compare rope_parameters, sliding_window and layer_types",
 }
 (TEMPERATURE, TRUNCATION, EOS, PROMPT, DTYPE, ATTENTION, STALE, ADAPTER, SOFTCAP, ROPE) = ADVICE
 
@@ -139,7 +136,10 @@ class Case:
             for i, prompt in enumerate(samples.prompt_ids):
                 # 1. Compute the logits that predict the completion.
                 if change is not None:
-                    prompt = change(self.policy.tokenizer, self.messages(i), prompt)
+                    chat: Any = self.prompts[int(samples.group[i])]
+                    if isinstance(chat, str):
+                        chat = [{"role": "user", "content": chat}]
+                    prompt = change(self.policy.tokenizer, chat, prompt)
                 ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
                 output = policy.lm(input_ids=ids[None, :-1], use_cache=False)
                 logits = output.logits[0, len(prompt) - 1 :].float()
@@ -159,11 +159,6 @@ class Case:
                 found.append(logits_logps(logits, ids[len(prompt) :], support=support).cpu())
         return torch.cat(found)
 
-    def messages(self, i: int) -> list[dict[str, str]]:
-        """Return the prompt of sample `i` as chat messages."""
-        prompt: Any = self.prompts[int(self.samples.group[i])]
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
 
 def attempts(case: Case, kept: Samples, own: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """Run every attempt to explain a difference between engine and trainer.
@@ -180,13 +175,13 @@ def attempts(case: Case, kept: Samples, own: Tensor) -> Iterator[tuple[str, str,
         (R,) that the engine would report with this mistake.
     """
     yield ATTENTION, "the model's own forward pass agrees with the engine", own
-    for cause, what, changes in [*sampling_attempts(case, kept), *other_attempts(case)]:
+    for cause, what, changes in [*sampling_attempts(case, kept), *other_attempts(case.policy)]:
         try:
             logps = case.recompute(**changes)
         except Exception:  # transformers and chat templates raise errors of any type
             continue
         if not torch.allclose(logps, own):  # skip a change without any effect
-            yield cause, what, logps
+            yield cause, f"the engine {what}", logps
 
 
 def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
@@ -194,14 +189,13 @@ def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
     # 1. Try the log-probabilities that the engine reports if it applies no temperature ("raw"), the
     # requested temperature, or the temperature in the model's generation config.
     raw = {"samples": replace(case.samples, support=None), "settings": {}}
-    yield TEMPERATURE, "the engine reports raw log-probabilities", raw
+    yield TEMPERATURE, "reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
     for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
-        changes = {"settings": {"temperature": value}}
-        yield TEMPERATURE, f"the engine uses temperature={value:g}", changes
+        yield TEMPERATURE, f"uses temperature={value:g}", {"settings": {"temperature": value}}
     # 2. Try the tokens that the engine reports as kept, the requested truncation, and the
     # truncation in the model's generation config.
-    yield TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
+    yield TRUNCATION, "uses the tokens that it names", {"samples": kept}
     requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})
     # vLLM uses the model's generation config for every setting that a request does not contain.
     unsent = {k: v for k, v in shipped.items() if k not in {"temperature", *requested}}
@@ -210,7 +204,7 @@ def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
         settings = {k: v for k, v in settings.items() if v != SAMPLERS[k][1]}
         if settings.keys() - {"temperature"}:
             words = " ".join(f"{name}={value:g}" for name, value in settings.items())
-            yield TRUNCATION, f"the engine uses {words}", {**raw, "settings": settings}
+            yield TRUNCATION, f"uses {words}", {**raw, "settings": settings}
 
 
 def shipped_settings(policy: Policy) -> dict[str, float]:
@@ -223,29 +217,23 @@ def shipped_settings(policy: Policy) -> dict[str, float]:
     return {k: v for k, v in shipped.items() if v not in (None, SAMPLERS[k][1])}
 
 
-def other_attempts(case: Case) -> Iterator[Attempt]:
+def other_attempts(policy: Policy) -> Iterator[Attempt]:
     """Yield attempts that change the prompt or the model.
 
     A changed model has no adapter, computes in 16 bits, or ignores a field of its configuration.
     """
     for name, change in PROMPT_CHANGES.items():
-        yield PROMPT, f"the engine {name}", {"change": change}
-    policy = case.policy
+        yield PROMPT, name, {"change": change}
     if policy.model is not policy.lm:
-        yield ADAPTER, "the engine has no adapter", {"build": partial(unadapted, policy)}
+        unadapted = lambda: with_model(policy, copy.deepcopy(policy.model).unload())  # noqa: E731
+        yield ADAPTER, "has no adapter", {"build": unadapted}
     for dtype in (torch.bfloat16, torch.float16):
-        build = partial(cast, policy, dtype)
-        yield DTYPE, f"the engine computes in {dtype}", {"build": build}
+        yield DTYPE, f"computes in {dtype}", {"build": partial(cast, policy, dtype)}
     config = policy.lm.config.get_text_config()
     for name, cause, field, without in IGNORED:
         if value := getattr(config, field, None):
             build = partial(with_config, policy, field, without(value))
-            yield cause, f"the engine ignores {name}", {"build": build}
-
-
-def unadapted(policy: Policy) -> Policy:
-    """Return a policy with a copy of the base model, without the adapter."""
-    return with_model(policy, copy.deepcopy(policy.model).unload())
+            yield cause, f"ignores {name}", {"build": build}
 
 
 def with_config(policy: Policy, field: str, value: Any) -> Policy:

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
 from grpo_fast.data import escape_control
 from grpo_fast.doctor.diagnosis import Diagnosis, DoctorSettings, examine_engine
 from grpo_fast.doctor.selftest import self_checks
-from grpo_fast.errors import conflict
-from grpo_fast.train.config import RunConfig, require
+from grpo_fast.errors import conflict, require
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.command import Source
@@ -49,21 +47,18 @@ def run(words: Sequence[str], *, as_json: bool) -> bool:
         RuntimeError: The engine does not return completions.
     """
     model, own, config = read(words)
-    console = Console(stderr=True)  # prints no status unless stderr is a terminal
+    report: dict[str, Any] = {"checks": [], "title": "", "diagnosis": None, "advice": []}
     if config is None:
-        with console.status("self-tests of this machine, about a minute"):
-            checks = self_checks()
+        checks = self_checks()
         ok = all(check.ok for check in checks)
-        listed = [{**asdict(check), "ok": check.ok} for check in checks]
-        report: dict[str, Any] = {"checks": listed, "title": "", "diagnosis": None, "advice": []}
+        report["checks"] = [{**asdict(check), "ok": check.ok} for check in checks]
         lines = [check.line for check in checks]
     else:
-        with console.status("a rollout against the trainer"):
-            found = examine_engine(own, config)
-        title = f"{config.rollout.engine}: {model or own.recipe}"
+        found = examine_engine(own, config)
         ok = found.ok
+        title = f"{config.rollout.engine}: {model or own.recipe}"
         advice = [cause.advice for cause in found.causes]
-        report = {"checks": [], "title": title, "diagnosis": asdict(found), "advice": advice}
+        report |= {"title": title, "diagnosis": asdict(found), "advice": advice}
         lines = [f"Engine against trainer, {title}, in nats per token", *lines_of(found)]
     if as_json:
         print(json.dumps(plain_json({"ok": ok, **report})))

@@ -115,7 +115,8 @@ def diagnose(
     # 2. Choose the largest difference that counts as noise. A model with large logits has larger
     # rounding errors, which show in `own`. Raise the limit to MARGIN times `own`. At most double
     # it, because a wrong trainer also increases `own`.
-    noise = min(max(noise_of(policy), MARGIN * own), 2 * noise_of(policy))
+    rounding = NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
+    noise = min(max(rounding, MARGIN * own), 2 * rounding)
     threshold = noise if threshold is None else threshold
     # 3. If the difference exceeds the noise, test each cause alone. Always count the completions
     # with a wrong weight version or ending.
@@ -130,11 +131,6 @@ def diagnose(
         len(gap), mean, float(gap.max()), own, noise, threshold, found + counted, tried,
         mean <= threshold and not counted,
     )  # fmt: skip
-
-
-def noise_of(policy: Policy) -> float:
-    """Return the mean difference (nats per token) that rounding in the policy's dtype may cause."""
-    return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
 def explain(
@@ -154,21 +150,22 @@ def explain(
         Two lists. The first contains the cause, or nothing if no cause explains the difference. The
         second contains the best attempt of each cause, sorted by the difference that remains.
     """
-    engines = case.samples.logps
-    mean = float((engines - trainers).abs().mean())
-    # 1. For each cause, find the attempt that leaves the smallest difference.
+    gap = case.samples.logps - trainers
+    mean = float(gap.abs().mean())
+    # 1. For each cause, find the attempt that leaves the smallest difference. Tokens to which an
+    # attempt gives the probability 0 are left out. Reject an attempt with too many of them.
     best: dict[str, Cause] = {}
-    similarity = SIMILAR
-    similar: list[Cause] = []
+    similar: list[tuple[float, Cause]] = []
     for name, what, logps in attempts(case, kept, plain):
-        cause = Cause(name, what, mean_difference(engines, logps))
+        left = (case.samples.logps - logps).abs()
+        known = left[left.isfinite()]
+        if len(known) < KNOWN * len(left):
+            known = torch.tensor(torch.inf)
+        cause = Cause(name, what, float(known.mean()))
         if name not in best or cause.left < best[name].left:
             best[name] = cause
         if name == DTYPE:
-            value = float(torch.cosine_similarity(engines - trainers, logps - trainers, 0))
-            if value > similarity:
-                similarity = value
-                similar = [cause]
+            similar.append((float(torch.cosine_similarity(gap, logps - trainers, 0)), cause))
     tried = sorted(best.values(), key=lambda cause: cause.left)
     # 2. If the best cause leaves only a small part of the difference unexplained, return it.
     if tried[0].left <= min(max(UNEXPLAINED * mean, rounding), mean / 2):
@@ -176,18 +173,8 @@ def explain(
     # 3. Otherwise, accept a dtype as the cause if the difference correlates with the rounding of
     # that dtype. About half of the difference remains even with the right dtype, because two 16-bit
     # kernels round differently.
-    return similar, tried
-
-
-def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
-    """Return the mean absolute difference between the engine's and recomputed log-probabilities.
-
-    Tokens with a recomputed logp of -inf, which means probability 0, are left out. If more than 5%
-    of the tokens have probability 0, the result is inf.
-    """
-    gap = (engine_logps - logps).abs()
-    known = gap[gap.isfinite()]
-    return float(known.mean()) if len(known) >= KNOWN * len(gap) else float("inf")
+    similarity, cause = max(similar, key=lambda pair: pair[0], default=(0.0, tried[0]))
+    return [cause] if similarity > SIMILAR else [], tried
 
 
 def wrong_versions_and_ends(
@@ -205,11 +192,9 @@ def wrong_versions_and_ends(
     for ids in samples.completion_ids:
         ends = [token in policy.eos_ids for token in ids]
         wrong += any(ends[:-1]) or not (ends[-1] or len(ids) == longest)
-    counts = {
-        STALE: (stale, "completions have a different weight version"),
-        EOS: (wrong, "completions stop without EOS or continue after one"),
-    }
-    return [Cause(name, f"{count} {what}") for name, (count, what) in counts.items() if count]
+    found = [Cause(STALE, f"{stale} completions have a different weight version")] * (stale > 0)
+    text = f"{wrong} completions stop without EOS or continue after one"
+    return found + [Cause(EOS, text)] * (wrong > 0)
 
 
 def ignores_update(
@@ -230,11 +215,11 @@ def ignores_update(
         # the engine receives the original weights.
         weight.copy_(saved)
         sample(version + 2)
-    same = 0
-    for i in range(len(first)):
-        if first.completion(i).equal(second.completion(i)):
-            change = (first.sampling_logps[i] - second.sampling_logps[i]).abs().max()
-            same += bool(change <= noise)
+    same = sum(
+        first.completion(i).equal(second.completion(i))
+        and bool((first.sampling_logps[i] - second.sampling_logps[i]).abs().max() <= noise)
+        for i in range(len(first))
+    )
     return 2 * same > len(first)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from grpo_fast.errors import RewardError
-from grpo_fast.rewards import rules, workers
+from grpo_fast.errors import RewardError, argument_error, nearest_hint
+from grpo_fast.rewards import rules
 from grpo_fast.rewards.columns import check_examples, score
 from grpo_fast.rewards.conventions import (
     OURS,
@@ -21,10 +19,10 @@ from grpo_fast.rewards.conventions import (
     import_function,
     load,
 )
-from grpo_fast.rewards.isolated import START_LIMIT_S, IsolatedReward, Worker
+from grpo_fast.rewards.isolated import IsolatedReward, Worker, built_in, path_of
 from grpo_fast.rewards.reward_model import RewardModel
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
-from grpo_fast.rewards.scoring import Scorer, expressions_worker, scorer_for
+from grpo_fast.rewards.scoring import EXPRESSIONS, Scorer, scorer_for
 
 __all__ = [
     "REWARDS",
@@ -48,8 +46,7 @@ REWARDS: dict[str, RewardFunction] = {
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
-# Built-in reward functions that run in a worker process, each with the file that defines it. A
-# worker starts quickly, because it imports only this file and not the package.
+# Built-in reward functions that run in a worker process, each with the file that defines it.
 WORKERS = {"format_pattern": "slow.py", "code_tests": "code_tests.py"}
 # Functions whose `timeout` is per completion. The time limit of a call is `timeout` times the
 # number of completions.
@@ -72,28 +69,32 @@ def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardS
     """
     modules: Modules = {}
     processes: dict[str, Worker] = defaultdict(Worker)  # functions of one module share a process
-    rewards = [_resolve(spec, modules, processes[spec.name.rpartition(":")[0]]) for spec in specs]
+    rewards = [_resolve(spec, modules, processes) for spec in specs]
     return RewardSet(rewards, max_failures=max_failures)
 
 
-def _resolve(spec: Any, modules: Modules, worker: Worker) -> WeightedReward:
+def _resolve(spec: Any, modules: Modules, processes: dict[str, Worker]) -> WeightedReward:
     name = spec.name
     is_custom = ":" in name
     if not is_custom and name not in KNOWN:
-        close = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(KNOWN)}"
-        custom = "a custom function is 'package.module:function' or 'file.py:function'"
+        hint = nearest_hint(name, KNOWN)
         if name.endswith(".py"):
-            hint = f"name a function of the file, for example '{name}:reward'"
-        raise ValueError(f"rewards: got the unknown name {name!r}; {hint}; {custom}")
+            hint = f"; name a function of the file, for example '{name}:reward'"
+        custom = "a custom function 'package.module:function' or 'file.py:function'"
+        raise argument_error("rewards", f"{', '.join(KNOWN)}, or {custom}", f"{name!r}{hint}")
     convention = spec.convention if is_custom else OURS
     if name in WORKERS or (is_custom and not spec.in_process):
-        loaded = _load_in_worker(spec, convention, worker if is_custom else Worker())
+        path = name if is_custom else path_of(f"{WORKERS[name]}:{name}")
+        isolated = IsolatedReward(
+            path, timeout=spec.timeout, options=spec.options, bounded=name in BOUNDED,
+            convention=convention, worker=processes[path.rpartition(":")[0]],
+        )  # fmt: skip
+        loaded = _load_in_worker(name, isolated)
     elif name == "reward_model":
         loaded = load(RewardModel, OURS, {"path": spec.path, **spec.options})
     else:
         if name in ("math_equal", "math_close"):
-            _check_math(name)
+            _load_in_worker(name, built_in(EXPRESSIONS), " (pip install 'grpo_fast[math]')")
         loaded = load(REWARDS.get(name) or import_function(name, modules), convention, spec.options)
     function, convention, parameters = loaded
     # A custom function with `answers` and `**columns` may have been written for TRL. If the data
@@ -104,34 +105,10 @@ def _resolve(spec: Any, modules: Modules, worker: Worker) -> WeightedReward:
     return WeightedReward(label, weight, function, parameters.needs, convention, is_unsure)
 
 
-def _check_math(name: str) -> None:
-    """Start the worker that compares expressions, and check that it finds math-verify.
-
-    The first comparison imports sympy, which takes longer than a comparison may take if the machine
-    is busy.
-    """
-    worker = expressions_worker()
-    limit = worker.timeout
-    worker.timeout = START_LIMIT_S
-    try:
-        worker(completions=["x"], answers=["x"], seconds=60, digits=None)
-    except RewardFailure as error:
-        remedy = "pip install 'grpo_fast[math]'"
-        raise ValueError(f"rewards: {name} cannot be used: {error} ({remedy})") from None
-    finally:
-        worker.timeout = limit
-
-
-def _load_in_worker(spec: Any, convention: str | None, worker: Worker) -> Loaded:
-    name = spec.name
-    path = f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}" if name in WORKERS else name
-    function = IsolatedReward(
-        path, timeout=spec.timeout, options=spec.options, bounded=name in BOUNDED,
-        convention=convention, worker=worker,
-    )  # fmt: skip
+def _load_in_worker(name: str, function: IsolatedReward, remedy: str = "") -> Loaded:
     try:
         return function.load()
     except RewardFailure as error:
         # Remove the prefix from the worker's message, because the new message begins with it, too.
         message = str(error).removeprefix("ValueError: rewards: ")
-        raise ValueError(f"rewards: {name} cannot be used: {message}") from None
+        raise ValueError(f"rewards: {name} cannot be used: {message}{remedy}") from None

@@ -22,7 +22,7 @@ from grpo_fast.data import Example, Prompt
 from grpo_fast.data.records import TESTS, find
 from grpo_fast.errors import argument_error
 from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, SAMPLED, TRL, VERL, VERLS
-from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
+from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 from grpo_fast.rewards.workers import unit_tests
 
 log = logging.getLogger(__name__)
@@ -126,18 +126,33 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
                 first = str(missing[0].prompt)[:60]
                 argument = f"rewards: {reward.name} asks for {name}"
                 raise argument_error(argument, expected, f"{got}, first {first!r}")
-        refused = [e for e in examples if _is_code_tests(reward) and tests_error(e)]
-        if refused:
-            argument = f"rewards: {reward.name} asks for tests"
-            expected = f"tests that the README of rewards lists in every {split} example"
-            first = f"{str(refused[0].prompt)[:60]!r}: {tests_error(refused[0])}"
-            got = f"{len(refused)} of {len(examples)} without, first {first}"
-            remedy = "data.drop_unusable=true skips such rows"
-            raise argument_error(argument, expected, f"{got}; {remedy}")
 
 
-def _is_code_tests(reward: WeightedReward) -> bool:
-    return getattr(reward.function, "path", "").endswith("code_tests.py:code_tests")
+def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Sequence[Example]:
+    """Return the examples without those whose tests `code_tests` refuses.
+
+    Args:
+        rewards: the reward functions. Without `code_tests`, all examples are usable.
+        drop: the setting `data.drop_unusable`. If True, log the number of refused examples.
+        examples: the examples.
+
+    Raises:
+        ValueError: `drop` is False and tests are refused.
+    """
+    paths = [getattr(reward.function, "path", "") for reward in rewards.rewards]
+    if not any(path.endswith("code_tests.py:code_tests") for path in paths):
+        return examples
+    errors = [tests_error(example) for example in examples]
+    count = sum(map(bool, errors))
+    if count and not drop:
+        expected = "tests that the README of rewards lists in every example"
+        error, first = next(pair for pair in zip(errors, examples, strict=True) if pair[0])
+        got = f"{count} of {len(examples)} without, first {str(first.prompt)[:60]!r}: {error}"
+        remedy = "data.drop_unusable=true skips such rows"
+        raise argument_error("rewards: code_tests", expected, f"{got}; {remedy}")
+    if count:
+        log.warning("data: %d rows with tests that code_tests refuses are skipped", count)
+    return [example for example, error in zip(examples, errors, strict=True) if not error]
 
 
 def tests_error(example: Example) -> str:
@@ -147,17 +162,6 @@ def tests_error(example: Example) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def with_usable_tests(rewards: RewardSet, examples: Sequence[Example]) -> Sequence[Example]:
-    """Return the examples without those whose tests `code_tests` refuses. Log their number."""
-    if not any(map(_is_code_tests, rewards.rewards)):
-        return examples
-    kept = [example for example in examples if not tests_error(example)]
-    if len(kept) < len(examples):
-        skipped = len(examples) - len(kept)
-        log.warning("data: %d rows with tests that code_tests refuses are skipped", skipped)
-    return kept
 
 
 def tests_of(example: Example) -> Any:

@@ -79,12 +79,9 @@ def import_function(path: str, modules: Modules | None = None) -> RewardFunction
         raise ValueError(f"rewards: no such file: {module_name!r}")
     modules = {} if modules is None else modules
     try:
-        if not is_file:
-            module = importlib.import_module(module_name)
-        elif file in modules:
-            module = modules[file]
-        else:
-            module = modules[file] = _run_file(file)
+        if file not in modules:
+            modules[file] = _run_file(file) if is_file else importlib.import_module(module_name)
+        module = modules[file]
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         message = f"could not import {module_name!r} of {path!r}: {describe(error)}"
         raise ValueError(f"rewards: {message}") from error

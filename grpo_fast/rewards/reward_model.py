@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_fast.data import reason
-from grpo_fast.data.example import Prompt
+from grpo_fast.data import Prompt, reason
 from grpo_fast.data.hub import check_files, read_fields
 from grpo_fast.errors import require
 from grpo_fast.rollout.own.model import positions

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_fast.data.answers import USUAL_MARKS, final_part, last_latex, marked_content, parse_number
+from grpo_fast.data.answers import (
+    USUAL_MARKS,
+    final_part,
+    last_latex,
+    marked_content,
+    parse_number,
+    turns,
+)
 from grpo_fast.errors import require
-from grpo_fast.rewards import workers
-from grpo_fast.rewards.isolated import IsolatedReward
-from grpo_fast.rewards.scoring import answer_scorer, compare, likely_answer, turns
+from grpo_fast.rewards.isolated import built_in
+from grpo_fast.rewards.scoring import answer_scorer, compare, likely_answer
 
 Texts = Sequence[str]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+GYM_SCORES = "gym_scores.py:scores"
 
 
 # --------------------------------------------------------------------------------- Numbers (GSM8K)
@@ -110,12 +116,8 @@ def reasoning_gym(
     """
     finals = [final_part(text) for text in turns(completions, prefills)]
     answers = [final if (x := marked_content(final)) is None else x for final in finals]
-    return _gym_worker()(completions=[x.strip() for x in answers], entries=list(entry))
-
-
-@functools.cache
-def _gym_worker() -> IsolatedReward:
-    return IsolatedReward(f"{workers.__path__[0]}/gym_scores.py:scores", timeout=120.0)
+    worker = built_in(GYM_SCORES, timeout=120.0)
+    return worker(completions=[x.strip() for x in answers], entries=list(entry))
 
 
 # ------------------------------------------------- Symbols separated by blanks (CS336 lecture)

@@ -23,12 +23,12 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
-from grpo_fast.data import TASKS, Example
+from grpo_fast.data import TASKS, Example, text_of
 from grpo_fast.data.answers import (
     BOXED,
     HASHES,
@@ -41,16 +41,15 @@ from grpo_fast.data.answers import (
     parse_number,
     unwrapped,
 )
-from grpo_fast.data.example import text_of
 from grpo_fast.errors import require
-from grpo_fast.rewards import workers
 from grpo_fast.rewards.conventions import RewardFailure
-from grpo_fast.rewards.isolated import IsolatedReward
+from grpo_fast.rewards.isolated import built_in
 
-log = logging.getLogger(__name__)
+warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 LONGEST = 400  # characters of the longest answer that is compared as more than text
 DEEPEST = 10  # nesting of brackets in such an answer
+EXPRESSIONS = "mathematics.py:same_expressions"  # worker with math-verify, which may take forever
 _SAID = re.compile(r"\b(?:answer|option|choice)(?: is|\**:)[\s:*]*", re.I)
 _CHOICE = re.compile(
     r"(?:option |choice )?[(\[*]{0,3}([A-J])(?:[)\].:*]{1,4}(?: .*)?)?", re.S | re.I
@@ -175,15 +174,6 @@ def shown_answer(answer: Hashable | None) -> str | None:
     if answer is None:
         return None
     return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
-
-
-def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
-    """Return each completion, preceded by its prefill if the prefill contains a tag.
-
-    A prefill is the beginning of the assistant's turn that the prompt already contains.
-    """
-    pairs = zip(prefills or [""] * len(completions), completions, strict=True)
-    return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 
 
 # ------------------------------------------------------------------------------ find the answer
@@ -379,24 +369,13 @@ def _is_shallow(text: str) -> bool:
 def _same_expressions(answer: str, gold: str, seconds: int, digits: int | None) -> float:
     try:
         columns = {"completions": [answer], "answers": [gold], "seconds": seconds, "digits": digits}
-        [equal] = expressions_worker()(**columns)
+        [equal] = built_in(EXPRESSIONS)(**columns)
     except RewardFailure as error:
         if "math_verify" not in str(error):
             return math.nan
-        _say_that_it_is_missing()
+        warn_once("expressions are compared as texts: pip install 'grpo_fast[math]' compares them")
         return 0.0
     return math.nan if equal is None else float(equal)
-
-
-@functools.cache
-def expressions_worker() -> IsolatedReward:
-    """Return the worker that compares expressions with math-verify, which may take forever."""
-    return IsolatedReward(f"{workers.__path__[0]}/slow.py:same_expressions", timeout=20.0)
-
-
-@functools.cache
-def _say_that_it_is_missing() -> None:
-    log.warning("expressions are compared as texts: pip install 'grpo_fast[math]' compares them")
 
 
 def _symbols(text: str) -> tuple[str, ...] | None:

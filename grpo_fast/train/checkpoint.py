@@ -40,11 +40,9 @@ from grpo_fast.data import reason
 from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
-from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config import CheckpointConfig, Count, Positive, RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.config.run import CheckpointConfig
-from grpo_fast.train.config.sections import Count, Positive
-from grpo_fast.train.folder import read_regular, sync, written
+from grpo_fast.train.folder import sync, written
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.run import Rows, Run
 
@@ -98,7 +96,7 @@ def read_state(checkpoint: Path) -> State:
         ValueError: a field of the file is invalid. The message names the field.
     """
     try:
-        return TypeAdapter(State).validate_json(read_regular(checkpoint / STATE))
+        return TypeAdapter(State).validate_json((checkpoint / STATE).read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
@@ -209,7 +207,6 @@ def opened(config: RunConfig) -> Iterator[tuple[Path | None, State | None]]:
             expected = f"{folder.step_of(found)}, as its name says"
             require(state.step == folder.step_of(found), f"{STATE}: step", expected, state.step)
         metrics = Path(config.output_dir, "metrics.jsonl")
-        folder.check_regular(metrics)
         size = metrics.stat().st_size if metrics.exists() else 0
         expected = f"at least {state.length} bytes"
         require(size >= state.length, str(metrics), expected, f"{size} bytes")
@@ -361,7 +358,7 @@ class Checkpoints:
             (part / STATE).write_text(text + "\n", encoding="utf-8")
             return True
 
-        def tensors() -> None:
+        def write() -> None:
             write_tensors(part / WEIGHTS, self.run.tensors() | self.draws, is_sharded)
 
         def finish() -> None:
@@ -374,19 +371,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
             self._call_hook(final)
 
-        def save_alone() -> None:
-            if begin():
-                tensors()
-                finish()
-
         try:
             with written(part):
-                if is_sharded:
-                    if on_main(begin):
-                        tensors()
-                        on_main(finish)
-                else:
-                    on_main(save_alone)
+                if on_main(begin):
+                    write() if is_sharded else on_main(write)
+                    on_main(finish)
         except WriteError:
             if ranks.is_main():
                 shutil.rmtree(part, ignore_errors=True)

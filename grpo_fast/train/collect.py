@@ -124,7 +124,10 @@ class Collector:
         chosen = samples[is_used.repeat_interleave(size).nonzero()[:, 0]]
         assert chosen.rewards is not None and samples.rewards is not None
         chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
-        self.advantages.observe(samples.rewards)
+        # Update the baseline now, so that the advantages of a step see only earlier rewards.
+        baseline = self.advantages.baseline
+        if baseline is not None:
+            baseline.update(samples.rewards)
         # 4. Compute metrics over all samples, including those of dropped groups.
         metrics = {
             **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
@@ -176,16 +179,18 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. It does not include samples that were drawn ahead."""
+        baseline = self.advantages.baseline
         return {
             "consumed": self.queue.consumed,
             "lost_rewards": self.rewards.state_dict(),
-            "baseline": self.advantages.state_dict(),
+            "baseline": None if baseline is None else dict(baseline.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.queue.consumed = state["consumed"]
         self.rewards.load_state_dict(state["lost_rewards"])
-        self.advantages.load_state_dict(state["baseline"])
+        if self.advantages.baseline is not None and state["baseline"] is not None:
+            self.advantages.baseline.load_state_dict(state["baseline"])
 
     def take_ahead(self, samples: Samples | None) -> None:
         """Restore the samples of the next step from a checkpoint.
@@ -453,21 +458,6 @@ class Advantages:
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
-
-    def observe(self, rewards: Tensor) -> None:
-        """Update the running baseline with the rewards of a step, if the mode has a baseline.
-
-        Call this after `of`, so that the baseline of a step contains only rewards of earlier steps.
-        """
-        if self.baseline is not None:
-            self.baseline.update(rewards)
-
-    def state_dict(self) -> dict[str, float | None] | None:
-        return None if self.baseline is None else dict(self.baseline.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, float | None] | None) -> None:
-        if self.baseline is not None and state is not None:
-            self.baseline.load_state_dict(state)
 
 
 def token_rewards(result: RewardResult, samples: Samples) -> Tensor:

@@ -56,15 +56,8 @@ def free_folder(folder: str | Path) -> Path:
 
 
 def is_occupied(folder: str | Path) -> bool:
-    """Return True if the folder contains any files other than those that a failed start leaves.
-
-    Raises:
-        ValueError: the folder cannot be listed.
-    """
-    try:
-        return os.path.isdir(folder) and bool({*os.listdir(folder)} - IGNORED)
-    except OSError as error:
-        raise _unusable(folder, error) from error
+    """Return True if the folder contains any files other than those that a failed start leaves."""
+    return os.path.isdir(folder) and bool({*os.listdir(folder)} - IGNORED)
 
 
 def check_folder(folder: str | Path) -> None:
@@ -88,10 +81,11 @@ def locked(folder: str | Path) -> Iterator[Path]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except Timeout as error:
-        raise _unusable(folder, "another process is writing a run into it") from error
-    except (OSError, ValueError) as error:
-        raise _unusable(folder, error) from error
+    except (OSError, ValueError) as error:  # Timeout of filelock is an OSError
+        why = getattr(error, "strerror", None) or error
+        if isinstance(error, Timeout):
+            why = "another process is writing a run into it"
+        raise ValueError(f"output_dir: cannot use {folder}: {why}") from error
     try:
         yield path
     finally:
@@ -102,11 +96,6 @@ def locked(folder: str | Path) -> Iterator[Path]:
             if is_new:
                 path.rmdir()  # fails if the folder has files, which must stay
         lock.release()
-
-
-def _unusable(folder: str | Path, why: object) -> ValueError:
-    shown = why.strerror if isinstance(why, OSError) else why
-    return ValueError(f"output_dir: cannot use {folder}: {shown}")
 
 
 # ----------------------------------------------------------------------------------- Its files
@@ -129,25 +118,8 @@ def written(path: Path) -> Iterator[None]:
         raise WriteError(f"{said}, got {reason(cause)}; {remedy}") from error
 
 
-def read_regular(path: Path) -> bytes:
-    """Read the bytes of a regular file.
-
-    Raises:
-        ValueError: the path is a folder, a pipe or a device. Reading a pipe could block forever.
-    """
-    check_regular(path)
-    return path.read_bytes()
-
-
-def check_regular(path: Path) -> None:
-    """Raise a ValueError if the path exists and is not a regular file."""
-    fits = path.is_file() or not path.exists()
-    require(fits, str(path), "a regular file", "a folder, a pipe or a device")
-
-
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a regular file as hexadecimal digits."""
-    check_regular(path)
+    """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -167,7 +139,7 @@ def plain_json(value: Any) -> Any:
 
 
 class JsonLines:
-    """Writer of a JSON Lines file. Each call to `append` writes either all of its rows or none.
+    """Writer of a JSON Lines file.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -175,11 +147,10 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        check_regular(path)
         self.path = path
-        self.length = length
-        # In append mode, each write goes to the end of the file, even after a truncation. Do not
-        # use a buffer, so that after an error `append` knows which bytes the file contains.
+        self.length = length  # bytes of complete rows
+        # In append mode, each write goes to the end of the file, even after a truncation. Without
+        # a buffer, closing the file after an error does not write again.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(length)
 
@@ -187,7 +158,7 @@ class JsonLines:
         """Append one line for each row.
 
         Raises:
-            WriteError: the disk is full. The file is restored to its previous length if possible.
+            WriteError: the disk is full. A resumed run removes the incomplete line.
         """
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         rest = memoryview(text)
@@ -195,9 +166,6 @@ class JsonLines:
             while rest:  # on a nearly full disk, a call may write only a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            # On a full disk, truncating can fail, too. A resumed run truncates the file again.
-            with suppress(OSError):
-                self._file.truncate(self.length)
             said = f"{self.path}: expected room for a line, got {reason(error)}"
             raise WriteError(f"{said}; the lines before it are complete") from error
         self.length += len(text)
@@ -246,7 +214,7 @@ def problem_of(checkpoint: Path) -> str | None:
         ValueError: another version of the package wrote the checkpoint, which is not damaged.
     """
     try:
-        manifest = Manifest.model_validate_json(read_regular(checkpoint / MANIFEST))
+        manifest = Manifest.model_validate_json((checkpoint / MANIFEST).read_bytes())
         is_readable = manifest.format == FORMAT
         if is_readable:
             require(manifest.files, "files", "the files of the checkpoint", "none")

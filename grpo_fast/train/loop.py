@@ -19,7 +19,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
 from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples, scorer_for
-from grpo_fast.rewards.columns import with_usable_tests
+from grpo_fast.rewards.columns import usable
 from grpo_fast.rewards.conventions import OURS, import_function
 from grpo_fast.rollout import awake, build_engine, check_prompts, encode_prompts, prompt_texts
 from grpo_fast.train import checkpoint, ranks
@@ -209,9 +209,8 @@ def _load_inputs(
         The rewards, the data, and the settings with fingerprints of the files that they name.
     """
     rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
-    splits = Splits(config.data, config.seed)
-    if config.data.drop_unusable:
-        splits = splits.only(partial(with_usable_tests, rewards))
+    can_use = partial(usable, rewards, config.data.drop_unusable)
+    splits = Splits(config.data, config.seed, usable=can_use)
     check_examples(rewards, splits.listed, "training")
     prints = splits.fingerprints() | fingerprints(config)
     settings = {**config.model_dump(mode="json"), FILES: prints}

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.data import Example
-from grpo_fast.errors import NonFiniteGradient
+from grpo_fast.errors import NonFiniteGradient, require
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train import ranks
-from grpo_fast.train.config import OptimConfig, WarmStartConfig, require
+from grpo_fast.train.config import OptimConfig, WarmStartConfig
 from grpo_fast.train.models.policy import Policy
 
 log = logging.getLogger(__name__)

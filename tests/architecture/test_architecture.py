@@ -6,6 +6,7 @@ Modules may import only from the same layer and lower layers. Files and function
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import json
 import math
@@ -187,16 +188,21 @@ def test_import_is_light_and_quick():
 
 # ----------------------------------------------------------
 # house rules for the source code
-def code_lines(path, first=1, last=None):
-    """Return the number of lines, excluding blank lines, docstrings and own-line comments."""
+@functools.cache
+def code_of(path):
+    """Return for each line whether it is code: no blank line, docstring or own-line comment."""
     text = path.read_text()
     prose = set()
     for node in ast.walk(ast.parse(text)):
         is_block = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         if is_block and ast.get_docstring(node):
             prose |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    lines = enumerate(text.splitlines()[first - 1 : last], first)
-    return sum(bool(x.strip()) and x.strip()[0] != "#" and n not in prose for n, x in lines)
+    lines = enumerate(text.splitlines(), 1)
+    return [bool(x.strip()) and x.strip()[0] != "#" and n not in prose for n, x in lines]
+
+
+def code_lines(path, first=1, last=None):
+    return sum(code_of(path)[first - 1 : last])
 
 
 def test_files_and_functions_stay_small():

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_fast.data.readers import GYM_TEST, gym_splits
 from grpo_fast.errors import RewardError
-from grpo_fast.rewards import rules
+from grpo_fast.rewards import isolated, rules
 from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.workers.gym_scores import check_arithmetic
 from grpo_fast.train.config.recipes import load_recipe
@@ -81,10 +81,9 @@ def package(tmp_path, monkeypatch):
     (folder / "factory.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(folder.parent))
     forget()
-    rules._gym_worker.cache_clear()
+    isolated.built_in.cache_clear()
     yield
-    rules._gym_worker().close()
-    rules._gym_worker.cache_clear()
+    isolated.built_in.cache_clear()
     forget()
 
 
@@ -211,7 +210,7 @@ def test_the_package_itself(package, monkeypatch):
     forget()
     if importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("reasoning-gym is not installed: pip install 'grpo_fast[gym]'")
-    rules._gym_worker.cache_clear()
+    isolated.built_in.cache_clear()
     for name in ("chain_sum", "countdown", "basic_arithmetic", "bitwise_arithmetic"):
         first, second = entries(name, 2, seed=7)
         found = score(first, first["answer"], "print(1)")

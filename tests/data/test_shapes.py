@@ -261,15 +261,19 @@ def test_files_in_the_forms_that_people_have(tmp_path, case):
     assert (example.prompt, example.answer, example.label) == ("q", "18", 18)
 
 
+TWO = [{"question": "q", "answer": 1}, {"question": "p", "answer": 2}]
+COLUMNS = {"question": ["q", "p"], "answer": [1, 2]}  # as Dataset.to_dict writes a table
+NUMBERED = {name: {"0": x[0], "1": x[1]} for name, x in COLUMNS.items()}  # as DataFrame.to_json
+
+
 @pytest.mark.parametrize(
-    "content",
-    [{"question": ["q", "p"], "answer": [1, 2]},
-     {"question": {"0": "q", "1": "p"}, "answer": {"0": 1, "1": 2}}],
+    "text",
+    [*(json.dumps(rows, indent=1) for rows in (TWO, {"data": TWO, "v": 1}, COLUMNS, NUMBERED)),
+     json.dumps(TWO), "\n".join(map(json.dumps, TWO))],
 )  # fmt: skip
-def test_a_json_file_of_columns(tmp_path, content):
-    """Check the forms that `Dataset.to_dict` and `DataFrame.to_json` write."""
+def test_a_json_file_of_two_rows(tmp_path, text):
     path = tmp_path / "d.json"
-    path.write_text(json.dumps(content, indent=1))
+    path.write_text(text)
     found = read_examples(DataConfig(task="jsonl", path=str(path)))
     assert [(e.prompt, e.answer) for e in found] == [("q", "1"), ("p", "2")]
 

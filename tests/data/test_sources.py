@@ -104,16 +104,6 @@ def test_a_table_of_texts_keeps_them(tmp_path):
     ]
 
 
-def test_json_in_its_usual_forms(tmp_path):
-    path = tmp_path / "d.json"
-    for text in (json.dumps(ROWS[:3]), json.dumps({"data": ROWS[:3], "version": 1}),
-                 "\n".join(map(json.dumps, ROWS[:3])), json.dumps(ROWS[:3], indent=2)):  # fmt: skip
-        path.write_text(text)
-        assert [fields for _, fields in read_file(path)] == ROWS[:3]
-    path.write_text(json.dumps(ROWS[0]))
-    assert [fields for _, fields in read_file(path)] == [ROWS[0]]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -100,7 +100,7 @@ def test_the_table_of_steps():
         share(steps("cpu-loop-real-12shot")["12-shot"]),
         share(update, "shared"),
     ]
-    table = rows_of(TEXT, "A whole step of GRPO")
+    table = rows_of(TEXT, "of GRPO with its rollout")
     assert [row[-1].strip("*") for row in table] == expected
 
 

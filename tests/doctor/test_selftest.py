@@ -8,24 +8,29 @@ import torch
 from grpo_fast.attention import model
 from grpo_fast.attention.dispatch import Provider
 from grpo_fast.doctor import selftest
-from grpo_fast.doctor.selftest import Check, attention_checks, kernel_checks
+from grpo_fast.doctor.selftest import Check, checked, table
 from grpo_fast.rollout.own import decode
-from grpo_fast.train.checkpoint import Checkpoints
 
 CPU = torch.device("cpu")
-VALUES, GRADIENTS, BITS = selftest.ERRORS
+VALUES, GRADIENTS = "logps against fp64", "loss and gradients against fp64"
+AGAIN, ALONE = "same bits again", "same bits alone"
 
 
-def failed(checks) -> list[str]:
-    return [check.name for check in checks if not check.ok]
+def checks_of(*starts: str) -> list[Check]:
+    """Run the self-tests whose names have one of these prefixes."""
+    return [checked(*entry) for entry in table(CPU) if entry[0].startswith(starts)]
+
+
+def failed(*starts: str) -> list[str]:
+    return [check.name for check in checks_of(*starts) if not check.ok]
 
 
 def test_kernels_of_this_machine():
-    checks = list(kernel_checks(CPU))
-    assert failed(checks) == []
+    checks = checks_of(*selftest.BACKENDS)
+    assert all(check.ok for check in checks)
     ran = {check.name for check in checks if check.error is not None}
     for dtype in ("float32", "bfloat16"):
-        assert {f"torch {dtype}: {x}" for x in selftest.ERRORS} <= ran
+        assert {f"torch {dtype}: {x}" for x in (VALUES, GRADIENTS, AGAIN, ALONE)} <= ran
     assert all(check.note for check in checks if check.error is None)
     assert Check("x", None, 0.0).ok and Check("x", 0.0, 0.0).ok
     assert not Check("x", float("nan"), 1.0).ok and not Check("x", 2.0, 1.0).ok
@@ -40,11 +45,11 @@ def no_kernel(*_):
 # must fail.
 FAULTS = {
     "logps": ("logps", lambda x, *_: x + 1e-4, [VALUES]),
-    "NaN": ("logps", lambda x, *_: x * torch.nan, [VALUES, BITS]),
+    "NaN": ("logps", lambda x, *_: x * torch.nan, [VALUES, ALONE]),
     "gradients": ("loss", lambda x, _, w: x + 1e-3 * (w - w.detach()).sum(), [GRADIENTS]),
-    "bits that depend on the batch": ("logps", lambda x, *_: x + 2**-22 * len(x), [BITS]),
-    "bits that depend on the call": ("loss", lambda x, n, _: x * (1 + 2**-23 * (n % 2)), [BITS]),
-    "raises": ("loss", no_kernel, [VALUES, GRADIENTS, BITS]),
+    "bits that depend on the batch": ("logps", lambda x, *_: x + 2**-22 * len(x), [ALONE]),
+    "bits that depend on the call": ("loss", lambda x, n, _: x * (1 + 2**-23 * (n % 2)), [AGAIN]),
+    "raises": ("loss", no_kernel, [VALUES, GRADIENTS, AGAIN, ALONE]),
 }
 
 
@@ -54,54 +59,38 @@ def test_a_kernel_that_is_wrong(monkeypatch, kind):
     correct = selftest.linear_grpo_loss
     calls = []
 
-    def loss(**arguments):
-        out = correct(**arguments)
-        if arguments["hidden"].dtype == torch.float64:  # the fp64 reference must stay correct
+    def loss(hidden, weight, *rest, **options):
+        out = correct(hidden, weight, *rest, **options)
+        if hidden.dtype == torch.float64:  # the fp64 reference must stay correct
             return out
         calls.append(kind)
-        wrong = fault(getattr(out, field), len(calls), arguments["lm_head_weight"])
+        wrong = fault(getattr(out, field), len(calls), weight)
         return replace(out, **{field: wrong})
 
     monkeypatch.setattr(selftest, "BACKENDS", ("torch",))
     monkeypatch.setattr(selftest, "DTYPES", (torch.float32,))
     monkeypatch.setattr(selftest, "linear_grpo_loss", loss)
-    checks = list(kernel_checks(CPU))
-    assert failed(checks) == [f"torch float32: {name}" for name in expected]
+    checks = [check for check in checks_of("torch") if not check.ok]
+    assert [check.name for check in checks] == [f"torch float32: {name}" for name in expected]
     if kind == "raises":
         assert checks[0].note == "RuntimeError: no such kernel second line"
 
 
 def test_attention_of_this_machine_and_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(selftest, "DTYPES", (torch.float32,))
-    assert failed(attention_checks(CPU)) == []
+    assert failed("attention") == []
     wrong = Provider("own", None, lambda q, k, v, layout, rule: q * k.sum() * v.sum())
     monkeypatch.setattr(selftest, "candidates", lambda kind: [wrong])
     expected = [f"attention own float32{x}" for x in ("", ", window", ", softcap")]
-    assert failed(attention_checks(CPU)) == expected
+    assert failed("attention") == expected
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "wrong"), [(model, "packed_rows_attention", 2), (decode, "logits_of", 1)]
+    ("module", "name"), [(model, "packed_rows_attention"), (decode, "logits_of")]
 )
-def test_a_small_model_and_layers_that_are_wrong(monkeypatch, module, name, wrong):
-    """Check that wrong attention fails both checks, and that wrong logits of the loop fail one."""
-    assert failed(selftest.model_checks(CPU)) == []
+def test_a_small_model_and_layers_that_are_wrong(monkeypatch, module, name):
+    """Check that wrong attention and wrong logits of our loop fail."""
+    assert failed("packed rows", "rollout") == []
     correct = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *x, **y: 0.5 * correct(*x, **y))
-    checks = ["packed rows: logps against the model's", "our loop: logps against the model's"]
-    assert failed(selftest.model_checks(CPU)) == checks[-wrong:]
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_rollout_and_a_checkpoint(monkeypatch):
-    checks = list(selftest.run_checks(CPU))
-    assert failed(checks) == [] and [c.error for c in checks][1] == 0
-    resume = Checkpoints.resume
-
-    def without_moments(self, *arguments):
-        resume(self, *arguments)
-        for state in self.run.optimizer.adam.state.values():
-            state["exp_avg"].zero_()
-
-    monkeypatch.setattr(Checkpoints, "resume", without_moments)
-    assert selftest.resumed_differences() > 0
+    assert failed("packed rows") == ["packed rows and our loop: logps against the model's"]

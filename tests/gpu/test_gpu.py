@@ -1,4 +1,6 @@
-"""Tests of the Triton backend on a real GPU against torch on the CPU, in fp32 or fp64.
+"""Tests of the Triton backend on a real GPU: real sizes, waits, the context and determinism.
+
+The tests in tests/loss whose backend is "gpu" check losses, options and relations on a GPU.
 
 `benchmarks/gpu_session.sh --part tests` runs these tests. They find races, misaligned vector loads
 and wrong tensor-core code. The tests in Triton's interpreter and the compile tests cannot find such
@@ -11,74 +13,25 @@ import pytest
 import torch
 
 from benchmarks.kernels.exact import logps_bar
-from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss
-from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast import (
+    LossConfig,
+    TeacherHead,
+    TeacherTopK,
+    grpo_loss,
+    linear_divergence,
+    linear_grpo_loss,
+    linear_logps,
+)
+from tests import loss_cases
+from tests.loss_cases import options_for
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
-LENGTHS = (37, 1, 0, 64, 26)
-# Sizes (H, V) of an LM head: a weight with unaligned rows, a vocabulary of one block, a realistic
-# size, and an odd vocabulary size, which makes the rows of the logits unaligned.
-HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
 # Maximum relative L2 errors of gradients. The bf16 limit is the one that our documentation
-# promises. The fp32 limit is twice the documented one, because the GPU and the CPU reference both
-# round.
+# promises. The fp32 limit is twice the documented one, because the GPU and the oracle both round.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
-
-
-def make_batch(h: int, v: int, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Return positional and keyword arguments of `linear_grpo_loss`, on the CPU.
-
-    The log ratios are not close to any clip bound.
-    """
-    g = torch.Generator().manual_seed(h + v)
-    n = sum(LENGTHS)
-    hidden = torch.randn(n, h, generator=g).to(dtype)
-    weight = (torch.randn(v, h, generator=g) * (2 / h**0.5)).to(dtype)
-    target_ids = torch.randint(v, (n,), generator=g)
-    logps = linear_logps(hidden.float(), weight.float(), target_ids, backend="torch")
-    log_ratio = torch.tensor([-0.6, -0.05, 0.0, 0.08, 0.7])[torch.randint(5, (n,), generator=g)]
-    advantages = torch.tensor([0.7, -1.2, 0.3, 0.0, -0.4])
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    inputs = {"hidden": hidden, "weight": weight, "target_ids": target_ids}
-    old_logps, ref_logps = moved(logps, -log_ratio), moved(logps, torch.tensor(0.3))
-    more = {"cu_seqlens": cu_seqlens, "old_logps": old_logps, "ref_logps": ref_logps}
-    return {**inputs, "advantages": advantages}, more
-
-
-def moved(logps: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Add `offset` to logps. Where the sum would be positive, subtract `abs(offset)` instead."""
-    return torch.where(logps + offset > 0, logps - offset.abs(), logps + offset)
-
-
-def config_of(loss_type: str, **options) -> LossConfig:
-    if OBJECTIVES[loss_type].aggregation == "fixed_length":
-        options["max_completion_length"] = 64
-    return LossConfig(loss_type=loss_type, **options)
-
-
-def run(function, positional: dict, keywords: dict, config: LossConfig, device: str, backend: str):
-    """Run a loss function on a device, and return (loss, logps, *gradients) in fp64 on the CPU."""
-    inputs = [value.to(device) for value in positional.values()]
-    trained = ("hidden", "weight", "logits")
-    leaves = [x.requires_grad_() for x, n in zip(inputs, positional, strict=True) if n in trained]
-    keywords = {name: value.to(device) for name, value in keywords.items()}
-    result = function(*inputs, config, backend=backend, validate="full", **keywords)
-    gradients = torch.autograd.grad(result.loss, leaves)
-    return [tensor.detach().cpu().double() for tensor in (result.loss, result.logps, *gradients)]
-
-
-def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 0) -> None:
-    """Check that loss, logps and gradients agree within the limits for `dtype`.
-
-    `width` is the hidden size if tensor cores compute the logits, and 0 if the logits are given.
-    """
-    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # errors of GPU and of reference
-    assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
-    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=logps)
-    for value, exact in zip(actual[2:], expected[2:], strict=True):
-        assert (value - exact).norm() <= bar * exact.norm() + 1e-9
+PLAIN = {"temperature": 0.8, "softcap": 25.0, "beta": 0.05}
 
 
 def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -86,44 +39,33 @@ def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
     return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
 
 
-def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=linear_grpo_loss):
-    """Check that `function` gives the same results on the GPU as in fp32 on the CPU."""
-    upcast = dict(zip(positional, wide(positional.values(), torch.float32), strict=True))
-    expected = run(function, upcast, keywords, config, "cpu", "torch")
-    width = positional["hidden"].shape[1] if "hidden" in positional else 0
-    found = run(function, positional, keywords, config, DEVICE, BACKEND)
-    assert_close(found, expected, dtype, width)
+@pairs(vocab=[1, 129, 4099, 50257], dtype=BARS, function=["logits", "linear"])
+def test_real_vocabularies(vocab, dtype, function):
+    case = loss_cases.make_case(3, H=64, V=vocab, dtype=dtype, **options_for("dapo", **PLAIN))
+    result = loss_cases.check(function, case, backend=BACKEND, grad_tol=BARS[dtype], loss_tol=1e-5)
+    bar = 1e-5 + logps_bar(64, DEVICE)
+    assert (result.logps - loss_cases.truth(function, case).logps)[case.mask].abs().max() <= bar
 
 
-@pytest.mark.parametrize("dtype", BARS, ids=str)
-@pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_every_objective(loss_type, dtype):
-    """Check that every loss type on the GPU agrees with torch on the CPU.
-
-    Losses that allow a reference model get a KL term with weight beta. The loss kimi uses beta for
-    its squared log ratio instead.
-    """
-    positional, keywords = make_batch(64, 1024, dtype)
-    has_reference = OBJECTIVES[loss_type].reference
-    if not has_reference:
-        del keywords["ref_logps"]
-    check(positional, keywords, config_of(loss_type, beta=0.05 if has_reference else 0.3), dtype)
-
-
-@pytest.mark.parametrize("dtype", BARS, ids=str)
-@pytest.mark.parametrize("head", HEADS, ids=lambda head: "H{}-V{}".format(*head))
-def test_every_shape(head, dtype):
-    config = config_of("dapo", beta=0.05, temperature=0.8, softcap=25.0, entropy_coef=0.01)
-    check(*make_batch(*head, dtype), config, dtype)
-
-
-@pytest.mark.parametrize("dtype", BARS, ids=str)
-@pytest.mark.parametrize("vocab", [1, 129, 4099, 50257])
-def test_logits(vocab, dtype):
-    positional, keywords = make_batch(16, vocab, dtype)
-    logits = positional.pop("hidden").float() @ positional.pop("weight").float().T
-    config = config_of("dapo", beta=0.05, temperature=0.8, softcap=25.0)
-    check({"logits": logits.to(dtype), **positional}, keywords, config, dtype, logits_grpo_loss)
+@pairs(kind=["forward_kl", "reverse_kl", "jsd"], dtype=BARS, vocab=[1000, 32001])
+def test_divergences_against_fp64(kind, dtype, vocab):
+    g = torch.Generator().manual_seed(0)
+    h, t = (torch.randn(100, 64, generator=g).to(dtype) for _ in range(2))
+    w, u = ((torch.randn(vocab, 64, generator=g) / 4).to(dtype) for _ in range(2))
+    top, ids = (t.float() @ u.float().T).log_softmax(-1).topk(20)
+    bars = (1e-3, 1e-2, 1e-2) if dtype == torch.bfloat16 else (1e-4, 2e-3, 2e-3)
+    for teacher in (TeacherHead(t, u, softcap=20.0), TeacherTopK(ids, top)):
+        found = []
+        for device, as_dtype in (("cpu", torch.float64), (DEVICE, dtype)):
+            leaves = [x.to(device, as_dtype).detach().requires_grad_() for x in (h, w)]
+            given = loss_cases.moved(type(teacher)(*teacher), device)
+            out = linear_divergence(*leaves, given, kind, temperature=0.8)
+            out.loss.backward()
+            found.append(
+                [x.detach().cpu().double() for x in (out.values, *(y.grad for y in leaves))]
+            )
+        for bar, true, x in zip(bars, *found, strict=True):
+            assert (x - true).norm() < bar * true.norm()
 
 
 def linear_gradients(
@@ -131,9 +73,7 @@ def linear_gradients(
 ):
     """Compute a token-level loss on the device of the tensors, and return (logps, dH, dW)."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-    config = config_of(
-        options.pop("loss_type", "dapo"), epsilon_low=0.9, epsilon_high=9.0, **options
-    )
+    config = LossConfig(epsilon_low=0.9, epsilon_high=9.0, **options)
     cu_seqlens = torch.tensor([0, len(target_ids)], device=hidden.device)
     result = linear_grpo_loss(
         *leaves, target_ids, advantages, config, cu_seqlens=cu_seqlens, num_items_in_batch=1000,

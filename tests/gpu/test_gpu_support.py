@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.exact import logps_bar
-from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logits_grpo_loss
+from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
@@ -64,15 +64,11 @@ def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tupl
 
 
 def call(tensors, tokens, support, config, old, backend):
-    """Compute a loss with `support=`, and return the logps and the gradients of `tensors`.
-
-    `tensors` is (hidden, weight) or (logits,).
-    """
-    loss = linear_grpo_loss if len(tensors) == 2 else logits_grpo_loss
+    """Compute a loss with `support=`. Return the logps and the gradients of (hidden, weight)."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     given = dict(tokens)
     targets, advantages = given.pop("target_ids"), given.pop("advantages")
-    out = loss(
+    out = linear_grpo_loss(
         *leaves, targets, advantages, config, old_logps=old, support=support, backend=backend,
         validate="full", **given,
     )  # fmt: skip
@@ -106,18 +102,6 @@ def test_against_fp64(width, dtype, name):
     assert (found[0] - expected[0]).abs().max() < 1e-5 + logps_bar(width, DEVICE)
     for actual, exact in zip(found[1:], expected[1:], strict=True):
         assert relative_l2(actual, exact) < bar(exact, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_given_logits(dtype):
-    hidden, weight, tokens, support = problem(896, torch.float32)
-    logits = (hidden @ weight.t()).to(dtype)
-    old = torch.full((T,), -3.0, device=DEVICE)
-    found = call((logits,), tokens, support, CONFIGS["entropy"], old, BACKEND)
-    expected = call((logits.double(),), tokens, support, CONFIGS["entropy"], old, "torch")
-    assert (found[0] - expected[0]).abs().max() < 2e-5
-    assert relative_l2(found[1], expected[1]) < bar(expected[1], dtype)
-    assert not found[1][expected[1] == 0].any()
 
 
 def test_the_same_bits():

@@ -99,9 +99,9 @@ def test_operands_have_the_dtype_trl_projects_in():
         (torch.float32, False, True, torch.bfloat16),
         (torch.bfloat16, True, True, torch.float32),
     ):
-        model = fused_model(cast_lm_head_to_fp32=cast).to(dtype)
+        model = fused_model(cast_lm_head_to_fp32=cast, temperature=0.7).to(dtype)
         known = head.fused_head(model)
-        assert known.rule == (1.0, None, 1.0)
+        assert known.rule == {"temperature": 0.7, "softcap": None, "logit_scale": 1.0}
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             operands = known.operands(model.lm_head, torch.zeros(2, 16, dtype=dtype))
         assert [x.dtype for x in operands if x is not None] == [expected, expected]

@@ -141,7 +141,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path, **options)
     trainer.model.train()
     with caplog.at_level(logging.WARNING):
-        trainer._unsuited or trainer._record_rollouts(str(trainer._sampling()))
+        trainer._unsuited or trainer._record("rollouts", str(trainer._sampling()))
     assert trainer.fast_path["rollouts"].startswith("TRL's: ")
     assert reason in trainer.fast_path["rollouts"], trainer.fast_path
     assert reason in caplog.text or trainer._unsuited

@@ -149,42 +149,23 @@ def test_holes_in_a_mask_are_trls(model_path, tmp_path, caplog, case, loss_type)
     assert ours.fast_path["forward"] == "packed"
 
 
-@pytest.fixture
-def untested(monkeypatch):
-    monkeypatch.setattr(options_module, "RELEASE", "1.99.0")
-
-
-def test_an_untested_release_that_computes_the_same(model_path, tmp_path, untested, caplog):
-    with caplog.at_level(logging.WARNING):
-        ours = compared(model_path, tmp_path)
-    assert ours.fast_path.items() >= PACKED.items()
-    assert "trl 1.99.0 is untested (tested: 1.16)" in caplog.text
-    del ours._generate_single_turn
-    assert "1.99.0" in ours._sampling()
-    ours._generate_single_turn([[5, 6, 7]] * 4, None, {}, 4)
-    assert isinstance(ours._sampling(), rollouts.Sampling)
-
-
 def missing(*_: Any, **__: Any) -> None:
     raise AttributeError("no attribute is_moved")
 
 
 @pytest.mark.parametrize("name", ["forward_reason", "single_pass", "probe"])
-def test_what_cannot_be_compared_with_an_untested_release_is_trls(
-    model_path, tmp_path, untested, monkeypatch, name
-):
+def test_what_raises_an_error_is_trls(model_path, tmp_path, monkeypatch, name):
+    """Check that TRL computes what a new release of TRL does not let us compute or compare."""
     monkeypatch.setattr(options_module, name, missing)
     ours = compared(model_path, tmp_path)
-    reason = "TRL's: trl 1.99.0: AttributeError: no attribute is_moved"
-    assert ours.fast_path["forward"] == ours.fast_path["loss"] == reason
-    monkeypatch.setattr(options_module, "RELEASE", "1.16.0")
-    with pytest.raises(AttributeError, match="is_moved"):
-        compared(model_path, tmp_path)
+    path, reason = ours.fast_path, f"trl {trl.__version__}: AttributeError: no attribute is_moved"
+    if name == "forward_reason":
+        assert path["forward"] == path["loss"] == f"TRL's: {reason}"
+    else:
+        assert path["forward"] == "packed" and path["loss"] == f"TRL's on our logps: {reason}"
 
 
-def test_a_head_that_moved_in_an_untested_release_is_trls(
-    model_path, tmp_path, untested, monkeypatch, caplog
-):
+def test_a_head_that_moved_is_trls(model_path, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(
         importlib.import_module("grpo_fast.integrations.trl.head"), "KERNEL", "gone"
     )
@@ -221,10 +202,10 @@ def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied
     calls = spied(packed, "linear_grpo_loss")
     batch = micro_batch(old_per_token_logps=torch.linspace(-7, -4, 24).view(4, 6))
     trainer._compute_loss(trainer.model, batch).backward()
-    hidden, weight, _, advantages, _ = calls[0].args
+    (hidden, weight, _), given = calls[0].args, calls[0].options
     assert hidden.dtype == weight.dtype == torch.bfloat16
-    assert set(advantages.tolist()) == set(batch["advantages"].tolist())
-    old_logps = set(calls[0].options["old_logps"].tolist())
+    assert set(given["advantages"].tolist()) == set(batch["advantages"].tolist())
+    old_logps = set(given["old_logps"].tolist())
     assert old_logps <= set(batch["old_per_token_logps"].flatten().tolist())
 
 
@@ -246,8 +227,8 @@ def test_refusals_name_their_option(model_path, tmp_path):
     assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
 
 
-def test_attention_dropout_names_what_switches_it_off(tmp_path):
-    """Check that `fast_path` names the option that disables the attention dropout of the model.
+def test_attention_dropout_is_trls(tmp_path):
+    """Check that dropout is found in the model's config and in modules.
 
     `disable_dropout` of TRL sets the rate of dropout modules to 0. It does not change a dropout
     rate in the model's config.
@@ -258,12 +239,9 @@ def test_attention_dropout_names_what_switches_it_off(tmp_path):
     def forward(path: str, disable_dropout: bool) -> str:
         return build(path, tmp_path, disable_dropout=disable_dropout).fast_path["forward"]
 
-    assert forward(llama, True) == (
-        "TRL's: attention dropout: LlamaAttention.attention_dropout is 0.1; "
-        "config.attention_dropout=0 (disable_dropout does not) switches it off"
-    )
-    assert forward(gpt2, False).endswith("is 0.1; disable_dropout=True switches it off")
-    assert "dropout" not in forward(gpt2, True)
+    expected = "TRL's: attention dropout: LlamaAttention.attention_dropout is 0.1"
+    assert forward(llama, True) == expected
+    assert "attn_dropout is 0.1" in forward(gpt2, False) and forward(gpt2, True) == "packed"
 
 
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
@@ -297,81 +275,21 @@ class RightPositions:
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
-def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type):
-    """Check that left-padded GPT-2 rows give the results of TRL with corrected position ids.
-
-    TRL's results are wrong without this correction, and a warning must say so.
-    """
+def test_absolute_positions_do_not_count_the_padding(tmp_path, loss_type):
+    """Check that left-padded GPT-2 rows give the results of TRL with corrected position ids."""
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1.0)
-    with caplog.at_level(logging.WARNING):
-        ours = build(path, tmp_path, loss_type=loss_type)
+    ours = build(path, tmp_path, loss_type=loss_type)
     assert ours.fast_path["forward"] == "packed"
-    assert "gpt2: TRL's logps of left-padded rows differ by" in caplog.text
-    assert "packs rows without padding, which is right" in caplog.text
     batch = micro_batch(ref_per_token_logps=torch.full((4, 6), -4.0))
     right = type("Right", (RightPositions, trl.GRPOTrainer), {})
     expected = gradients(build(path, tmp_path, right, loss_type=loss_type), batch)
     same_gradients(gradients(ours, batch), expected)
-    wrong = gradients(build(path, tmp_path, trl.GRPOTrainer, loss_type=loss_type), batch)
-    gap = max((wrong[1][name] - right).abs().max() for name, right in expected[1].items())
-    assert gap > 1e-2
-
-
-def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
-    """Check that the self-check finds wrong positions of a model whose weights are near 0."""
-    path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1e-5)
-    with caplog.at_level(logging.WARNING):
-        build(path, tmp_path)
-    assert "gpt2: TRL's logps of left-padded rows differ by" in caplog.text
-
-
-def test_options_that_save_memory_change_no_result(model_path, tmp_path, spied):
-    """Check that checkpoint offload and tiled MLPs are used, and change no log or weight."""
-    runs = []
-    offloads, tiles = spied(torch.autograd.graph, "save_on_cpu"), spied(fast, "tile_mlps")
-    for more in ({}, {"checkpoint_offload": True, "tiled_mlp": 4}):
-        options = {"gradient_checkpointing": True, "max_steps": 2, "more": more}
-        runs.append(cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, **options))
-        runs[-1].train()
-        assert runs[-1].fast_path.items() >= PACKED.items()
-        assert bool(offloads) == bool(tiles) == bool(more)
-    cases.compare_runs(*runs)
-    with pytest.raises(ValueError, match="checkpoint_offload: expected gradient_checkpointing=Tr"):
-        build(model_path, tmp_path, more={"checkpoint_offload": True})
-    with pytest.raises(ValueError, match="tiled_mlp: expected a positive number of tokens, got 0"):
-        build(model_path, tmp_path, more={"tiled_mlp": 0})
-    gpt2 = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2)
-    with pytest.raises(ValueError, match="tiled_mlp: GPT2LMHeadModel has no dense MLP"):
-        build(gpt2, tmp_path, more={"tiled_mlp": 4})
 
 
 def lora(path: str, **options: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     fields = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}
     return peft.get_peft_model(model, peft.LoraConfig(**fields))
-
-
-def test_a_model_without_trainable_parameters_is_refused(model_path, tmp_path):
-    options = {"more": {"model": lora(model_path).requires_grad_(False)}, "evaluation": True}
-    trainer = build(model_path, tmp_path, gradient_checkpointing=True, **options)
-    trainer.evaluate()  # works without trainable parameters
-    with pytest.raises(ValueError, match="model: expected at least one parameter that requires gr"):
-        trainer.train()
-
-
-def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path):
-    """Check that `train` raises an error if the trainable adapter is not the active adapter.
-
-    With gradient checkpointing, the loss still requires grad. TRL alone would train nothing, and
-    raise no error.
-    """
-    model = lora(model_path)
-    model.add_adapter("b", peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".b." in name)
-    trainer = build(model_path, tmp_path, more={"model": model}, gradient_checkpointing=True)
-    with pytest.raises(ValueError, match="model: expected a gradient in at least one parameter"):
-        trainer.train()
 
 
 def test_an_adapter_that_looks_at_the_inputs_uses_trls_forward(model_path, tmp_path):
@@ -437,14 +355,14 @@ def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplo
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", louder)
     with caplog.at_level(logging.WARNING):
         ours = compared(model_path, tmp_path)
-    assert "differs from TRL's" in caplog.text and "differs" in ours.fast_path["loss"]
+    assert "the loss differs from TRL's by" in caplog.text
+    assert "the loss differs" in ours.fast_path["loss"]
 
 
-def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path, caplog):
+def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     """Check that the model still accepts padded batches, which callbacks and evaluation use."""
-    with caplog.at_level(logging.WARNING):
-        trainer = build(model_path, tmp_path)
-    assert trainer.fast_path["forward"] == "packed" and "left-padded" not in caplog.text
+    trainer = build(model_path, tmp_path)
+    assert trainer.fast_path["forward"] == "packed"
     plain = build(model_path, tmp_path, trl.GRPOTrainer)
     batch = {
         "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]]),

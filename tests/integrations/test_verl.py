@@ -183,12 +183,6 @@ def test_register_and_undo():
         both = core.get_policy_loss_fn("fast_gspo"), ours.policy_loss("gspo")
         assert torch.equal(*(run(loss, batch(), "token-mean", actor())[0] for loss in both))
     assert before == core.POLICY_LOSS_REGISTRY
-    handle = ours.register(prefix="")
-    assert core.get_policy_loss_fn("vanilla") is not before["vanilla"]
-    handle.undo()
-    assert before == core.POLICY_LOSS_REGISTRY
-    with pytest.raises(ValueError, match="prefix: expected a string, got 5"):
-        ours.register(prefix=5)
 
 
 WORKER = """
@@ -212,7 +206,7 @@ def test_plugin_in_a_worker_process():
 def test_the_head_of_the_process_is_given_back():
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     theirs = functional.FusedLinearForPPO
-    with head.use_fast_head_everywhere() as handle:
+    with head.use_fast_head() as handle:
         assert functional.FusedLinearForPPO is head.FastLinearForPPO
         handle.undo()
         assert functional.FusedLinearForPPO is theirs
@@ -276,28 +270,13 @@ def test_fast_head_in_verls_forward(patched_model, spied):
 
     calls = spied(head.FastLinearForPPO, "forward")
     theirs = once()
-    with head.use_fast_head(model):
+    with head.use_fast_head():
         mine = once()
     assert len(calls) == 1
-    assert "forward" not in vars(model)
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     once()
     assert len(calls) == 1
-
-
-def test_fast_head_refusals(patched_model):
-    with pytest.raises(ValueError, match="impl_backend"):
-        head.FastLinearForPPO(impl_backend="triton")
-    with pytest.raises(ValueError, match="use_fused_kernels=True"):
-        head.use_fast_head(tiny_model("llama", num_hidden_layers=1))
-    patched_model._verl_fused_kernels_backend = "triton"
-    with pytest.raises(ValueError, match="got backend 'triton'"):
-        head.use_fast_head(patched_model)
-    gemma = tiny_model("gemma2", num_hidden_layers=1)
-    gemma._verl_fused_kernels_backend = "torch"
-    with pytest.raises(ValueError, match="leaves out final_logit_softcapping"):
-        head.use_fast_head(gemma)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

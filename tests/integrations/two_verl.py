@@ -136,7 +136,7 @@ def run(name: str, path: str) -> Result:
     theirs, ours = FUSED[name]
     logs, expected = train(engine(path, theirs), "", theirs)
     made = engine(path, ours)
-    with cases.head.use_fast_head(made.module), cases.ours.register():
+    with cases.head.use_fast_head(), cases.ours.register():
         ours_logs, found = train(made, "fast_", ours)
     return outcome(
         type(made.module).__name__, made.get_data_parallel_size(), [logs, ours_logs], expected,

@@ -118,27 +118,3 @@ def test_nan_stays(which):
     hit = found.isnan().any(-1)
     assert hit[1].tolist() == ([False, True] if which == "query" else [True, True])
     assert not hit[[0, 2]].any()
-
-
-def test_refusals_name_the_argument():
-    rollout = Rollout([17], [3], 1, 2, 32, most=1)
-    (k, v), q = rollout.new[:, 0], rollout.q[0]
-    prompts, own = rollout.tiles, decode.grow_tiles((), rollout.tiles, 3, 1)
-    given = {
-        "q": q, "k": k, "v": v, "prompts": prompts, "completions": own, "time": 0, "scale": 0.2,
-        "lengths": torch.tensor([17]), "counts": torch.tensor([3]), "window": None,
-    }  # fmt: skip
-    decode.decode_(**given)
-    for name, bad in {
-        "q": {"q": q.double()},
-        "k": {"k": k[:, :2]},
-        "v": {"v": v[..., :8]},
-        "completion_k": {"completions": (own[0][..., ::2], own[1])},
-        "prompt_v": {"prompts": (prompts[0], prompts[1][:, :, :1])},
-        "lengths": {"lengths": torch.tensor([33])},
-        "counts": {"counts": torch.tensor([2])},
-        "time": {"time": 16},
-        "window": {"window": 0},
-    }.items():
-        with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
-            decode.decode_(**given | bad)

@@ -274,34 +274,6 @@ def test_a_nan_stays_in_its_row_and_its_product(tiles: bool) -> None:
         assert (out == 33).all()
 
 
-def test_what_it_does_not_take() -> None:
-    a, b, out = torch.zeros(4, 3), torch.zeros(3, 5), torch.zeros(4, 5)
-    ones, rows, bf16 = torch.ones(4), torch.arange(4), torch.bfloat16
-    narrow = a.to(bf16).t().contiguous().t()
-    for operands, options, message in [
-        ((a, torch.zeros(2, 5), out), {}, "b: expected K = 3 as in a, got 2"),
-        ((a.bfloat16(), b, out), {}, "b: expected bfloat16 if a has 16 bits"),
-        ((a, b, torch.zeros(4, 4)), {}, r"out: expected \(4, 5\)"),
-        ((a.double(), b.double(), out), {}, "a: expected float32 or bfloat16"),
-        ((narrow, b.to(bf16), out), {"scales": torch.ones(3)}, "scales: expected a transposed a"),
-        ((a, b, out), {"tiles": True}, "tiles: expected a bfloat16 b"),
-        ((a, b, out), {"out_scales": torch.ones(3)}, "out_scales: expected one value for each"),
-    ]:
-        with pytest.raises(RuntimeError, match=message):
-            multiply(*operands, **options)
-    more, shifted = torch.zeros(5, 5), rows + 1
-    for added, message in [
-        (AddedRows(ones, torch.zeros(4, 6)), "added: expected 5 columns, got 6"),
-        (AddedRows(ones, torch.zeros(3, 5)), "added: expected 4 rows, got 3"),
-        (AddedRows(torch.ones(5), more), "added: expected at most 4 coefficients, got 5"),
-        (AddedRows(ones, more, ids=shifted), "added_ids: expected indices from 0 to 3, got 4"),
-        (AddedRows(ones, b, rows=rows), "added_rows: expected indices from 0 to 2, got 3"),
-        (AddedRows(ones.double(), out), "added_coefficients: expected float32"),
-    ]:
-        with pytest.raises(RuntimeError, match=message):
-            gemm_cpu.mm_(a, b, out, added=added)
-
-
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     """Check that the CPU's vendor, the dtype and GRPO_FAST_GEMM select the matrix product.
 

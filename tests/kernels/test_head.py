@@ -372,26 +372,6 @@ def test_columns_far_below_the_target_weigh_nothing(nats: float, softcap: float 
 
 
 @NO_CPP
-def test_what_it_does_not_take() -> None:
-    hidden, weight, bias, ids = problem(T, 48, 300, torch.float32)
-    for arguments, message in [
-        ((hidden.bfloat16(), weight, None, ids), "hidden: expected the dtype of weight"),
-        ((hidden[:, 1:], weight, None, ids), "hidden: expected 48 columns as in weight, got 47"),
-        ((hidden, weight, bias[:5], ids), "bias: expected one value for each of 300 rows"),
-        ((hidden, weight, None, ids[1:]), "target_ids: expected one value for each of 37 rows"),
-    ]:
-        with pytest.raises(RuntimeError, match=message):
-            linear_cpu.head_logps(*arguments, LogitTransform(), return_entropy=False)
-    given = hidden, weight, None, ids, LogitTransform()
-    for out in (torch.empty(T, 299), torch.empty(T, 300).double()):
-        with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\), or int16 for"):
-            linear_cpu.head_exponentials(*given, out)
-    with pytest.raises(RuntimeError, match=r"out: expected float32 \(37, 300\)"):
-        logits = torch.empty(T, 300, dtype=torch.int16)
-        linear_cpu.head_logps(*given, return_entropy=False, logits_out=logits)
-
-
-@NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check when the kernels that start from hidden states are used.
 

@@ -6,7 +6,6 @@ test_csrc.py runs the tests named *numerics* again with other instruction sets.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 
@@ -470,39 +469,3 @@ def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
     ratio = torch.exp((logps - x["old_logps"]).double())
     assert (differ & ((ratio - bound.double().exp()).abs() > 2.4e-7)).sum() == 0
     assert differ.float().mean() < 0.05 and 0.1 < (expected == 0).float().mean() < 0.9
-
-
-@pytest.mark.skipif(IS_INTERPRETER, reason="only the C++ operators check their arguments")
-def test_refusals() -> None:
-    rows = importlib.import_module("grpo_fast.kernels.cpu.rows")
-    if route.unavailable("cpu", "cpu"):
-        pytest.skip(route.unavailable("cpu", "cpu"))
-    logits, targets = make_rows(4, 10)
-    transform, vector = LogitTransform(), torch.zeros(4)
-    given = {"logits": logits, "target_ids": targets, "transform": transform}
-    for name, bad, message in [
-        ("logits", logits.double(), "logits: expected float32, bfloat16 or float16"),
-        ("logits", logits.t(), "logits: expected a contiguous last dimension"),
-        ("logits", logits[0], r"logits: expected \(C, V\)"),
-        ("target_ids", targets.int(), "target_ids: expected int64"),
-        ("target_ids", targets[:3], "target_ids: expected one value for each of 4 rows"),
-        ("transform", LogitTransform(1.0, -1.0), "softcap: expected a positive number"),
-        ("transform", LogitTransform(1.0, None, vector[:3]), "temperature: expected one value for"),
-    ]:
-        with pytest.raises(RuntimeError, match=message):
-            rows.row_logps(**given | {name: bad}, return_entropy=False)
-    stats = vector, vector, None
-    for out, message in [
-        (torch.empty(4, 9), r"out: expected \(4, 10\), got \(4, 9\)"),
-        (torch.empty(4, 10, dtype=torch.float16), "out: expected the dtype of the logits"),
-    ]:
-        with pytest.raises(RuntimeError, match=message):
-            rows.row_grad_(logits, targets, stats, vector, None, transform, out=out)
-    with pytest.raises(RuntimeError, match="entropy: expected the rows' entropies"):
-        rows.row_grad_(logits, targets, stats, vector, vector, transform)
-    x, config = make_loss(4), LossConfig(loss_type="grpo", beta=0.1)
-    for name in (*OF_LOSS, "grad_entropy"):
-        with pytest.raises(RuntimeError, match=f"{name}: expected one value for each of 4 rows"):
-            call(rows, {**x, name: torch.zeros(3)}, config)
-    with pytest.raises(RuntimeError, match=r"out: expected \(4, 131\), got \(4, 130\)"):
-        call(rows, x, config, out=torch.empty(4, 130))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast.kernels.head import given, sources
-from tests.loss_cases import BACKENDS, LAYOUTS, LEVELS, check, make_case, options_for
+from tests.loss_cases import EVERYWHERE, LAYOUTS, LEVELS, check, make_case, options_for
 from tests.pairs import pairs
 
 GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # mask of 7 completions
@@ -22,7 +22,7 @@ def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **option
 @pairs(layout=LAYOUTS,
        loss_type__level=[("grpo", "token"), ("grpo", "sequence"), ("gmpo", "token")],
        mask={"gaps": GAPS, "whole": torch.ones(7, 20, dtype=torch.bool)}.items(),
-       backend=BACKENDS)  # fmt: skip
+       backend=EVERYWHERE)  # fmt: skip
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mask, monkeypatch):
     """Check that dH, dW and db are correct if each of five chunks skips some of its rows.
 
@@ -34,7 +34,7 @@ def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mas
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_blocks_of_given_logits(backend, level, monkeypatch):
     """Check that loss and gradients are correct if logits are processed in blocks of sixteen rows.
 

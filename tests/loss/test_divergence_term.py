@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -120,28 +118,3 @@ def test_a_coefficient_of_0_and_no_gradient_say_the_divergence():
     out = call("linear", case, divergence=term._replace(coef=1.0))
     assert torch.allclose(out.metrics["divergence"], zero.metrics["divergence"])
     assert out.loss > plain.loss.detach()
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("divergence", dict(divergence="kl")),
-        ("coef", dict(coef=-1.0)),
-        ("coef", dict(coef=math.nan)),
-        ("kind", dict(kind="k3")),
-        ("teacher.hidden", dict(teacher=TeacherHead(torch.ones(5, 6, 5), torch.ones(23, 5)))),
-    ],
-)
-def test_refusals(name, change):
-    case = make_case(4, **options_for("dapo"))
-    term = change.get("divergence")
-    term = term or DivergenceTerm(**{"teacher": teacher_of(case), **change})
-    with pytest.raises(ValueError, match=f"^{name}: expected .* got "):
-        loss_cases.run("linear", case, divergence=term)
-
-
-def test_a_divergence_excludes_grad_filter():
-    case = make_case(4, **options_for("dapo"))
-    term = DivergenceTerm(teacher_of(case))
-    with pytest.raises(ValueError, match="grad_filter=0.1 conflicts with divergence"):
-        loss_cases.run("linear", case, divergence=term, grad_filter=0.1)

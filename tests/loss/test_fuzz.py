@@ -21,10 +21,9 @@ from grpo_fast.kernels.head import sources as linear
 from grpo_fast.kernels.head import support as head_support
 from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
-from tests.loss.test_loss_autograd import VIEWS
 from tests.loss_cases import (
     AGGREGATIONS,
-    BACKENDS,
+    EVERYWHERE,
     LOSS_LEVELS,
     Case,
     Result,
@@ -41,22 +40,36 @@ from tests.loss_cases import (
 
 SEED = int(os.environ.get("GRPO_FAST_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 CASES = int(os.environ.get("GRPO_FAST_FUZZ_CASES", 500))
-RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
+RUNNABLE = [p.values[0] for p in EVERYWHERE if all(m.name != "skip" for m in p.marks)]
 # Relative L2 error that is allowed for fp32 arithmetic. It is larger than in the accuracy tests
 # (test_contract.py), because the batches here are so small that one number can dominate
 # the error. For each rounding to 16 bits, half a unit in the last place is added. A gradient is
 # rounded when it is stored, and once more if the upstream gradient is not 1.
 ARITHMETIC = 3e-5
-CORRECTIONS = [
-    *oracles.WORDS.values(),
-    [oracles.off_policy(0.07)],
-    [{"kind": "mask", "low": 0.7, "high": 1.4}],  # IcePop
-    [{"low": 0.7}, {"kind": "reject", "low": 0.9, "high": 1.3, "level": "geometric"}],
-    [{"kind": "reject", "low": 0.7, "high": 3.0, "level": "worst_token"}],
-    [{"high": 1.5, "ratio": "current/sampling"},
-     {"kind": "reject", "high": 2.0, "level": "product", "ratio": "current/sampling"}],
-]  # fmt: skip
-OFF_POLICY = len(oracles.WORDS)
+CORRECTIONS = {
+    **oracles.WORDS,
+    "IcePop": [{"kind": "mask", "low": 0.7, "high": 1.4}],
+    "truncated below": [{"low": 0.8, "high": 1.4}],
+    "no lower bound": [{"kind": "reject", "low": 0.0, "high": 2.0}],
+    "always below 1": [{"low": 0.3, "high": 0.8}],
+    "always above 1": [{"kind": "mask", "low": 1.1, "high": 5.0}],
+    "rejected unless above 1": [{}, {"kind": "reject", "low": 1.1}],
+    "a bound without a number of fp32": [{"low": 1e-50, "high": 3e38}],
+    "unbounded": [{}],
+    "geometric": [{"high": 1.3, "level": "geometric"}],
+    "token rejection": [{"kind": "reject", "low": 0.7, "high": 1.4}],
+    "product rejection": [{"kind": "reject", "low": 0.5, "high": 2.0, "level": "product"}],
+    "worst token": [{"kind": "reject", "low": 0.7, "high": 3.0, "level": "worst_token"}],
+    "seq-mask-tis": [{}, {"kind": "reject", "low": 0.9, "high": 1.3, "level": "geometric"}],
+    "off policy": [oracles.off_policy(0.05)],
+    "off policy for all": [oracles.off_policy(10.0)],
+    "current": [{"high": 1.5, "ratio": "current/sampling"}],
+    "current rejected": [
+        {"high": 1.5},
+        {"kind": "reject", "low": 0.5, "level": "product", "ratio": "current/sampling"},
+        {"kind": "reject", "high": 2.0, "advantages": "negative"},
+    ],
+}
 WORKSPACE_BYTES = linear.workspace_bytes  # keep the original, because each test case patches it
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 POISON = (math.nan, math.inf, -math.inf, 3e38)
@@ -64,14 +77,42 @@ BAD_IDS = (-100, -1, 10**6, 2**40)
 OF_ROWS = ("hidden", "ids", "mask", "advantages", "old", "ref", "sampling", "kept")
 
 
+def strided_last(x):
+    """Return a copy of x with stride 2: a view of every second element of a larger buffer."""
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def offset(x):
+    flat = torch.full((x.numel() + 3,), 5).to(x.dtype)
+    flat[3:] = x.reshape(-1)
+    return flat[3:].view(x.shape)
+
+
+def row_padded(x):
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 3).to(x.dtype)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def transposed(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+VIEWS = {f.__name__: f for f in (strided_last, offset, row_padded, transposed)}
+
+
 # ---- Relations between two calls. Each function returns nothing, and fails if they disagree.
-def changed(case: Case, change, *, names: tuple[str, ...] = OF_ROWS) -> Case:
+def changed(case: Case, change) -> Case:
     """Return a copy of the case in which `change` is applied to all tensors with one row per token.
 
     `change` gets the name and the tensor. Advantages may have one value per completion instead.
     """
-    given = {name: getattr(case, name) for name in names}
-    return case.but(**{name: change(name, x) for name, x in given.items() if x is not None})
+    given = {name: getattr(case, name) for name in OF_ROWS}
+    case = case.but(**{name: change(name, x) for name, x in given.items() if x is not None})
+    t = case.options["temperature"]
+    return case.with_options(temperature=change("", t)) if isinstance(t, torch.Tensor) else case
 
 
 def poisoned(case: Case) -> Case:
@@ -110,7 +151,7 @@ def assert_same(found: Result, expected: Result, tolerance: float | None = None)
 def poison_changes_no_bit(function, case, result, tolerance, how):
     """Check that no value at a masked token can change a bit, with and without gradients."""
     assert_same(run(function, poisoned(case), **how), result)
-    how = {name: x for name, x in how.items() if name != "upstream"}
+    how = {name: how[name] for name in ("layout", "backend")}
     with torch.no_grad():
         quiet = [call(function, x, **how) for x in (case, poisoned(case))]
     assert torch.equal(quiet[0].loss, quiet[1].loss)
@@ -206,8 +247,9 @@ def rows_may_be_named(function, case, result, tolerance, how):
     rows = rows + count * (rows % 2)
     rows = torch.where(mask.flatten(), rows, 10**9).view(mask.shape)
     stored = torch.cat([flat.flip(0)] * 2).detach().requires_grad_()
-    given = {name: x for name, x in how.items() if name not in ("layout", "upstream")}
-    out = call("linear", case, layout, hidden=stored, hidden_rows=rows, **given)
+    out = call(
+        "linear", case, layout, hidden=stored, hidden_rows=rows, backend=how["backend"]
+    )  # fmt: skip
     out.loss.backward()
     assert torch.equal(out.logps, result.raw.logps)
     grad = how["upstream"] * (stored.grad[:count] + stored.grad[count:]).flip(0).double()
@@ -243,21 +285,25 @@ def calls(draw):
     if draw(st.booleans()) and "delta" in OBJECTIVES[loss_type].params:
         options["delta"] = draw(st.sampled_from((1.05, 1.7, 4.0)))
     for name, values in (
-        ("temperature", (1.0, 0.6, 1.5)),
+        ("temperature", (1.0, 0.6, 1.5, "rows")),
         ("softcap", (None, 4.0)),
-        ("logit_scale", (1.0, 1.6)),
+        ("logit_scale", (1.0, 1.6, -1.3)),
         ("entropy_coef", (0.0, 0.1)),
-        ("top_entropy_quantile", (1.0, 0.55)),
-        ("corrections", CORRECTIONS),
+        ("top_entropy_quantile", (1.0, 0.55, 0.2)),
+        ("corrections", tuple(CORRECTIONS.values())),
     ):
         options[name] = draw(st.sampled_from(values))
     has_sampling = draw(st.booleans())
-    of_current = loss_type == "vespo" and options["corrections"] is CORRECTIONS[-1]
-    of_sampler = not has_sampling and options["corrections"] is not CORRECTIONS[OFF_POLICY]
-    if of_current or of_sampler:
+    read = {x.get("ratio", "old/sampling") for x in options["corrections"]}
+    of_current = loss_type == "vespo" and "current/sampling" in read
+    if of_current or not (has_sampling or read <= {"current/behaviour"}):
         del options["corrections"]
     B, L = draw(st.integers(0, 5)), draw(st.integers(0, 6))
     bits = draw(st.lists(st.integers(0, 3), min_size=B * L, max_size=B * L))
+    function = draw(st.sampled_from(("linear", "linear", "logits", "logps")))
+    if options["temperature"] == "rows":
+        rows = 0.5 + torch.rand(B, L, generator=torch.Generator().manual_seed(B + L))
+        options["temperature"] = 1.0 if function == "logps" else rows
     return {
         "options": options,
         "mask": torch.tensor([b > 0 for b in bits], dtype=torch.bool).reshape(B, L),
@@ -273,12 +319,12 @@ def calls(draw):
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
-        "function": draw(st.sampled_from(("linear", "linear", "logits", "logps"))),
+        "function": function,
         "layout": draw(st.sampled_from(("padded", "packed"))),
         "backend": draw(st.sampled_from(RUNNABLE)),
         "view": draw(st.sampled_from((None, *VIEWS))),
         "upstream": draw(st.sampled_from((1.0, -2.5))),
-        "totals": draw(st.booleans()),
+        "totals": draw(st.sampled_from((None, float, torch.tensor))),
         "workspace_rows": draw(st.sampled_from((None, 1, 40))),
         "relation": draw(st.sampled_from(tuple(RELATIONS))),
     }
@@ -331,6 +377,7 @@ def decisions_are_clear(case, expected) -> bool:
 
 
 @pytest.mark.fuzz
+@(pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.fuzz)
 @seed(SEED)
 @settings(
     max_examples=CASES,
@@ -354,7 +401,7 @@ def test_any_call(drawn, monkeypatch, poisoned_memory):
     if drawn["on_policy"]:
         case = case.but(old=None)
     if drawn["totals"]:
-        case = case.but(num_items=37, num_completions=11)
+        case = case.but(num_items=drawn["totals"](37), num_completions=drawn["totals"](11))
     if drawn["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
         # Use the padded layout, because this batch has as many tokens as completions. In the packed
         # layout, advantages of shape (T,) would be interpreted as one per completion.
@@ -375,6 +422,8 @@ def test_any_call(drawn, monkeypatch, poisoned_memory):
     monkeypatch.setattr(linear, "workspace_bytes", smaller)
     monkeypatch.setattr(head_support, "GATHERED_COST", drawn["gathered_cost"])
     how = {name: drawn[name] for name in ("layout", "backend", "upstream")}
+    if case.mask.numel() and drawn["relation"] not in ("poison", "repeat rows"):
+        how["view"] = view  # those relations compare bits, which depend on strides
     result = run(drawn["function"], case, **how)
     size = sum(w.abs().sum().item() for w in expected.losses) + 1.0
     assert abs(result.loss.item() - expected.loss.item()) <= 1e-5 * size

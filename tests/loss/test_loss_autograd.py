@@ -92,21 +92,6 @@ def test_inplace_tells_autograd_that_the_logits_are_gone(backend):
         out.loss.backward()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("overlap", ["expanded", "sliding"])
-def test_inplace_refuses_rows_that_share_memory(overlap, backend):
-    case = make_case(56, **options_for("grpo"))
-    B, L, V = case.logits.shape
-    views = {
-        "expanded": case.logits[0, 0].clone().expand(B, L, V),
-        "sliding": torch.randn(B * L + V).as_strided((B, L, V), (L, 1, 1)),
-    }
-    said = "logits: inplace=True expects rows .* share no memory, got strides"
-    with pytest.raises(ValueError, match=said):
-        view = views[overlap].requires_grad_()
-        call("logits", case, logits=view, inplace=True, backend=backend)
-
-
 WEIGHT = "lm_head_weight"
 
 
@@ -152,51 +137,6 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
         assert (V, H) in shapes and not any(s[-1] == H and s[0] != V for s in shapes)
     else:
         assert not {(V, H), (H, V)} & shapes and any(s[-1] == H for s in shapes)
-
-
-def strided_last(x):
-    """Return a copy of x with stride 2: a view of every second element of a larger buffer."""
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
-    wide[..., ::2] = x
-    return wide[..., ::2]
-
-
-def offset(x):
-    flat = torch.full((x.numel() + 3,), 5).to(x.dtype)
-    flat[3:] = x.reshape(-1)
-    return flat[3:].view(x.shape)
-
-
-def row_padded(x):
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 3).to(x.dtype)
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
-
-
-def transposed(x):
-    return x.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-VIEWS = {f.__name__: f for f in (strided_last, offset, row_padded, transposed)}
-
-
-@pairs(backend=BACKENDS, function=FUNCTIONS, dtype=[torch.float32, torch.bfloat16], view=VIEWS)
-def test_views_are_read_as_they_are(view, dtype, function, backend):
-    if function == "logps" and dtype != torch.float32:
-        pytest.skip("logps are fp32")
-    case = make_case(62, dtype=dtype, sampling=True, **options_for("grpo", beta=0.2))
-    expected, f = run(function, case, backend=backend), VIEWS[view]
-    names = ("ids", "mask", "old", "ref", "sampling", "advantages")
-    other = case.but(**{n: f(getattr(case, n)) for n in names if getattr(case, n).dim() > 1
-                        or view != "transposed"})  # fmt: skip
-    leaves = leaves_of(function, case)
-    leaves = {n: (f(x) if x.dim() > 1 else x).detach().requires_grad_() for n, x in leaves.items()}
-    out = call(function, other, **leaves, backend=backend)
-    out.loss.backward()
-    tolerance = 2e-3 if dtype != torch.float32 else 2e-6 if function == "linear" else 0
-    assert abs(out.loss.item() - expected.loss.item()) <= 1e-6
-    for name, leaf in leaves.items():
-        assert relative_l2(leaf.grad, expected.grads[name.removeprefix("lm_head_")]) <= tolerance
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

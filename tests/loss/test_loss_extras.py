@@ -34,60 +34,7 @@ from tests.loss_cases import (
 from tests.pairs import pairs
 
 EXACT = dict(loss_tol=3e-6, grad_tol=1e-5)
-CORRECTIONS = {
-    **oracles.WORDS,
-    "IcePop": [{"kind": "mask", "low": 0.7, "high": 1.4}],
-    "truncated below": [{"low": 0.8, "high": 1.4}],
-    "no lower bound": [{"kind": "reject", "low": 0.0, "high": 2.0}],
-    "always below 1": [{"low": 0.3, "high": 0.8}],
-    "always above 1": [{"kind": "mask", "low": 1.1, "high": 5.0}],
-    "rejected unless above 1": [{}, {"kind": "reject", "low": 1.1}],
-    "a bound without a number of fp32": [{"low": 1e-50, "high": 3e38}],
-    "unbounded": [{}],
-    "geometric": [{"high": 1.3, "level": "geometric"}],
-    "token rejection": [{"kind": "reject", "low": 0.7, "high": 1.4}],
-    "product rejection": [{"kind": "reject", "low": 0.5, "high": 2.0, "level": "product"}],
-    "worst token": [{"kind": "reject", "low": 0.7, "high": 3.0, "level": "worst_token"}],
-    "seq-mask-tis": [{}, {"kind": "reject", "low": 0.9, "high": 1.3, "level": "geometric"}],
-    "off policy": [oracles.off_policy(0.05)],
-    "off policy for all": [oracles.off_policy(10.0)],
-    "current": [{"high": 1.5, "ratio": "current/sampling"}],
-    "current rejected": [
-        {"high": 1.5},
-        {"kind": "reject", "low": 0.5, "level": "product", "ratio": "current/sampling"},
-        {"kind": "reject", "high": 2.0, "advantages": "negative"},
-    ],
-}
-
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pairs(function=FUNCTIONS, correction=CORRECTIONS,
-       loss_type=["grpo", "gspo", "cispo", "vespo", "gmpo", "reinforce"])  # fmt: skip
-def test_sampling_correction(loss_type, correction, function):
-    options = options_for(loss_type, beta=0.2, corrections=CORRECTIONS[correction])
-    if (loss_type, correction) == ("vespo", "current"):
-        with pytest.raises(
-            ValueError, match=r"corrections\.ratio=.* conflicts with loss_type='vespo'"
-        ):
-            grpo_fast.LossConfig(**options)
-        return
-    layout = LAYOUTS[len(correction or "") % 2]
-    for seed in (31, 32):
-        case = make_case(seed, sampling=True, **options)
-        check(function, case, layout=layout, **EXACT)
-
-
-def test_a_correction_is_refused_without_the_logps_that_it_reads():
-    for correction in ({"kind": "mask", "high": 2.0}, {"kind": "reject", "high": 2.0}, {}):
-        case = make_case(31, **options_for("grpo", corrections=[correction]))
-        for function in FUNCTIONS:
-            with pytest.raises(ValueError, match="sampling_logps=None conflicts with corrections"):
-                run(function, case)
-    # The off-policy mask uses old_logps if sampling_logps is missing.
-    case = make_case(34, **options_for("grpo", beta=0.2, corrections=[oracles.off_policy(0.05)]))
-    for function in FUNCTIONS:
-        check(function, case, **EXACT)
 
 
 NEGATIVE = {"kind": "reject", "low": 0.5, "high": 2.0, "advantages": "negative"}
@@ -148,23 +95,6 @@ def test_tiny_weights_have_an_effective_sample_size():
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
-def test_sampling_correction_without_old_logps_is_a_constant(correction):
-    """Check that the correction weight is a constant factor of the loss if old_logps is missing.
-
-    The weight is then exp(logp − sampling_logp), where logp must be detached.
-    """
-    case = make_case(
-        32, sampling=True, **options_for("grpo"), corrections=CORRECTIONS[correction]
-    ).but(old=None)
-    logps, _ = reference_logps(case)
-    case = case.but(
-        sampling=logps - torch.where(case.mask, 0.3, 0.0) * case.advantages.sign().unsqueeze(1)
-    )
-    for function in ("logps", "linear"):
-        check(function, case, **EXACT)
-
-
 def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
     """Check that a token whose sampling_logp is NaN counts as a token whose ratio is 1.
 
@@ -180,15 +110,6 @@ def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
     case = case.with_options(corrections=oracles.WORDS["token_truncate"])
     a, b = run("logps", case.but(sampling=holed)), run("logps", case.but(sampling=agreeing))
     assert a.loss == b.loss and torch.equal(a.grads["logps"], b.grads["logps"])
-
-
-@pairs(function=FUNCTIONS, layout=LAYOUTS, entropy_coef=[0.0, 0.3], quantile=[0.2, 0.5, 0.8, 1.0])
-def test_top_entropy_mask(quantile, entropy_coef, layout, function):
-    options = options_for(
-        "dapo", beta=0.2, top_entropy_quantile=quantile, entropy_coef=entropy_coef
-    )
-    case = make_case(37, **options)
-    check(function, case, layout=layout, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -235,23 +156,6 @@ def test_the_mean_over_prompts(loss_type, layout, function):
     torch.testing.assert_close(parts, whole.loss)
 
 
-def test_the_mean_over_prompts_refuses():
-    case = make_case(39, **options_for("dapo", aggregation="prompt_mean", group_size=2))
-    for items in (None, 3.0, torch.ones(4), torch.full((5,), -1.0), torch.full((5,), math.nan)):
-        with pytest.raises(ValueError, match="num_items_in_batch: expected"):
-            run("logps", case.but(num_items=items))
-    for size in (None, 0, 1.5):
-        with pytest.raises(ValueError, match="group_size(=None conflicts with aggregation=|: )"):
-            grpo_fast.LossConfig(aggregation="prompt_mean", group_size=size)
-
-
-@pairs(backend=BACKENDS, function=["logits", "linear"], num_items=[None, 57],
-       loss_type=["grpo", "gspo", "cispo", "gmpo"])  # fmt: skip
-def test_entropy_bonus_is_differentiable_in_the_fused_path(loss_type, num_items, function, backend):
-    case = make_case(39, **options_for(loss_type, entropy_coef=0.25))
-    check(function, case.but(num_items=num_items), backend=backend, **EXACT)
-
-
 @pairs(backend=BACKENDS, function=["logits", "linear"])
 def test_entropy_is_returned_when_asked_for(function, backend):
     case = make_case(40, **options_for("grpo"))
@@ -264,22 +168,6 @@ def test_entropy_is_returned_when_asked_for(function, backend):
     assert not result.raw.entropy.requires_grad and not result.raw.logps.requires_grad
     for x in (result.raw.loss, result.raw.logps, result.raw.entropy):
         assert x.dtype == torch.float32
-
-
-RULES = (
-    {"temperature": 0.7}, {"temperature": 1.9}, {"softcap": 3.0}, {"logit_scale": 0.4},
-    {"logit_scale": -1.3}, {"temperature": 0.6, "softcap": 4.0, "logit_scale": 1.7},
-    {"temperature": 0.5 + torch.rand(5, 7, generator=torch.Generator()), "softcap": 6.0},
-)  # fmt: skip
-
-
-@pairs(backend=BACKENDS, bias=[True, False], function=["logits", "linear"], layout=LAYOUTS,
-       rule=RULES)  # fmt: skip
-def test_scale_softcap_temperature_and_bias(rule, function, layout, bias, backend):
-    case = make_case(41, bias=bias, scale=1.5, **options_for("grpo", beta=0.2, entropy_coef=0.1))
-    case = case.with_options(**rule)
-    result = check(function, case, layout=layout, backend=backend, **EXACT)
-    assert (result.logps - truth(function, case).logps)[case.mask].abs().max() < 5e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -451,16 +339,3 @@ def test_rows_without_a_gradient_cost_no_second_chunk(monkeypatch, dtype):
     is_narrow = dtype == torch.bfloat16 and gemm.unavailable(dtype) is None
     chunk = rows * vocab * (2 if is_narrow else 4) / 2**20
     assert measure.allocated_peak(call) / 2**20 < 1.25 * chunk
-
-
-def test_what_the_entropy_bonus_is_divided_by():
-    """Check the divisor: `num_items_in_batch`, or without it the number of tokens that are kept."""
-    logps, entropy = torch.randn(2, 6).exp().neg(), torch.rand(2, 6)
-    for quantile, kept in ((1.0, 12), (0.2, 3)):
-        config = grpo_fast.LossConfig(entropy_coef=1.0, top_entropy_quantile=quantile)
-        total = entropy.flatten().topk(kept).values.sum()
-        for count, items in ((kept, None), (12, 12), (100, 100)):
-            found = grpo_fast.grpo_loss(
-                logps, torch.zeros(2), config, entropy=entropy, num_items_in_batch=items
-            )
-            torch.testing.assert_close(found.loss, -total / count)

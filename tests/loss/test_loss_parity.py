@@ -19,18 +19,17 @@ from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
     ENGINES,
+    EVERYWHERE,
     FUNCTIONS,
     LAYOUTS,
     LEVELS,
     LOSS_LEVELS,
-    Case,
     check,
     cu_seqlens_of,
     make_case,
     options_for,
     pack,
     reference_logps,
-    relative_l2,
     run,
     spans,
 )
@@ -45,7 +44,7 @@ WAYS = [
     pytest.param("logps", None, id="logps"),
     *(
         pytest.param(function, *p.values, id=f"{function}-{p.id}", marks=p.marks)
-        for function, backends in (("logits", ENGINES), ("linear", BACKENDS))
+        for function, backends in (("logits", ENGINES), ("linear", EVERYWHERE))
         for p in backends
     ),
 ]
@@ -74,11 +73,6 @@ def test_kl_estimators(function, level, kl_estimator, times_ratio):
     options = {"beta": 0.4, "kl_estimator": kl_estimator, "kl_times_ratio": times_ratio}
     for clamps in ({}, {"kl_clamp": 0.12}, {"kl_input_clamp": 0.45, "kl_clamp": 0.12}):
         check(function, make_case(4, **options_for("grpo", level, **options, **clamps)))
-
-
-@pairs(function=FUNCTIONS, loss_type__level=LOSS_LEVELS)
-def test_on_policy_without_old_logps(loss_type, level, function):
-    check(function, make_case(7, **options_for(loss_type, level)).but(old=None))
 
 
 # ---------------- Test inputs with infinities and empty inputs that caused bugs in other libraries
@@ -144,46 +138,11 @@ def test_trap_old_logp_far_from_logp(loss_type, level, gap, function):
             assert torch.isfinite(metric).all(), name
 
 
-# --------- Test totals of a step, and the aggregation that depends on the split into micro-batches
-# Lengths of the twelve completions, one of which is empty. They vary enough that the micro-batches
-# have different numbers of tokens.
-LENGTHS = [9, 1, 4, 0, 7, 2, 9, 3, 3, 8, 1, 5]
-
-
-def step(**options) -> Case:
-    mask = torch.arange(9)[None, :] < torch.tensor(LENGTHS)[:, None]
-    case = make_case(91, mask=mask, **options)
-    return case.but(num_items=float(mask.sum()), num_completions=len(LENGTHS))
-
-
-def piece(case: Case, rows: slice) -> Case:
-    fields = {n: getattr(case, n) for n in
-              ("hidden", "ids", "mask", "advantages", "old", "ref", "sampling")}  # fmt: skip
-    return case.but(**{n: None if x is None else x[rows] for n, x in fields.items()})
-
-
-def test_totals_may_be_numbers_or_tensors():
-    case = step(**options_for("dapo"))
-    expected = run("linear", case)
-    for kind in (lambda x: int(x), lambda x: torch.tensor(x), lambda x: torch.tensor(int(x))):
-        totals = {f"num_{n}_in_batch": kind(getattr(case, f"num_{n}"))
-                  for n in ("items", "completions")}  # fmt: skip
-        same = run("linear", case, **totals)
-        assert torch.equal(same.loss, expected.loss)
-
-
-def test_the_local_mean_depends_on_the_split_by_definition():
-    case = step(**options_for("bnpo"))
-    whole = run("linear", case)
-    parts = [run("linear", piece(case, s)) for s in (slice(0, 3), slice(3, 12))]
-    assert relative_l2(sum(p.grads["weight"] for p in parts), whole.grads["weight"]) > 0.1
-
-
 # ----- Test extreme shapes: vocabulary sizes, long and empty batches, −inf columns, 64-bit offsets
 # With 1 column, the softmax is constant. 127 and 129 are next to a power of two, and not multiples
-# of a vector width. The last three are sizes of real tokenizers (GPT-2, Qwen, Gemma). 50257 is odd,
-# and 262144 is the largest size in use.
-VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 262144)
+# of a vector width. The last two are sizes of real tokenizers (GPT-2, Gemma). 50257 is odd, and
+# 262144 is the largest size in use.
+VOCABULARIES = (1, 2, 127, 129, 50257, 262144)
 # The relative and the absolute error that one rounding to a dtype may cause. The relative error is
 # half a unit in the last place. The absolute error is half the smallest positive fp16 number.
 ONE_STORE = {
@@ -251,11 +210,12 @@ def test_completions_longer_than_a_16_bit_index(L, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_row_offsets_beyond_two_to_the_31(dtype, backend):
+def test_row_offsets_beyond_two_to_the_31(dtype, backend, monkeypatch):
     """Check that two rows of logits may be more than 2³¹ elements apart, beyond 32-bit offsets.
 
-    The memory between the rows is reserved but never touched.
+    The memory between the rows is reserved but never touched, so it must not be poisoned.
     """
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     V, stride = 64, 2**31 + 128
     try:
         base = torch.empty(stride + V, dtype=dtype)

@@ -15,6 +15,7 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from tests import oracles
 from tests.loss_cases import (
     BACKENDS,
+    EVERYWHERE,
     IS_INTERPRETER,
     LAYOUTS,
     LEAVES_AND_LEVELS,
@@ -65,7 +66,7 @@ def assert_seen(case: Case, function: str, backend: str, layout: str = "padded",
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"
 
 
-@pairs(layout=LAYOUTS, is_on_policy=ON_POLICY, backend=BACKENDS, function=HEADS,
+@pairs(layout=LAYOUTS, is_on_policy=ON_POLICY, backend=EVERYWHERE, function=HEADS,
        loss_type__level=LEAVES_AND_LEVELS)  # fmt: skip
 def test_for_every_loss(loss_type, level, backend, function, is_on_policy, layout):
     case = make_case(31, **options_for(loss_type, level))
@@ -75,15 +76,16 @@ def test_for_every_loss(loss_type, level, backend, function, is_on_policy, layou
             assert_seen(spoiled(case, where, value), function, backend, layout)
 
 
-@pairs(kl_estimator=tuple(KL_ESTIMATORS), backend=BACKENDS, function=HEADS, is_on_policy=ON_POLICY,
-       times_ratio=[False, True], loss_type=["grpo", "gspo", "gmpo", "vespo", "cispo"])  # fmt: skip
+@pairs(kl_estimator=tuple(KL_ESTIMATORS), backend=EVERYWHERE, function=HEADS,
+       is_on_policy=ON_POLICY, times_ratio=[False, True],
+       loss_type=["grpo", "gspo", "gmpo", "vespo", "cispo"])  # fmt: skip
 def test_beside_a_kl(loss_type, backend, function, kl_estimator, is_on_policy, times_ratio):
     kl = {"beta": 0.2, "kl_estimator": kl_estimator, "kl_times_ratio": times_ratio}
     case = spoiled(make_case(32, **options_for(loss_type, **kl)), "hidden", math.nan)
     assert_seen(case.but(old=None) if is_on_policy else case, function, backend)
 
 
-@pairs(options=FILTERS.items(), backend=BACKENDS, function=HEADS, advantage=[-0.8, 0.0],
+@pairs(options=FILTERS.items(), backend=EVERYWHERE, function=HEADS, advantage=[-0.8, 0.0],
        loss_type=["grpo", "gspo", "kimi", "reinforce"])  # fmt: skip
 def test_where_a_filter_drops_the_row(loss_type, backend, function, options, advantage):
     case = make_case(33, sampling=True, **options_for(loss_type, **options))

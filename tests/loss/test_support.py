@@ -12,15 +12,13 @@ import torch
 from grpo_fast import Support, linear_logps, logits_logps
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
-from tests import loss_cases, oracle_inputs, oracles
+from tests import loss_cases, oracle_inputs
 from tests.kernels.formulas import torch_threads
 from tests.loss_cases import (
-    AGGREGATIONS,
     BACKENDS,
     ENGINES,
     IS_INTERPRETER,
     LAYOUTS,
-    LEAVES_AND_LEVELS,
     kept_ids,
     make_case,
     options_for,
@@ -56,14 +54,6 @@ def check(function, case, **how):
     return result
 
 
-@pairs(form=FORMS, loss_type__level=LEAVES_AND_LEVELS, backend=ENGINES,
-       aggregation=(None, *AGGREGATIONS), layout=LAYOUTS)  # fmt: skip
-def test_every_loss(loss_type, level, form, backend, aggregation, layout, monkeypatch):
-    beta = {} if loss_type in ("kimi", "dro") else {"beta": 0.4}
-    case = make_case(31, support=True, **options_for(loss_type, level, aggregation, **beta))
-    check(take(form, monkeypatch), case, backend=backend, layout=layout)
-
-
 @pairs(
     form=FORMS,
     loss_type__more=[
@@ -93,25 +83,6 @@ def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, mon
         assert torch.equal(over.grads["logits"], result.grads["logits"])
 
 
-EXTRAS = {
-    "softcap": dict(softcap=3.0),
-    "scale": dict(logit_scale=-1.4, temperature=0.7),
-    "entropy bonus": dict(entropy_coef=0.2),
-    "entropy quantile": dict(top_entropy_quantile=0.55, compute_entropy=True),
-    "correction": dict(corrections=oracles.WORDS["token_truncate"]),
-    "temperatures": dict(
-        temperature=0.5 + torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
-    ),
-    "off policy": dict(corrections=[oracles.off_policy(0.07)], softcap=2.0, entropy_coef=-0.1),
-}
-
-
-@pairs(form=FORMS, extra=EXTRAS.items(), backend=BACKENDS)
-def test_extras(form, extra, backend, monkeypatch):
-    case = make_case(33, support=True, sampling=True, **options_for("grpo"), **extra)
-    check(take(form, monkeypatch), case, backend=backend)
-
-
 @pairs(form=FORMS, backend=ENGINES, over=("support", "vocabulary"))
 def test_no_row_has_the_whole_vocabulary(form, backend, over, monkeypatch):
     """Check that masked rows get gradient 0 if no active row uses the full vocabulary.
@@ -131,15 +102,6 @@ def test_no_row_has_the_whole_vocabulary(form, backend, over, monkeypatch):
     if form == "logits":
         over = run(function, case, backend=backend, inplace=True)
         assert torch.equal(over.grads["logits"], result.grads["logits"])
-
-
-@pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=ENGINES)
-def test_sixteen_bits(form, dtype, backend, monkeypatch):
-    """Check that each 16-bit gradient is summed in fp32 and rounded only once."""
-    case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
-    half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
-    function, tol = take(form, monkeypatch), 1.01 * half_ulp
-    loss_cases.check(function, case, backend=backend, loss_tol=2e-6, grad_tol=tol)
 
 
 # Use smaller sizes in Triton's interpreter, because it runs one program for each row of dW.
@@ -267,17 +229,6 @@ def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch)
     torch.testing.assert_close(answers[2], answers[0], rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("backend", ENGINES)
-def test_a_set_of_the_target_alone_is_certain(backend):
-    hidden, weight, _, ids, _ = rows(4)
-    alone = Support(ids.int(), torch.arange(T + 1))
-    lp, entropy = linear_logps(
-        hidden, weight, ids, support=alone, return_entropy=True, backend=backend
-    )
-    gradients = torch.autograd.grad((lp * 3 + entropy).sum(), (hidden, weight))
-    assert not lp.any() and not entropy.any() and not any(x.any() for x in gradients)
-
-
 @pairs(some={"mixed": True, "sets": False}.items(), form=COST, backend=ENGINES)
 def test_one_hidden_row_may_serve_several_targets(backend, form, some, monkeypatch):
     take(form, monkeypatch)
@@ -335,18 +286,11 @@ def test_the_same_bits_for_any_number_of_threads(form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ENGINES)
-def test_what_is_masked_is_inert_and_nan_is_loud(form, backend, monkeypatch):
+def test_nan_is_loud(form, backend, monkeypatch):
     function = take(form, monkeypatch)
     case = make_case(36, support=True, **options_for("grpo"))
-    clean = run(function, case, backend=backend)
-    poisoned = case.hidden.clone()
-    poisoned[~case.mask] = torch.nan
-    if function == "linear":
-        result = run(function, case.but(hidden=poisoned), backend=backend)
-        assert all(torch.equal(result.grads[k], clean.grads[k]) for k in clean.grads)
-    poisoned = case.hidden.clone()
-    poisoned[0, 1] = torch.nan
-    result = run(function, case.but(hidden=poisoned), backend=backend)
+    case.hidden[0, 1] = torch.nan
+    result = run(function, case, backend=backend)
     assert result.loss.isnan() and result.logps[0, 1].isnan()
     assert any(x.isnan().any() for x in result.grads.values())
 
@@ -388,50 +332,6 @@ def test_large_sets_come_in_chunks(monkeypatch):
             patch.setattr(support_reference, "BLOCK_ELEMENTS", 7 * H)
             for x, y in zip(whole, answer(backend), strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-
-
-IDS = rows()[3]
-THREE = torch.stack([(IDS + 1) % V, IDS, (IDS + 7) % V], 1)  # three ids for each row
-OFFSETS = torch.arange(T + 1) * 3
-
-
-def with_id(row: int, place: int, value: int) -> torch.Tensor:
-    """Return the ids of THREE as one vector, with one id replaced by `value`."""
-    return THREE.index_put((torch.tensor(row), torch.tensor(place)), torch.tensor(value)).flatten()
-
-
-REFUSED = [
-    (with_id(4, 0, V), OFFSETS, rf"support\.ids: .*\[0, {V}\)"),
-    (with_id(4, 0, -1), OFFSETS, rf"support\.ids: .*\[0, {V}\)"),
-    (with_id(4, 0, int(IDS[4])), OFFSETS, r"support\.ids: .*no id twice"),
-    (with_id(T - 1, 1, V - 1), OFFSETS, "support: .*target among the ids of its set"),
-    (THREE.flatten().float(), OFFSETS, r"support\.ids: .*int64 or int32"),
-    (THREE, OFFSETS, r"support\.ids: .*\(nnz,\)"),
-    (THREE.flatten().to("meta"), OFFSETS, r"support\.ids: expected the device"),
-    (THREE.flatten(), OFFSETS.where(OFFSETS != 9, 2), r"support\.offsets: expected non-decreasing"),
-    (THREE.flatten(), OFFSETS.clamp(min=1), r"support\.offsets: .*from 0"),
-    (THREE.flatten(), OFFSETS.clamp(max=3 * T - 1), r"support\.offsets: .*nnz"),
-    (THREE.flatten(), OFFSETS[:-1], r"support\.offsets: expected shape"),
-    (THREE.flatten(), OFFSETS.int(), r"support\.offsets: .*int64"),
-    (THREE.flatten(), OFFSETS.tolist(), r"support\.offsets: .*int64"),
-]
-
-
-@pytest.mark.parametrize(("ids", "offsets", "message"), REFUSED)
-def test_refusals(ids, offsets, message):
-    hidden, weight, *_ = (x.detach() for x in rows())
-    with pytest.raises(ValueError, match=f"(?s)^{message}.*got"):
-        linear_logps(hidden, weight, IDS, support=Support(ids, offsets))
-    with pytest.raises(ValueError, match="^support: expected None or a Support.*got"):
-        linear_logps(hidden, weight, IDS, support=(ids, offsets))
-    good = Support(THREE.flatten(), OFFSETS)
-    assert linear_logps(hidden, weight, IDS, support=good).isfinite().all()
-
-
-def test_a_support_excludes_grad_filter():
-    case = make_case(31, support=True, **options_for("grpo"))
-    with pytest.raises(ValueError, match="grad_filter=0.1 conflicts with support"):
-        run("linear", case, grad_filter=0.1)
 
 
 def test_rows_that_do_not_count_may_hold_anything():

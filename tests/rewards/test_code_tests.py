@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from grpo_fast.data import Example
 from grpo_fast.data import answers as data_answers
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import build_rewards, check_examples
-from grpo_fast.rewards.columns import with_usable_tests
+from grpo_fast.rewards.columns import usable
 from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.train.config import DataConfig
 from tests.reward_specs import spec
@@ -25,37 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 4"]
 GOOD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
-HOSTILE = {
-    "fork bomb": "import os\nwhile True:\n    os.fork()",
-    "threads": "import threading\nwhile True:\n    threading.Thread(target=print).start()",
-    "endless output": "import sys\nwhile True:\n    print('x' * 9999)\n"
-    "    sys.stderr.write('x' * 9999)",
-    "output everywhere": "import os\nfor fd in range(64):\n    try:\n"
-    "        while True: os.write(fd, b'x' * 9999)\n    except OSError: pass",
-    "deletes": "import os\nos.unlink(VICTIM)",
-    "empties": "open(VICTIM, 'w')",
-    "moves": "import os\nos.rename(VICTIM, VICTIM + '.moved')",
-    "writes": "open(VICTIM + '.new', 'w').write('x')",
-    "memory of others": "import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b')",
-    "socket": "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
-    "starts a program": "import subprocess\nsubprocess.run(['touch', VICTIM + '.new'])",
-    "becomes a program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 0'])",
-    "exit handler": "import atexit\natexit.register(lambda: 1 / 0)\nraise KeyboardInterrupt",
-    "ignores signals": "import signal, time\nfor s in range(1, 32):\n    try:\n"
-    "        signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError):\n        pass\n"
-    "time.sleep(1000)",
-    "grows": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
-    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
-    "kills the group": "import os\nos.killpg(0, 9)",
-    "raises its limits": "import resource\n"
-    "resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)",
-    "limits its parent": "import os, resource\n"
-    "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
-    "native code": "import ctypes\nctypes.string_at(0)",
-    "deep": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+CHEATS = yaml.safe_load(Path(__file__).with_name("cheats.yaml").read_text())
+HOSTILE = CHEATS["hostile"] | {
     "deep source": "x = " + "(" * 50_000,
-    "no code": "I do not know.",
-    "empty": "",
     "control characters": "\x00\x1b[2J\ud800",
 }
 
@@ -148,41 +121,6 @@ def test_many_answers_that_hang_have_their_own_time():
     assert not pattern.bounded, "its time limit is for the whole call"
 
 
-MIX = "```python\nimport math\n```\nthen\n```py\ndef f(): return 2\n```\nuse:\n```python\nf(1)\n```"
-FENCES = [
-    # (completion, blocks if the tests call f, last block of a program)
-    ("x = 1", ["x = 1"], "x = 1"),
-    ("", [""], ""),
-    ("```python\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```python\nx = 1", ["x = 1"], "x = 1"),
-    ("~~~python\nx = 1\n~~~\nbye", ["x = 1\n"], "x = 1\n"),
-    ("````python\nx = '```'\n````", ["x = '```'\n"], "x = '```'\n"),
-    ("1. So:\n   ```python\n   f = 1\n     \n   ```\n2. Done", ["f = 1\n\n"], "f = 1\n\n"),
-    ("- ```python\n  f = 1\n  ```", ["f = 1\n"], "f = 1\n"),
-    ("a `b` c\n```{.python}\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```python3.11 title='a.py'\nx = 1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```c\nint x;\n```", ["int x;\n"], "int x;\n"),
-    ("```python\nx = 1\n```\nOutput:\n```\n1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```python\nx = 1\n```\n```pycon\n>>> x\n1\n```", ["x = 1\n"], "x = 1\n"),
-    ("```py\nf = 1\n```\nbetter:\n```Python\nf = 2\n```", ["f = 1\n", "f = 2\n"], "f = 2\n"),
-    ("```py\nf = 1\n```\nor ```py\nf = 3", ["f = 1\n", "f = 3"], "f = 3"),
-    (
-        '```py\ndef f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n```',
-        ['def f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n'],
-        'def f():\n    """Use:\n    ```\n    f()\n    ```\n    """\n',
-    ),
-    ("So:\n<answer>\nf = 1\n</answer>", ["\nf = 1\n"], "\nf = 1\n"),
-    (MIX, ["import math\n", "def f(): return 2\n"], "f(1)\n"),
-]
-
-
-@pytest.mark.parametrize(("text", "blocks", "program"), FENCES)
-def test_the_code_is_found_in_the_fenced_blocks(text, blocks, program):
-    assert worker.code_of(text, ["f"]) == blocks
-    assert worker.code_of(text)[-1] == program
-
-
 @pytest.mark.parametrize(
     "unit", ["`", "```\n", "``` \n", "```a\n\n\n", "\t\n", "````\n```\n", "~~~\n \n"]
 )
@@ -206,9 +144,6 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
     assert "at least one assert" in rewards.last_error["code_tests"]
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
         check_examples(rewards, [Example("p", "a", None)], "train")
-    rows = [Example("p", "a", None, {"tests": tests}) for tests in (TESTS, "assert f(1).x == 2")]
-    with pytest.raises(ValueError, match="got 1 of 2 without, first 'p': .*assert f.1..x == 2"):
-        check_examples(rewards, rows, "train")
 
 
 def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path, caplog):
@@ -216,17 +151,17 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
     path = tmp_path / "d.jsonl"
     rows = [{"question": f"q{i}", **listed[i % 3]} for i in range(12)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    splits = Splits(DataConfig(task="jsonl", path=str(path), n_test=6), 0)
-    remedy = "without, first .*data.drop_unusable=true skips such rows"
-    with pytest.raises(ValueError, match=remedy):
-        check_examples(rewards, splits.listed, "training")
-    kept = splits.only(functools.partial(with_usable_tests, rewards))
+    config = DataConfig(task="jsonl", path=str(path), n_test=2)
+    refused = "got 8 of 12 without, first 'q1': .*assert f.1..x.*data.drop_unusable=true skips such"
+    with pytest.raises(ValueError, match=refused):
+        Splits(config, 0, usable=functools.partial(usable, rewards, False))
+    kept = Splits(config, 0, usable=functools.partial(usable, rewards, True))
     assert {e.prompt for e in [*kept.train, *kept.test]} == {"q0", "q3", "q6", "q9"}
-    assert caplog.text.count("rows with tests that code_tests refuses are skipped") == 2
+    assert "8 rows with tests that code_tests refuses are skipped" in caplog.text
     check_examples(rewards, kept.listed, "training")
-    assert with_usable_tests(build_rewards([spec("gsm8k_format")]), splits.train) is splits.train
-    with pytest.raises(ValueError, match="expected usable rows in both splits, got 0 and 0"):
-        splits.only(lambda examples: [])
+    assert usable(build_rewards([spec("gsm8k_format")]), False, kept.train) is kept.train
+    with pytest.raises(ValueError, match="expected at least one training example in .*, got none"):
+        Splits(config, 0, usable=lambda examples: [])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from grpo_fast.data import Example
 from grpo_fast.data.prompts import Form, in_chat
 from grpo_fast.data.records import parse_record
-from grpo_fast.data.splits import read_examples
 from grpo_fast.rewards import build_rewards, check_examples, score
 from grpo_fast.rewards.conventions import convention_of, parameters_of
 from grpo_fast.train.config import DataConfig, RewardConfig
@@ -224,18 +223,6 @@ def test_texts_stay_texts_when_the_chat_template_is_used(tmp_path, here):
     found = score(rewards, examples, ["a"] * 3)
     assert found.per_fn["kinds"].tolist() == [0, 0, 11]
     assert found.per_fn["own"].tolist() == [2, 3, 1]  # "q?", "q?!", and one message
-
-
-@pytest.mark.parametrize("here", [False, True])
-def test_columns_of_a_csv_file_have_types(tmp_path, here):
-    (tmp_path / "rows.csv").write_text("question,answer,n,share,code\n1+1?,2,2,0.5,007\n")
-    (tmp_path / "typed.py").write_text(
-        "def typed(completions, n, share, code, **kwargs):\n"
-        "    return [float((n, share, code) == ([2], [0.5], ['007']))]\n"
-    )
-    examples = read_examples(DataConfig(task="jsonl", path=str(tmp_path / "rows.csv")))
-    rewards = build_rewards([spec(f"{tmp_path}/typed.py:typed", in_process=here)])
-    assert score(rewards, examples, ["2"]).total.tolist() == [1.0]
 
 
 def test_a_slow_sample_is_named_with_its_prompt(tmp_path, caplog):

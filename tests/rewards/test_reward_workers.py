@@ -6,7 +6,7 @@ import os
 import pytest
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards, check_examples, scoring
+from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards, check_examples, isolated
 from grpo_fast.rewards import score as score_examples
 from tests.reward_specs import spec
 
@@ -106,7 +106,7 @@ def test_a_file_is_found_without_being_importable(file, build, monkeypatch, tmp_
     for wrong, why in (
         (f"{file}:nothing", "function 'nothing' in .*found no such name; functions: pid"),
         (f"{tmp_path}/no.py:f", "/no.py:f cannot be used: no such file: "),
-        (str(file), "name a function of the file, for example .*py:reward'; a custom function"),
+        (str(file), "a custom function .*; name a function of the file, for example .*py:reward'"),
         (f"{file}:unnamed", "expected parameters that can be given by name"),
         ("no_such_module:f", "could not import 'no_such_module'"),
     ):
@@ -265,7 +265,7 @@ def test_without_math_verify_the_reward_says_what_to_install(monkeypatch, tmp_pa
         "raise ModuleNotFoundError(\"No module named 'math_verify'\")"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    scoring.expressions_worker.cache_clear()
+    isolated.built_in.cache_clear()
     with pytest.raises(ValueError, match=r"cannot be used: .*pip install 'grpo_fast\[math\]"):
         build_rewards([spec("math_equal")])
-    scoring.expressions_worker.cache_clear()
+    isolated.built_in.cache_clear()

@@ -287,7 +287,7 @@ def test_run_ends_above_the_threshold_only():
 
 
 def test_set_refuses_bad_arguments():
-    with pytest.raises(ValueError, match="'gsm8k_corect'; did you mean 'gsm8k_correct'"):
+    with pytest.raises(ValueError, match="'gsm8k_corect'; nearest: gsm8k_correct"):
         build_rewards([spec("gsm8k_corect")])
     with pytest.raises(ValueError, match="finite weight for exact_match, got nan"):
         build_rewards([spec("exact_match", math.nan)])

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from grpo_fast.data import Example
-from grpo_fast.data.answers import final_part, read_gold
+from grpo_fast.data.answers import final_part, read_gold, turns
 from grpo_fast.rewards import REWARDS, score, scorer_for
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.reward_set import RewardSet, WeightedReward
-from grpo_fast.rewards.scoring import answer_scorer, compare, is_expression, turns
+from grpo_fast.rewards.scoring import answer_scorer, compare, is_expression
 from tests.rewards.answer_pairs import FREE, MARKED
 
 needs_math = pytest.mark.skipif(
@@ -116,15 +116,15 @@ def test_long_answers_cost_less_than_a_second(unit):
 @pytest.mark.parametrize(
     ("text", "prefill", "final"),
     [
-        ("a", None, "a"), ("<think>a</think>b", None, "b"), ("a</think>b", None, "b"),
-        ("<think>a", None, ""), ("a", "<think>\n", ""), ("a</think>b", "<think>", "b"),
-        ("a<think>b<think>c", None, "a"), ("<think>a</think>b<think>c", None, "b"),
-        ("<THINKING>a</Thinking>b", None, "b"), ("[THINK]a[/THINK]b", None, "b"),
-        ("<reasoning>a</reasoning>b", None, "b"), ("<thinker>a", None, "<thinker>a"),
+        ("a", "", "a"), ("<think>a</think>b", "", "b"), ("a</think>b", "", "b"),
+        ("<think>a", "", ""), ("a", "<think>\n", ""), ("a</think>b", "<think>", "b"),
+        ("a<think>b<think>c", "", "a"), ("<think>a</think>b<think>c", "", "b"),
+        ("<THINKING>a</Thinking>b", "", "b"), ("[THINK]a[/THINK]b", "", "b"),
+        ("<reasoning>a</reasoning>b", "", "b"), ("<thinker>a", "", "<thinker>a"),
     ],
 )  # fmt: skip
 def test_the_final_part(text, prefill, final):
-    assert final_part(text, prefill) == final
+    assert [final_part(turn) for turn in turns([text], [prefill])] == [final]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_without_math_verify_expressions_are_texts(monkeypatch, caplog):
     def missing(**_):
         raise scoring.RewardFailure("ModuleNotFoundError: No module named 'math_verify'")
 
-    monkeypatch.setattr(scoring, "expressions_worker", lambda: missing)
+    monkeypatch.setattr(scoring, "built_in", lambda _: missing)
     scoring._same_expressions.cache_clear()
-    scoring._say_that_it_is_missing.cache_clear()
+    scoring.warn_once.cache_clear()
     scorer = answer_scorer("x+1", ())
     assert scorer.is_right("x+1") and not scorer.is_right("1+x")
     assert "pip install 'grpo_fast[math]'" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 
 from tests.command_line import invoke, write_recipe
 from tests.rank_server import Ranks
-from tests.train.rank_runs import train, warm_up
+from tests.train.rank_runs import train_until, warm_up
 
 
 @pytest.fixture(scope="session")
@@ -44,15 +44,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory):
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
     """Return a function that trains a case of `CASES` in one process and returns its folder.
 
-    Each case is trained only once.
+    Each case is trained only once. The attribute `passes` has the number of points at which a
+    signal can end the run.
     """
-    root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
+    root = tmp_path_factory.mktemp("plain")
 
     def run(case: str) -> Path:
-        if case not in known:
-            [[found]] = ranks(1, [train, case, None, str(root / case)])
+        if case not in run.passes:
+            [[found]] = ranks(1, [train_until, case, None, str(root / case), 0, None])
             assert "error" not in found and "code" not in found, found
-            known[case] = root / case
-        return known[case]
+            run.passes[case] = found["seen"]
+        return root / case
 
+    run.passes = dict[str, int]()
     return run

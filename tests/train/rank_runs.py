@@ -7,16 +7,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
 from grpo_fast.errors import Stopped
 from grpo_fast.rollout import engine
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.train import loop
+from grpo_fast.train import loop, ranks
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report import report
 from tests.command_line import ROOT
-from tests.train.resuming import TINY
+from tests.train.resuming import TINY, Leave
 from tests.train.tiny_runs import is_timing, logged
 
 SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_norm=0.05",
@@ -29,7 +30,7 @@ CASES: dict[str, list[str]] = {
     "few": ["rollout.prompts_per_step=1", "advantages=opo", "tokens_per_microbatch=60"],
     "mu": ["inner_iterations=2", "minibatches=2", "shuffle=completions", *KL,
            "reference.kind=synced", "reference.sync_every=1", "kl.target=0.01"],
-    "lora": ["model.lora={r: 2}", *KL, "inner_iterations=2"],
+    "lora": ["model.lora={r: 2}", *KL, "inner_iterations=2", "max_approx_kl=0.0001"],
     "dynamic": ["rollout.dynamic={rounds: 2}", "rollout.group_size=2", "data.digits=3",
                 "rollout.max_new_tokens=4", "advantages=baseline", *AHEAD],
     "apart": [*AHEAD, "inner_iterations=2"],
@@ -42,7 +43,7 @@ CASES: dict[str, list[str]] = {
     "warm": ["warm_start={steps: 2, batch_size: 4}", SUMS, *KL,
              "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
     "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",
-              "shuffle=completions", "log.grad_variance=true"],
+              "shuffle=completions", "log.grad_variance=true", "rollout.top_p=0.8"],
     "divergence": [*KL, "loss.kl_estimator=exact_reference_first", "inner_iterations=2",
                    "minibatches=2", "shuffle=completions"],
     "hybrid": ["model.config={model_type: qwen3_5_text, hidden_size: 16, intermediate_size: 16, "
@@ -138,3 +139,18 @@ def warm_up(folder: Path) -> None:
     torch.set_num_threads(1)
     for case in ("mu", "ppo"):
         train(case, None, str(folder / case), "steps=1", "checkpoint.every=1")
+
+
+def train_until(
+    case: str, kind: str | None, folder: str, rank: int, passes: int | None, *words: str
+) -> Any:
+    """Train a case, and send a signal to one rank just before its `passes`-th forward pass.
+
+    With None, no signal is sent.
+
+    Returns:
+        The result of `train`. It also contains the number of forward passes, as `seen`.
+    """
+    with MonkeyPatch.context() as patched:
+        leave = Leave(patched, passes if ranks.rank() == rank else None)
+        return {**train(case, kind, folder, *words), "seen": leave.passes}

@@ -11,7 +11,7 @@ from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.evaluation.command import run_eval
 from grpo_fast.train.export import export
-from grpo_fast.train.folder import fingerprints
+from grpo_fast.train.folder import checkpoints_in, fingerprints
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.plan import predict_model
@@ -109,6 +109,10 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     assert parts[1] == whole[1]  # not step 1, after which only the shorter run evaluates
     saved = merged_weights(tmp_path / "whole" / "model")
     assert_same(merged_weights(tmp_path / "parts" / "model"), saved, 0)
+    # A checkpoint stores only the adapter of the model.
+    [stored, *_] = checkpoints_in(tmp_path / "whole")
+    names = load_file(stored / "weights" / "model-00001-of-00001.safetensors")
+    assert all("lora_" in name or name.startswith("random.") for name in names)
     # The export merges the adapter into the base model. The merged weights must equal the model
     # that the run saved at its end.
     export(tmp_path / "parts", tmp_path / "exported")

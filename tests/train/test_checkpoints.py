@@ -1,6 +1,5 @@
-"""Tests of runs that are interrupted anywhere and must resume with bitwise identical results."""
+"""Tests of checkpoints: saved in a run, damaged, exported, and loaded to continue the run."""
 
-import itertools
 import os
 import shutil
 import signal
@@ -13,53 +12,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase
 
 from grpo_fast.errors import SAVED, Stopped
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train import checkpoint, loop
 from grpo_fast.train import update as gradients
 from grpo_fast.train.checkpoint import Checkpoints
-from grpo_fast.train.folder import Manifest, checkpoints_in, problem_of
+from grpo_fast.train.folder import checkpoints_in, problem_of
 from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report.report import RunReport
 from tests.command_line import ROOT, invoke, refused
 from tests.train.resuming import Leave, config_of, run
-from tests.train.tiny_runs import adapted
 
 SHARD = "weights/model-00001-of-00001.safetensors"
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
-KL = ["reference.kind=frozen", "loss.beta=0.1"]
 EVERY = ["checkpoint.every=1", "checkpoint.keep=3"]
-KINDS = {
-    "plain": [],
-    "passes": [*PASSES, "max_approx_kl=0.0001"],
-    "synced and led beta": [
-        "reference.kind=synced", "reference.sync_every=1", "loss.beta=0.1", "kl.target=0.01",
-        "kl.horizon=8", *PASSES,
-    ],
-    "critic and KL in the reward": [
-        "advantages=gae", "critic={kind: model}", "kl.into=reward", *KL, *PASSES,
-    ],
-    "shared critic": ["advantages=gae", "critic={}", "shuffle=groups", "minibatches=2"],
-    "exact KL of what was kept": [*KL, "loss.kl_estimator=exact", *PASSES, "rollout.top_p=0.8"],
-    "rewards per token": [
-        "advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
-        "rewards=[{name: 'tests.train.tiny_runs:of_each_token', label: own, in_process: true}]",
-    ],
-    "warm start": [  # the frozen reference is the warm-started policy
-        "warm_start={steps: 3, batch_size: 4}", *KL, "data.digits=2",
-    ],
-    "dynamic sampling and a running baseline": [
-        "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",
-        "log.grad_variance=true", "data.digits=2",
-    ],
-    "ahead": [
-        "rollout.ahead=1", "rollout.correct_sampling=true", "rollout.dynamic={rounds: 2}",
-        "rollout.top_k=6", "rollout.group_size=2", "data.digits=2", *PASSES,
-    ],
-}  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -90,27 +57,6 @@ def same(found, expected):
     assert found == expected
 
 
-def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
-    """Check that an interrupted and resumed run has the same results as an uninterrupted run.
-
-    `places` holds fractions of the run's forward passes. The run is interrupted once after each of
-    these fractions.
-    """
-    counted = Leave(monkeypatch, None)
-    whole = run(tmp_path / "whole", *overrides, **options)
-    assert {"model/model.safetensors:lm_head.weight", "metrics", "page"} <= whole.keys()
-    total = counted.passes
-    for index, share in enumerate(places):
-        folder = tmp_path / f"left-{index}"
-        left_at(folder, monkeypatch, max(1, round(share * total)), *overrides, **options)
-        same(run(folder, "resume=auto", *overrides, **options), whole)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
-    check_everywhere(tmp_path, monkeypatch, (0.37, 0.66, 0.85), *KINDS[kind])
-
-
 def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
     """Check that a resumed run draws the same numbers from torch's global random generator.
 
@@ -132,10 +78,10 @@ def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
                "steps=2", *PASSES]  # fmt: skip
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *options)
-    for share, later in itertools.product((0.1, 0.45, 0.8), (0, 3)):
-        left = tmp_path / f"left-{share}-{later}"
+    for share in (0.1, 0.8):
+        left = tmp_path / f"left-{share}"
         torch.manual_seed(99)
-        left_at(left, monkeypatch, later + round(share * counted.passes), *options)
+        left_at(left, monkeypatch, round(share * counted.passes), *options)
         torch.manual_seed(99)
         same(run(left, "resume=auto", *options), whole)
 
@@ -152,16 +98,6 @@ def test_a_run_goes_on_without_its_log(tmp_path, monkeypatch):
     loop.train(config_of(tmp_path, *EVERY))
     assert [problem_of(path) for path in checkpoints_in(tmp_path)] == [None] * 3
     assert (tmp_path / "model" / "config.json").is_file()
-
-
-def test_an_adapter(tmp_path, monkeypatch):
-    words = [*adapted(tmp_path), *KL, "log.completions_every=1"]
-    check_everywhere(tmp_path, monkeypatch, (0.7,), *words, recipe="gsm8k-smollm2-1.7b")
-    saved = checkpoints_in(tmp_path / "left-0")[0]
-    names = load_file(saved / SHARD)
-    others = "critic.head", "optimizer.critic.head", "random."
-    assert all("lora_" in x or x.startswith(others)
-               for x in names)  # fmt: skip
 
 
 def test_the_model_of_a_checkpoint_is_exported_for_transformers(tmp_path, kept):
@@ -184,17 +120,17 @@ def test_the_model_of_a_checkpoint_is_exported_for_transformers(tmp_path, kept):
     assert suffixes <= {".json", ".safetensors", ".jinja"}
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
+@pytest.mark.parametrize("damage", ["flipped", "missing", "no manifest"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, kept, caplog, damage):
     folder = Path(shutil.copytree(kept[0], tmp_path / "run"))
     newest, before, _ = checkpoints_in(folder)
     file = newest / ("manifest.json" if damage == "no manifest" else SHARD)
     content = bytearray(file.read_bytes())
-    if damage in ("missing", "no manifest"):
-        file.unlink()
+    content[-1] ^= 1
+    if damage == "flipped":
+        file.write_bytes(content)
     else:
-        content[-1] ^= 1
-        file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+        file.unlink()
     (folder / "summary.json").unlink()
     same(run(folder, *EVERY, "resume=auto"), kept[1])
     name = file.relative_to(newest)
@@ -209,9 +145,7 @@ STEP = "step_000002"
 # the name of a function, and a condition on the number of the call (from 1) and its arguments. The
 # call for which the condition is true is interrupted.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
     "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),
-    "manifest": (Manifest, "model_dump_json", lambda n, *_: n == 2),
     "folder": (checkpoint, "sync", lambda n, p: Path(p).name == STEP + checkpoint.UNFINISHED),
     "rename": (os, "replace", lambda n, a, b: str(b).endswith(STEP)),
 }
@@ -318,6 +252,8 @@ def test_a_signal_is_remembered_until_the_next_pass():
     with pytest.raises(Stopped) as stopped, stopping.listening(model):
         model(torch.ones(1))
         os.kill(os.getpid(), signal.SIGTERM)
+        # A second signal must end the process at once.
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         model(torch.ones(1))
     assert (stopped.value.code, stopped.value.name) == (143, "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before

@@ -15,7 +15,6 @@ from grpo_fast.train import collect as module
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue, used_groups
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics import Clock
-from tests.command_line import invoke, refused, write_recipe
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import table_of
 
@@ -191,15 +190,3 @@ def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
     dropped = [row["dynamic_sampling/dropped"] for row in first]
     assert sum(asked) == first[-1]["prompts_consumed"] and sum(dropped) > 0
     assert all(a - d == 4 for a, d in zip(asked, dropped, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("rollout.dynamic.judged_by=correct", "expected one of the rewards sort_positions, got"),
-        ("rewards.0.path=x", "rewards.0.path: expected none for sort_positions, got 'x'"),
-        ("rewards.0.name=reward_model", "rewards.0.path: expected a folder or hub id"),
-    ],
-)
-def test_settings_that_cannot_be(tmp_path, word, said):
-    assert refused(invoke("train", write_recipe(tmp_path), word), said)

@@ -148,10 +148,10 @@ def test_losing_stdout_ends_no_run(start, tmp_path):
         report.close()
 
 
-def test_a_line_is_complete_or_absent(tmp_path):
-    """Check that the log has no partial line after a failed write.
+def test_a_line_that_does_not_fit_is_cut_by_the_next_run(tmp_path):
+    """Check that a resumed run removes the beginning of a line that a full disk accepted.
 
-    A limit on the file size simulates a full disk that accepts only the beginning of a line.
+    A limit on the file size simulates the full disk.
     """
     file = JsonLines(tmp_path / "lines.jsonl")
     file.append([{"a": 1}])
@@ -162,19 +162,9 @@ def test_a_line_is_complete_or_absent(tmp_path):
             file.append([{"b": 2222}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
-    file.append([{"c": 3}, {"d": 4}])
-    assert file.length == (tmp_path / "lines.jsonl").stat().st_size
     file.close()
-    JsonLines(tmp_path / "lines.jsonl", 9).close()
+    JsonLines(tmp_path / "lines.jsonl", file.length).close()
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
-
-
-def test_a_full_disk_that_cannot_be_truncated_gives_a_sentence(tmp_path):
-    file = JsonLines(tmp_path / "lines.jsonl")
-    file._file = Mock(write=Mock(side_effect=FULL), truncate=Mock(side_effect=FULL))
-    with pytest.raises(WriteError, match=r"lines\.jsonl: expected room for a line, got .*No space"):
-        file.append([{"a": 1}])
 
 
 def test_other_commands_on_a_full_disk_name_the_file(tmp_path, monkeypatch):
@@ -392,13 +382,3 @@ def test_a_checkpoint_is_due_by_time(tmp_path):
     assert names == ["step_000004", "step_000003"]
     run(tmp_path / "none", "steps=2", "checkpoint.every_minutes=0")
     assert not (tmp_path / "none" / "checkpoints").exists()
-
-
-def test_a_second_signal_ends_the_process_at_once(start, tmp_path):
-    process = start(write_recipe(tmp_path), *LONG)
-    wait_for(tmp_path / "run", 3, process)
-    process.send_signal(signal.SIGSTOP)  # both signals wait until the process continues
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-        process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode in (SAVED, -signal.SIGTERM, -signal.SIGINT)

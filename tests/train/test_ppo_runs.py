@@ -52,8 +52,6 @@ def lines(spied):
     [
         ["critic={kind: model, lr: 0.003, loss: huber}", *PASSES, "shuffle=groups"],
         ["rollout.group_size=1", "rollout.prompts_per_step=16"],
-        ["kl.into=reward", *KL, "kl.target=0.01", "loss.kl_estimator=k1", *PASSES],
-        [*KL, "reference.kind=synced", "reference.sync_every=1", "rollout.mask_truncated=true"],
         ["model.autocast=bfloat16", *PASSES],
         ["model.gradient_checkpointing=true", "critic.kind=model"],
     ],

@@ -1,49 +1,17 @@
-"""Tests of runs on several processes.
-
-They cover equality with one process, resuming on another number of processes, and refusals.
-"""
+"""Tests of runs on several processes: refusals, trackers, and the division of the groups."""
 
 import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pytest import MonkeyPatch
 
-from grpo_fast.errors import SAVED
 from grpo_fast.train import loop
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train.batch import balanced
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.report import report as trackers
 from tests.data.test_data import write_lines
-from tests.train.rank_runs import CASES, SMALL, differences, train
-from tests.train.resuming import Leave
-
-UNSHARDED = ("alone", "exact", "apart", "local", "sampled", "warm", "per-token")
-COMPARED = [
-    *((case, "ddp", 2) for case in CASES),
-    # The case "exact" logs the gradient variance, the engine of "apart" copies unsharded weights,
-    # and "alone" computes every completion alone. None of them works with sharded weights. The
-    # other excluded cases would test nothing new.
-    *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
-    *((case, "ddp", 4) for case in ("few", "ppo")),
-    *((case, "hsdp", 4) for case in ("mu", "divergence")),
-]
-
-
-@pytest.mark.parametrize("case, kind, count", COMPARED)
-def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Check that several ranks produce the same metrics and weights as one process.
-
-    In the case "few", one rank gets no group of samples.
-    """
-    expected = plain(case)
-    found = ranks(count, [train, case, kind, str(tmp_path / "run")])
-    assert all(x == found[0] and x[0]["skipped"] == 0 for x in found), found
-    assert differences(tmp_path / "run", expected) == []
+from tests.train.rank_runs import SMALL, train
 
 
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
@@ -102,65 +70,6 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
         assert one.get("error") == "ValueError", one
         assert "rank 1: expected " in one["text"] and "files.data.t" in one["text"], one
     assert not (tmp_path / "run").exists()
-
-
-def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
-    """Train a case, and send a signal to one rank just before its `passes`-th forward pass.
-
-    Returns:
-        The result of `train`. It also contains the number of forward passes, as `seen`.
-    """
-    with MonkeyPatch.context() as patched:
-        leave = Leave(patched, passes if train_ranks.rank() == rank else None)
-        return {**train(case, kind, folder, *words), "seen": leave.passes}
-
-
-# Each entry has the case, the setting `distributed`, the number of the call (a forward pass of a
-# rollout, or the end of a step) at which rank 1 gets a signal, the name of the expected checkpoint,
-# and the numbers of ranks and settings with which the run resumes. It also resumes on the same
-# ranks.
-LEFT = [
-    ("mu", "ddp", 29, "step_000002", [(4, "ddp"), (1, None)]),
-    ("mu", "fsdp2", 29, "step_000002", [(2, "ddp"), (1, None)]),
-    ("ppo", "fsdp2", 29, "step_000002", [(4, "fsdp2")]),
-    ("ppo", "ddp", 29, "step_000002", [(2, "fsdp2"), (1, None)]),
-    ("apart", "ddp", 1, "step_000001", [(4, "ddp")]),
-]
-
-
-def copied(run: Path, name: str) -> str:
-    """Copy the folder of a run, so that a test can resume the run more than once."""
-    return str(shutil.copytree(run, run.with_name(name)))
-
-
-@pytest.mark.parametrize("case, kind, passes, place, others", LEFT)
-def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
-    ranks, plain, tmp_path, case, kind, passes, place, others
-):
-    """Check that a signal to one rank ends all ranks at the same step with one checkpoint.
-
-    The resumed run must have the results of an uninterrupted run.
-    """
-    left, whole = tmp_path / "left", tmp_path / "whole"
-    found = ranks(2, [train_until, case, kind, str(left), 1, passes])
-    assert [x[0]["code"] for x in found] == [SAVED] * 2 and found[1][0]["seen"] >= passes, found
-    [saved] = checkpoints_in(left)
-    assert saved.name == place
-    folders = [copied(left, str(number)) for number in range(len(others) + 1)]
-    again = [train, case, kind, folders[-1], "resume=auto"]
-    ranks(2, again, [train, case, kind, str(whole)])
-    assert differences(Path(folders[-1]), whole, 0.0) == []
-    for folder, (count, other) in zip(folders, others, strict=False):
-        ranks(count, [train, case, other, folder, "resume=auto"])
-        assert differences(Path(folder), plain(case)) == [], (count, other)
-
-
-def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
-    ranks(1, [train_until, "mu", None, str(tmp_path / "left"), 0, 70])
-    assert len(checkpoints_in(tmp_path / "left")) == 1
-    for kind in ("ddp", "fsdp2"):
-        ranks(2, [train, "mu", kind, copied(tmp_path / "left", kind), "resume=auto"])
-        assert differences(tmp_path / kind, plain("mu")) == []
 
 
 def track() -> Any:

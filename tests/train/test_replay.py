@@ -176,11 +176,6 @@ def test_top_p_alone_is_bounded_where_its_sets_are_kept(words, top_k):
     assert config.rollout.needs_support == (words != [] and "replay_support=off" not in words)
 
 
-def test_yaml_takes_the_word_off_for_false():
-    config = load_recipe("sort", ["shuffle=off", "rollout.replay_support=off"])
-    assert config.shuffle == config.rollout.replay_support == "off"
-
-
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("replay", ["auto", "off"])
 def test_a_run_says_how_much_the_sampler_kept(tmp_path, capsys, replay):

@@ -31,6 +31,7 @@ def test_the_last_lines_say_where_things_lie_and_what_to_type(finished, tmp_path
     said, folder = finished
     lines = said.splitlines()[-3:]
     assert lines == closing_lines(folder)
+    assert closing_lines(folder, has_code=True)[1] == f"{lines[1]} --allow-code"
     assert lines[0].endswith(": completions.html, curves.png, model") and "'" in lines[0]
     assert lines[1].startswith("grpo-fast eval ") and lines[2].startswith("grpo-fast plot ")
     _, *commands = closing_lines(folder)
@@ -42,16 +43,6 @@ def test_the_last_lines_say_where_things_lie_and_what_to_type(finished, tmp_path
     assert result.output.strip() == str(folder / "curves.png")
     both = invoke("plot", str(folder), str(folder / "metrics.jsonl"), "-o", str(tmp_path / "b.png"))
     assert both.exit_code == 0 and (tmp_path / "b.png").is_file()
-
-
-def test_a_reward_of_ones_own_must_be_allowed_and_the_line_says_so(tmp_path):
-    (tmp_path / "own.py").write_text("def zero(completions):\n    return [0.0] * len(completions)")
-    reward = f"rewards=[{{name: '{tmp_path / 'own.py'}:zero', in_process: true}}]"
-    result = invoke("train", write_recipe(tmp_path), reward, "steps=1")
-    assert result.exit_code == 0, result.output
-    line = next(x for x in result.stdout.splitlines() if x.startswith("grpo-fast eval"))
-    assert line.endswith(" --allow-code")
-    assert invoke(*line.split()[1:]).exit_code == 0
 
 
 @pytest.mark.parametrize(

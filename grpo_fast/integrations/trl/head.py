@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 KERNEL = "_ChunkedLogProbFunction"
 COMPACTS = "_use_triton"
 GATHERED = "DTensor"
-# Variables in the closure of the forward with TRL's fused head.
-CLOSURE = ("temperature", "final_logit_softcapping", "logit_scale", "cast_lm_head_to_fp32")
 # TRL trainers whose loss calls the fused head. GKDTrainer and GOLDTrainer inherit the head from
 # SFTTrainer, but they are not in this list, because their loss needs full logits.
 SERVED = (
@@ -49,9 +47,7 @@ SERVED = (
     "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
-# A token with a larger probability is the most probable token of its row. The bound is slightly
-# above 1/2, because probabilities have rounding errors.
-CERTAINLY_FIRST = 0.501
+METRICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -94,11 +90,10 @@ def use_fast_head(trainer_or_model: Trainer | PreTrainedModel | PeftModel) -> Fa
     if accelerator is None:
         _swap(base_model(trainer), handle, nullcontext)
         return handle
-    _swap(base_model(accelerator.unwrap_model(trainer.model)), handle, accelerator.autocast)
-    if getattr(trainer, "ref_model", None) is not None:
-        reference = base_model(accelerator.unwrap_model(trainer.ref_model))
-        if _fused_function(reference):
-            _swap(reference, handle, accelerator.autocast)
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        lm = None if model is None else base_model(accelerator.unwrap_model(model))
+        if lm is not None and (model is trainer.model or _fused_function(lm)):
+            _swap(lm, handle, accelerator.autocast)
     return handle
 
 
@@ -108,7 +103,6 @@ def _swap(
     """Replace the model's forward by one that uses our kernels while `handle` is active."""
     theirs = _require_fused(model)
     before = model.forward
-    ours = _with_our_head(theirs, model)
     run_inside(model.get_output_embeddings())
     # accelerate wraps the forward of a prepared model in autocast. Our forward does not call the
     # wrapped forward, so it must apply the same autocast.
@@ -121,9 +115,10 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # A deep copy of the model shares this function, but must use the head of the copy.
-            function = ours if self is model else _with_our_head(theirs, self)
-            return function(self, *args, fused_lm_head=True, **kwargs)
+            # Build the function now. A deep copy of the model shares `forward`, but must use the
+            # head of the copy.
+            ours = _with_our_head(theirs, self)
+            return ours(self, *args, fused_lm_head=True, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     model.forward.__func__.trl_fused = theirs
@@ -165,7 +160,8 @@ def fast_log_probs(
         logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). Outputs other
         than logps are None unless `outputs` names them.
     """
-    rule = Rule(temperature, final_logit_softcapping, logit_scale)
+    cap = final_logit_softcapping
+    rule: dict[str, Any] = {"temperature": temperature, "softcap": cap, "logit_scale": logit_scale}
     dtype = compute_dtype(hidden)
     h = hidden.to(dtype)
     w = weight.to(dtype)
@@ -173,21 +169,10 @@ def fast_log_probs(
     # Disable autocast. The tensors already have the dtype that TRL uses for the head, and autocast
     # would cast fp32 tensors to 16 bits.
     with torch.autocast(hidden.device.type, enabled=False):
-        logps = linear_logps(
-            h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
-        )
+        logps = linear_logps(h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule)
         logps, entropy = logps if isinstance(logps, tuple) else (logps, None)
-        stats = row_statistics(h, w, b, targets, logps, outputs, rule)
-    extras = map(stats.get, ("log_sum_sq_probs", "mean_logits", "is_top1"))
-    return logps, entropy, *extras
-
-
-class Rule(NamedTuple):
-    """Logit transform of an LM head: temperature, softcap and logit scale."""
-
-    temperature: float
-    softcap: float | None
-    logit_scale: float
+        statistics = row_statistics(h, w, b, targets, outputs, **rule)
+    return logps, entropy, *statistics
 
 
 @torch.no_grad()
@@ -196,56 +181,30 @@ def row_statistics(
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     targets: Tensor,  # (N,)
-    logps: Tensor,  # (N,) fp32
     wanted: tuple[str, ...],
-    rule: Rule,
-) -> dict[str, Tensor]:
-    """Compute metrics of TRL's head without gradient, and without the logits of most rows.
-
-    - mean_logits is the product of `hidden` and the mean row of the weight. Only with a softcap are
-      the logits of all rows computed.
-    - log_sum_sq_probs is log Σp² = 2·logp(T) - logp(T/2), where T is the temperature and logp(T)
-      the log-probability of the target.
-    - is_top1 tells whether the target is the most probable token. A target with a probability above
-      1/2 always is, and a target below 1/V never is. The other rows need logits.
-
-    Args:
-        hidden: Hidden states, shape (N, H).
-        weight: Weight of the LM head, shape (V, H).
-        bias: Bias of the LM head, shape (V,), or None.
-        targets: Ids of the targets, shape (N,).
-        logps: Log-probabilities of the targets, shape (N,), fp32.
-        wanted: Names of the metrics to compute.
-        rule: Logit transform of the head.
+    *,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+) -> list[Tensor | None]:
+    """Compute the metrics of TRL's head from blocks of logits, without gradient.
 
     Returns:
-        Dictionary with the metrics in `wanted`, each of shape (N,).
+        For each name in `METRICS`: a tensor of shape (N,), or None if `wanted` does not name it.
     """
-    temperature, softcap, scale = rule
-    stats = {}
-    p = logps.detach().exp()
-    if "log_sum_sq_probs" in wanted:
-        half = rule._replace(temperature=temperature / 2)._asdict()
-        at_half = linear_logps(hidden, weight, targets, bias=bias, **half)
-        stats["log_sum_sq_probs"] = 2 * logps.detach() - at_half
-    top1 = p > CERTAINLY_FIRST
-    means = torch.zeros_like(p)
-    rows = (~top1 & (p >= 0.999 / weight.shape[0])).nonzero()[:, 0]
-    rows = rows if "is_top1" in wanted else rows[:0]
-    if "mean_logits" in wanted and softcap is None:
-        offset = 0.0 if bias is None else bias.mean(dtype=torch.float32)
-        mean_row = weight.mean(0, dtype=torch.float32)
-        means = (hidden.float() @ mean_row + offset) * (scale / temperature)
-    elif "mean_logits" in wanted:
-        rows = torch.arange(len(p), device=p.device)
-    for block in rows.split(max(BLOCK_ELEMENTS // weight.shape[0], 1)) if len(rows) else ():
-        logits = torch.nn.functional.linear(hidden[block], weight, bias).float() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-            means[block] = logits.mean(-1) / temperature
-        top1[block] = logits.argmax(-1) == targets[block]
-    stats |= {"mean_logits": means, "is_top1": top1}
-    return {name: x for name, x in stats.items() if name in wanted}
+    found: dict[str, list[Tensor]] = {name: [] for name in METRICS if name in wanted}
+    size = max(BLOCK_ELEMENTS // weight.shape[0], 1)
+    for h, ids in zip(hidden.split(size), targets.split(size), strict=True) if found else ():
+        z = nn.functional.linear(h, weight, bias).float() * logit_scale
+        z = z if softcap is None else softcap * torch.tanh(z / softcap)
+        z = z / temperature
+        block = {
+            "log_sum_sq_probs": (2 * z.log_softmax(-1)).logsumexp(-1),
+            "mean_logits": z.mean(-1), "is_top1": z.argmax(-1) == ids,
+        }  # fmt: skip
+        for name, values in found.items():
+            values.append(block[name])
+    return [torch.cat(found[name]) if name in found else None for name in METRICS]
 
 
 class FusedHead(NamedTuple):
@@ -255,7 +214,7 @@ class FusedHead(NamedTuple):
     fp32 if `cast_to_fp32` is True.
     """
 
-    rule: Rule
+    rule: dict[str, Any]  # temperature, softcap and logit_scale
     cast_to_fp32: bool
 
     def operands(self, layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -274,11 +233,12 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
     """Return the settings of a model's fused head, which TRL stores in the closure of the forward.
 
     Raises:
-        ValueError: The model has no fused head, or the head lacks a variable that TRL 1.16 has.
+        ValueError: The model has no fused head.
     """
     known = inspect.getclosurevars(_require_fused(model)).nonlocals
-    temperature, softcap, scale, cast_to_fp32 = (known[name] for name in CLOSURE)
-    return FusedHead(Rule(float(temperature), softcap, float(scale)), bool(cast_to_fp32))
+    rule = {name: known[name] for name in ("temperature", "logit_scale")}
+    rule |= {"softcap": known["final_logit_softcapping"]}
+    return FusedHead(rule, known["cast_lm_head_to_fp32"])
 
 
 def _fused_function(model: PreTrainedModel) -> types.FunctionType | None:
@@ -301,8 +261,7 @@ def _require_fused(model: PreTrainedModel) -> types.FunctionType:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"
         came = f"{type(model).__name__} with trl {version('trl')}"
         raise ValueError(f"model: expected {expected}, got {came}")
-    code = function.__code__
-    missing = {KERNEL, COMPACTS, *CLOSURE} - {*code.co_names, *code.co_freevars}
+    missing = {KERNEL, COMPACTS} - {*function.__code__.co_names}
     if missing:
         raise _not_1_16(f"{sorted(missing)} in the fused LM head")
     return function

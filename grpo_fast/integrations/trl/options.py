@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +35,16 @@ SAME_NAME = (
     "max_completion_length", "top_entropy_quantile",
 )  # fmt: skip
 PROBE_TOLERANCE = 1e-4
-TESTED = ("1.16",)  # releases of TRL with which the tests were run
-RELEASE = version("trl")
 COMPILED = "torch_compile: our forward is not compiled"
 
 
-def is_tested() -> bool:
-    """Return True if the tests were run with the installed release of TRL."""
-    return ".".join(RELEASE.split(".")[:2]) in TESTED
+def reason_of(attempt: Callable[..., object], *arguments: object) -> str | None:
+    """Return the text that `attempt` returns, or its error, which a new TRL may cause."""
+    try:
+        found = attempt(*arguments)
+    except Exception as error:
+        return f"trl {version('trl')}: {type(error).__name__}: {error}"
+    return found if isinstance(found, str) else None
 
 
 def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
@@ -98,41 +101,21 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Return a layer with attention dropout and the setting that disables it, as text, or None."""
+    """Return a layer with attention dropout as text, or None. Packed attention has no dropout."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
-            rate = getattr(module, name, 0.0)
-            remedy = "config.attention_dropout=0 (disable_dropout does not)"
-            if isinstance(rate, nn.Dropout):
-                rate = rate.p
-                remedy = "disable_dropout=True"
+            rate = getattr(getattr(module, name, None), "p", getattr(module, name, None))
             if isinstance(rate, float) and rate > 0:
-                where = f"{type(module).__name__}.{name} is {rate}"
-                return f"attention dropout: {where}; {remedy} switches it off"
+                return f"attention dropout: {type(module).__name__}.{name} is {rate}"
     return None
-
-
-class SinglePass(NamedTuple):
-    """Arguments of `linear_grpo_loss` for B completions, padded to K tokens."""
-
-    config: LossConfig
-    advantages: Tensor  # (B,) or (B, K)
-    old_logps: Tensor | None  # (B, K)
-    ref_logps: Tensor | None  # (B, K)
-    num_items: Tensor | None  # 0-d
-    divisor: float  # the caller must divide the loss by this number
 
 
 def single_pass_reason(trainer: GRPOTrainer) -> str | None:
     """Return why one pass over the logits cannot compute loss and gradient, or None if it can."""
-    try:
-        config = loss_config(trainer)
-    except (ValueError, AttributeError) as error:  # a release of TRL may lack an attribute
-        return f"loss_type {trainer.loss_type!r}: {error}"
-    if not config.is_token_local:
-        needs = "needs whole completions before its gradient"
-        return f"loss_type {trainer.loss_type!r} with these options {needs}"
-    return None
+    if loss_config(trainer).is_token_local:
+        return None
+    needs = "needs whole completions before its gradient"
+    return f"loss_type {trainer.loss_type!r} with these options {needs}"
 
 
 def loss_config(trainer: GRPOTrainer, **head: Any) -> LossConfig:
@@ -163,8 +146,11 @@ def loss_config(trainer: GRPOTrainer, **head: Any) -> LossConfig:
 
 def single_pass(
     trainer: GRPOTrainer, inputs: dict[str, Tensor], num_scored: int, **head: Any
-) -> SinglePass:
-    """Return the arguments of `linear_grpo_loss` for one micro-batch.
+) -> tuple[dict[str, Any], float]:
+    """Return the arguments of `linear_grpo_loss` for one micro-batch of B completions.
+
+    Per-token values are padded to K tokens: old_logps and ref_logps (B, K), and advantages (B,) or
+    (B, K). The caller must divide the loss by the second result.
 
     Args:
         trainer: A TRL GRPOTrainer.
@@ -183,7 +169,8 @@ def single_pass(
         advantages = advantages.expand(inputs["completion_ids"].shape)
     num_items = None
     divisor = accumulation
-    coefficient = applied_entropy_coef(trainer)
+    is_above = trainer._last_world_entropy > trainer.args.entropy_target
+    coefficient = 0.0 if trainer.use_adaptive_entropy and is_above else trainer.entropy_coef
     config = loss_config(trainer, **head)
     # With a global token mean, TRL divides the summed loss by the tokens of the generation batch.
     # With other aggregations, TRL divides by a count of the micro-batch and by the accumulation
@@ -197,17 +184,12 @@ def single_pass(
             # entropies by num_items. TRL divides it by the tokens of the micro-batch and by the
             # accumulation steps.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
-    config = config.replace(entropy_coef=coefficient)
-    old = inputs.get("old_per_token_logps")
-    ref = inputs.get("ref_per_token_logps")
-    ref = ref if trainer.beta != 0 else None
-    return SinglePass(config, advantages, old, ref, num_items, divisor)
-
-
-def applied_entropy_coef(trainer: GRPOTrainer) -> float:
-    """Return the coefficient of the entropy bonus in this step, or 0 without a bonus."""
-    is_above = trainer._last_world_entropy > trainer.args.entropy_target
-    return 0.0 if trainer.use_adaptive_entropy and is_above else trainer.entropy_coef
+    given = {
+        "config": config.replace(entropy_coef=coefficient), "advantages": advantages,
+        "old_logps": inputs.get("old_per_token_logps"), "num_items_in_batch": num_items,
+        "ref_logps": inputs.get("ref_per_token_logps") if trainer.beta != 0 else None,
+    }  # fmt: skip
+    return given, divisor
 
 
 def probe(trainer: GRPOTrainer) -> str | None:
@@ -229,20 +211,19 @@ def probe(trainer: GRPOTrainer) -> str | None:
     twin = copy.copy(trainer)
     twin._metrics = copy.deepcopy(trainer._metrics)
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    job = single_pass(trainer, inputs, int(mask.sum()))
+    options, divisor = single_pass(trainer, inputs, int(mask.sum()))
 
     def ours(logps: Tensor, entropies: Tensor) -> Tensor:
-        found = grpo_loss(
-            logps, job.advantages, job.config, completion_mask=mask, old_logps=job.old_logps,
-            ref_logps=job.ref_logps, entropy=entropies, num_items_in_batch=job.num_items,
-        )  # fmt: skip
-        return found.loss / job.divisor
+        found = grpo_loss(logps, completion_mask=mask, entropy=entropies, **options)
+        return found.loss / divisor
 
     theirs = functools.partial(twin._their_loss, inputs)
-    bar = PROBE_TOLERANCE
-    gap = Pair(ours, theirs, (logps, entropies), bar, gradients=True, floor=1e-3).gap()
-    kind = f"loss_type {trainer.loss_type!r}"
-    return None if gap <= bar else f"{kind}, or its gradient, differs from TRL's by {gap:.2g}"
+    given = ours, theirs, (logps, entropies), PROBE_TOLERANCE
+    for what, gradients in (("the loss", False), ("its gradient", True)):
+        gap = Pair(*given, gradients=gradients, floor=1e-3).gap()
+        if not gap <= PROBE_TOLERANCE:
+            return f"loss_type {trainer.loss_type!r}: {what} differs from TRL's by {gap:.2g}"
+    return None
 
 
 def _random_inputs(
@@ -254,26 +235,21 @@ def _random_inputs(
     """
     random = torch.Generator().manual_seed(0)
     shape = (6, 9)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=random).to(device)
-
-    logps = (normal(*shape) - 2).clamp(max=-0.05)
+    noise, spread, entropies, weights = torch.randn(4, *shape, generator=random).to(device)
+    logps = (noise - 2).clamp(max=-0.05)
     mask = torch.ones(shape, dtype=torch.int64, device=device)
     mask[1, 4:] = mask[2] = 0
     tool = torch.ones_like(mask)
     tool[3, 2:5] = 0
+    # The importance ratios range from 0.3 to 3, so that some of them exceed each clip bound and
+    # `delta`.
+    old = logps + torch.linspace(-1.1, 1.2, 9, device=device)
     inputs = {
         "prompt_ids": mask[:, :2], "prompt_mask": mask[:, :2],
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # The importance ratios range from 0.3 to 3, so that some of them exceed each clip bound
-        # and `delta`.
-        "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, 9, device=device),
-        "ref_per_token_logps": logps + 0.5 * normal(*shape),
+        "old_per_token_logps": old, "sampling_per_token_logps": old,
+        "ref_per_token_logps": logps + 0.5 * spread, "importance_sampling_ratio": weights.abs(),
     }  # fmt: skip
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        inputs["importance_sampling_ratio"] = normal(*shape).abs()
-    inputs["sampling_per_token_logps"] = inputs["old_per_token_logps"]
-    return inputs, logps, normal(*shape).abs()
+    return inputs, logps, entropies.abs()

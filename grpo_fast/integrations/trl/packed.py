@@ -10,8 +10,7 @@ The packed forward runs inside the forward of the model and of its LM head, so t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,6 @@ from torch.nn.functional import pad
 from grpo_fast import linear_grpo_loss, linear_logps
 from grpo_fast.attention import (
     Pair,
-    check_tolerance,
     draw_groups,
     pack_groups,
     register,
@@ -33,7 +31,6 @@ from grpo_fast.attention import (
 )
 from grpo_fast.integrations.fast_head import reshard, run_inside
 from grpo_fast.integrations.trl.head import FusedHead
-from grpo_fast.integrations.trl.options import SinglePass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,10 +42,11 @@ HOLES = "a mask of this micro-batch leaves out a token between others, or is pad
 # because transformers does not pass the keyword `packed_layout` to that function.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
 PREFIX = "grpo_packed_or_"
+PER_TOKEN = ("advantages", "old_logps", "ref_logps")  # arguments of the loss, in the padded layout
 
 
 def take_packed_rows(model: PreTrainedModel) -> None:
-    """Prepare a model for `PackedCall.forward`: change its attention, forward and LM head.
+    """Prepare a model for `packed_forward`: change its attention, forward and LM head.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -65,21 +63,6 @@ def take_packed_rows(model: PreTrainedModel) -> None:
     # Copy the attribute `trl_fused` to the new forward. `use_fast_head` finds TRL's closure in it.
     model.forward.__func__.trl_fused = getattr(fused, "trl_fused", fused)
     run_inside(model.get_output_embeddings())
-
-
-@contextmanager
-def own_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Use the model's original attention `name` in a `with` block.
-
-    transformers' `generate` checks the name of the attention, for example to detect flash
-    attention, and does not know our name.
-    """
-    prepared = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(prepared)
 
 
 def _register_over(original: str) -> str:
@@ -196,49 +179,54 @@ def pack_padded(
     )  # fmt: skip
 
 
-class PackedCall(NamedTuple):
-    """A packed row, and the results to compute from it.
+def packed_forward(
+    lm: PreTrainedModel,
+    *,
+    pack: Pack,
+    head: FusedHead,
+    entropy: bool = False,
+    loss: dict[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Run the model on a packed row.
 
-    The results are a dictionary with "logps" (R,), with "entropy" (R,) if requested, and with
-    "loss" (0-d) if the call has a loss.
+    Args:
+        lm: The model, inside its own forward.
+        pack: The packed row.
+        head: Logit transform of the LM head.
+        entropy: Whether to return the entropies as well.
+        loss: Arguments of `linear_grpo_loss` with per-token values of shape (B, K). None: return
+            log-probabilities only.
+
+    Returns:
+        A dictionary with "logps" (R,), with "entropy" (R,) if requested, and with "loss" (0-d) if
+        the call has a loss.
     """
 
-    pack: Pack
-    head: FusedHead  # logit transform of the LM head
-    entropy: bool = False  # True: also return entropies
-    loss: SinglePass | None = None  # arguments of the loss; None: return log-probabilities only
-
-    def forward(self, lm: PreTrainedModel) -> dict[str, Tensor]:
-        """Run the model on the packed row, and return the results."""
-        token = _packing.set(True)
-        try:
-            trunk = lm.base_model(**self.pack.inputs)
-        finally:
-            _packing.reset(token)
-        return lm.get_output_embeddings()(trunk.last_hidden_state[0], run=self._head_forward)
-
-    def _head_forward(self, layer: nn.Linear, hidden: Tensor) -> dict[str, Tensor]:
-        pack = self.pack
-        job = self.loss
-        hidden, weight, bias = self.head.operands(layer, hidden)
+    def of_head(layer: nn.Linear, hidden: Tensor) -> dict[str, Tensor]:
+        hidden, weight, bias = head.operands(layer, hidden)
         rows: dict[str, Any] = {"hidden_rows": pack.predicting, "bias": bias}
         # Disable autocast. `operands` has already cast the tensors to the dtype of the head, and
         # autocast would cast fp32 tensors to 16 bits.
         with torch.autocast(hidden.device.type, enabled=False):
-            if job is None:
+            if loss is None:
                 found = linear_logps(
-                    hidden, weight, pack.target_ids, return_entropy=self.entropy,
-                    **self.head.rule._asdict(), **rows,
-                )  # fmt: skip
-                if not self.entropy:
-                    return {"logps": found}
-                return {"logps": found[0], "entropy": found[1]}
+                    hidden, weight, pack.target_ids, return_entropy=entropy, **head.rule, **rows
+                )
+                names = ("logps", "entropy") if entropy else ("logps",)
+                return dict(zip(names, found if entropy else (found,), strict=True))
+            by_token = {name: pack.packed(loss[name]) for name in PER_TOKEN}
             out = linear_grpo_loss(
-                hidden, weight, pack.target_ids, pack.packed(job.advantages), job.config,
-                cu_seqlens=pack.cu_seqlens, old_logps=pack.packed(job.old_logps),
-                ref_logps=pack.packed(job.ref_logps), num_items_in_batch=job.num_items, **rows,
+                hidden, weight, pack.target_ids, cu_seqlens=pack.cu_seqlens, **rows,
+                **{**loss, **by_token},
             )  # fmt: skip
         return {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}
+
+    token = _packing.set(True)
+    try:
+        trunk = lm.base_model(**pack.inputs)
+    finally:
+        _packing.reset(token)
+    return lm.get_output_embeddings()(trunk.last_hidden_state[0], run=of_head)
 
 
 # ---------------------------------------------------------------------- Comparison with single rows
@@ -252,15 +240,22 @@ Scores = Callable[[Tensor, Tensor], Tensor]
 def largest_gap(lm: PreTrainedModel, ours: Scores, single: Scores) -> float:
     """Return the largest difference between logps of a padded batch and of single rows, in nats.
 
-    The model's weights may hide an error, for example because a new LoRA adapter has no effect.
-    Fp32 weights are therefore also replaced with random weights, see `worst_gap`.
+    The batch has two rows with the same prompt, padded on the left. The second row has a shorter
+    completion and is also padded on the right. Fp32 weights are also replaced with random weights,
+    see `worst_gap`, because the model's weights may hide an error. For example, a new LoRA adapter
+    has no effect.
 
     Args:
         lm: The transformers model.
         ours: The function that computes the batch.
         single: TRL's forward, which computes each row alone, without padding.
     """
-    ids, real = padded_rows(lm)
+    weight = lm.get_output_embeddings().weight
+    ((prompt, completions),) = draw_groups(1, weight.shape[0])
+    ids = torch.tensor([prompt + completion for completion in completions])
+    real = torch.ones_like(ids, dtype=torch.bool)
+    real[1, -2:] = False
+    ids, real = (pad(x, (2, 0)).to(weight.device) for x in (ids, real))
     is_scored = real[:, -SCORED:]
 
     def batch() -> Tensor:
@@ -282,25 +277,3 @@ def largest_gap(lm: PreTrainedModel, ours: Scores, single: Scores) -> float:
     finally:
         lm.train(is_training)
         reshard(lm)
-
-
-def padded_rows(lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return two rows of random token ids with the same prompt, and a bool mask of real tokens.
-
-    Both tensors have shape (2, L). The rows are padded on the left. The second row has a shorter
-    completion and is also padded on the right.
-    """
-    weight = lm.get_output_embeddings().weight
-    ((prompt, completions),) = draw_groups(1, weight.shape[0])
-    ids = torch.tensor([prompt + completion for completion in completions])
-    real = torch.ones_like(ids, dtype=torch.bool)
-    real[1, -2:] = False
-    return pad(ids, (2, 0)).to(weight.device), pad(real, (2, 0)).to(weight.device)
-
-
-def tolerance(lm: PreTrainedModel, mixed_precision: str | None) -> float:
-    """Return the largest difference that rounding errors can explain, in nats."""
-    dtypes = {parameter.dtype for parameter in lm.parameters()}
-    if mixed_precision in ("bf16", "fp16"):
-        dtypes = {torch.bfloat16}
-    return max(map(check_tolerance, dtypes))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 
-from grpo_fast.integrations.trl import options
-from grpo_fast.integrations.trl.options import COMPILED, is_compiled, is_tested, unusual_model
-from grpo_fast.integrations.trl.packed import own_attention
+from grpo_fast.integrations.trl.options import COMPILED, is_compiled, unusual_model
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
 if TYPE_CHECKING:
@@ -61,17 +58,18 @@ class OwnRollouts(GRPOTrainer):
     """
 
     fast_rollouts = True
+    # Set by the derived class.
     fast_path: dict[str, str]
-    _packs = False  # True if rows are packed
+    _lm: PreTrainedModel
+    _own_attention: str  # the attention of the model before packed rows replaced it
+    _logged: set[tuple[str, str]]  # reasons that were logged
 
-    def _start_rollouts(self, lm: PreTrainedModel) -> None:
+    def _start_rollouts(self) -> None:
         """Build our sampling engine, or record why TRL must sample."""
-        self._lm = lm
         self._drawn_at: tuple[tuple[str, int], int] | None = None
         self._known_hooks = foreign_hooks(self.model)
-        self._is_alike = is_tested()
         self.fast_path["rollouts"] = "ours"
-        self._unsuited = unsuited(self, lm)
+        self._unsuited = unsuited(self, self._lm)
         if self._unsuited is None:
             accelerator = self.accelerator
             self._sampled = SampledModel(
@@ -82,13 +80,15 @@ class OwnRollouts(GRPOTrainer):
             self._engine = build_engine(self._sampled)
             self._unsuited = self._engine.fallback
         if self._unsuited is not None or not self.fast_rollouts:
-            self._record_rollouts(self._unsuited or OFF)
+            self._record("rollouts", self._unsuited or OFF)
 
-    def _record_rollouts(self, reason: str) -> None:
-        """Record in `fast_path` the reason why TRL samples. Log the reason when it changes."""
-        if self.fast_path["rollouts"] != f"TRL's: {reason}":
-            self.fast_path["rollouts"] = f"TRL's: {reason}"
-            log.warning("%s: TRL samples the completions: %s", type(self).__name__, reason)
+    def _record(self, part: str, reason: str) -> None:
+        """Record in `fast_path` why TRL computes a part of the step. Log each reason once."""
+        said = f"TRL's: {reason}"
+        self.fast_path[part] = said
+        if (part, said) not in self._logged:
+            self._logged.add((part, said))
+            log.warning("%s: %s %s", type(self).__name__, part, said)
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *others: object, **more: object
@@ -99,12 +99,15 @@ class OwnRollouts(GRPOTrainer):
         elif not all(map(len, prompt_ids)):
             sampling = "a prompt has no token"
         if isinstance(sampling, str):
-            self._record_rollouts(sampling)
-            with own_attention(self._lm, self._own_attention) if self._packs else nullcontext():
-                drawn = super()._generate_single_turn(prompt_ids, *others, **more)
-            # Our loop may take over if an untested release of TRL returns token ids alone, as 1.16.
-            self._is_alike = self._is_alike or (len(drawn) == 2 and drawn[1] is None)
-            return drawn
+            self._record("rollouts", sampling)
+            # Sample with the model's original attention. transformers' `generate` checks the name
+            # of the attention, for example to detect flash attention, and does not know our name.
+            prepared = self._lm.config._attn_implementation
+            self._lm.set_attn_implementation(self._own_attention)
+            try:
+                return super()._generate_single_turn(prompt_ids, *others, **more)
+            finally:
+                self._lm.set_attn_implementation(prepared)
         self.fast_path["rollouts"] = "ours"
         self._sampled.eos_ids = frozenset(self.eos_token_ids)
         drawn = self._engine.generate(prompt_ids, sampling, group_size=1, seed=self._seed())
@@ -116,8 +119,6 @@ class OwnRollouts(GRPOTrainer):
             return OFF
         if self._unsuited is not None:
             return str(self._unsuited)
-        if not self._is_alike:
-            return f"trl {options.RELEASE} is untested, and its first rollout is compared"
         model = self.accelerator.unwrap_model(self.model)
         own = getattr(self._lm.generate, "__func__", None) is GenerationMixin.generate
         if "generate" in vars(model) or not own:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 LOG_RATIO_BOUND = 20.0  # verl clamps the log importance ratio of a token to [-20, 20]
 DPPO_RATIO_CAP = 20.0  # largest ratio in our dppo objectives
-
-LossFields = dict[str, Any]  # fields of `LossConfig`
+ALL_ROWS = "mean over all rows"  # how verl's geo_mean always aggregates, whatever the mode
 
 
 class Batch(NamedTuple):
@@ -57,13 +56,11 @@ class Recipe(NamedTuple):
         advantages: Function that turns a batch and the config into advantages for `grpo_loss`.
         aggregation: The loss_agg_mode that verl always uses for this loss, or None if verl reads it
             from its config.
-        has_old: True if the objective reads old_log_prob.
     """
 
-    options: Callable[[ActorConfig], LossFields]
+    options: Callable[[ActorConfig], dict[str, Any]]
     advantages: Callable[[Batch, ActorConfig], Tensor] = weighted
     aggregation: str | None = None
-    has_old: bool = True
 
 
 def option(config: ActorConfig, name: str, default: object = None) -> Any:
@@ -77,10 +74,9 @@ def clip_range(config: ActorConfig) -> dict[str, float]:
 
     verl's config has clip_ratio_low and clip_ratio_high, or clip_ratio for both bounds.
     """
-    both = option(config, "clip_ratio")
     bounds = {}
     for side in ("low", "high"):
-        value = option(config, f"clip_ratio_{side}", both)
+        value = option(config, f"clip_ratio_{side}", option(config, "clip_ratio"))
         fits = value is not None and value >= 0
         require(fits, f"clip_ratio_{side}", "a number >= 0 (or clip_ratio)", value)
         bounds[f"epsilon_{side}"] = value
@@ -94,7 +90,7 @@ def ratio_cap(config: ActorConfig, default: float, least: float = 0.0) -> float:
     return cap
 
 
-def named(loss_type: str, **options: float | str) -> Callable[[ActorConfig], LossFields]:
+def named(loss_type: str, **options: float | str) -> Callable[[ActorConfig], dict[str, Any]]:
     """Return a function that turns verl's config into fields of `LossConfig`.
 
     The fields are the given loss type, the given options, and the clip range of the config.
@@ -102,20 +98,19 @@ def named(loss_type: str, **options: float | str) -> Callable[[ActorConfig], Los
     return lambda config: {"loss_type": loss_type, **options, **clip_range(config)}
 
 
-def vanilla(config: ActorConfig) -> LossFields:
+def vanilla(config: ActorConfig) -> dict[str, Any]:
     return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
 
 
-def sapo(config: ActorConfig) -> LossFields:
+def sapo(config: ActorConfig) -> dict[str, Any]:
     pos, neg = (float(option(config, f"tau_{sign}")) for sign in ("pos", "neg"))
     return {"loss_type": "sapo", "sapo_temperature_pos": pos, "sapo_temperature_neg": neg}
 
 
-def dro(config: ActorConfig) -> LossFields:
-    beta = option(option(config, "policy_loss"), "dro_beta")
-    fits = beta is not None and beta > 0
-    require(fits, "policy_loss.dro_beta", "a number > 0", beta)
-    return {"loss_type": "dro", "beta": float(beta)}
+def dro(config: ActorConfig) -> dict[str, Any]:
+    beta = float(option(option(config, "policy_loss"), "dro_beta", 0.0))
+    require(beta > 0, "policy_loss.dro_beta", "a number > 0", beta)
+    return {"loss_type": "dro", "beta": beta}
 
 
 def weighted_rows(batch: Batch, config: ActorConfig) -> Tensor:
@@ -166,10 +161,10 @@ LOSSES: dict[str, Recipe] = {
     "gspo": Recipe(named("gspo_token")),
     "cispo": Recipe(named("cispo", cispo_bound="offset")),
     "sapo": Recipe(sapo, aggregation="seq-mean-token-mean"),
-    "geo_mean": Recipe(named("gmpo"), weighted_rows, "mean over all rows"),
+    "geo_mean": Recipe(named("gmpo"), weighted_rows, ALL_ROWS),
     "dppo_tv": Recipe(named("dppo_tv"), weighted_to_cap),
     "dppo_kl": Recipe(named("dppo_kl"), weighted_to_cap),
-    "gpg": Recipe(lambda _: {"loss_type": "reinforce"}, has_old=False),
+    "gpg": Recipe(lambda _: {"loss_type": "reinforce"}),
     "dro": Recipe(dro, unweighted),
 }
 
@@ -204,6 +199,8 @@ def normaliser(
         ValueError: `info` has an unknown key, or it lacks the count that the mode needs and there
             are several ranks.
     """
+    if loss_agg_mode == ALL_ROWS:
+        return "sequence_mean", {"num_completions_in_batch": float(max(len(mask), 1))}
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
     aggregation, name = AGGREGATION_MODES[loss_agg_mode]
@@ -257,12 +254,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         info = dict(getattr(config, "global_batch_info", None) or {})
         expected = f"one of {list(AGGREGATION_MODES)}"
         require(loss_agg_mode in AGGREGATION_MODES, "loss_agg_mode", expected, repr(loss_agg_mode))
-        if recipe.aggregation == "mean over all rows":
-            aggregation = "sequence_mean"
-            total: dict[str, Any] = {"num_completions_in_batch": float(max(len(log_prob), 1))}
-        else:
-            mode = recipe.aggregation or loss_agg_mode
-            aggregation, total = normaliser(mode, response_mask, info)
+        aggregation, total = normaliser(recipe.aggregation or loss_agg_mode, response_mask, info)
         options = recipe.options(config)
         with torch.no_grad():
             weighted = recipe.advantages(batch, config)
@@ -272,8 +264,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             _, metrics = theirs(old, new, advantages, response_mask, loss_agg_mode, config)
         output = grpo_loss(
             log_prob, weighted, LossConfig(**options, aggregation=aggregation),
-            completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
-            **total,
+            completion_mask=response_mask, old_logps=old_log_prob, **total,
         )  # fmt: skip
         return output.loss, metrics
 
@@ -281,26 +272,16 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
     return loss
 
 
-def register(prefix: str = "fast_") -> FastHead:
-    """Add all our losses to verl's registry in this process.
-
-    If you call this function several times, undo the handles in reverse order.
-
-    Args:
-        prefix: Prefix of each name. With "", our losses replace verl's losses until `undo()`.
+def register() -> FastHead:
+    """Add all our losses to verl's registry in this process, as `fast_<name>`.
 
     Returns:
-        A handle. Its `undo()` restores verl's registry.
+        A handle. Its `undo()` removes them.
     """
-    require(isinstance(prefix, str), "prefix", "a string", repr(prefix))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     handle = FastHead()
     for name in LOSSES:
-        before = POLICY_LOSS_REGISTRY.get(prefix + name)
-        if before is None:
-            handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)
-        else:
-            handle.callback(POLICY_LOSS_REGISTRY.__setitem__, prefix + name, before)
-        register_policy_loss(prefix + name)(policy_loss(name))
+        register_policy_loss(f"fast_{name}")(policy_loss(name))
+        handle.callback(POLICY_LOSS_REGISTRY.pop, f"fast_{name}", None)
     return handle

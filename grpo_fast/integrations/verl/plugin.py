@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from grpo_fast.integrations.verl import register
-from grpo_fast.integrations.verl.head import use_fast_head_everywhere
+from grpo_fast.integrations.verl.head import use_fast_head
 
 losses = register()
-head = use_fast_head_everywhere() if os.environ.get("GRPO_FAST_VERL_HEAD") == "1" else None
+head = use_fast_head() if os.environ.get("GRPO_FAST_VERL_HEAD") == "1" else None

@@ -78,14 +78,13 @@ def code_tests(
         raise ValueError(f"code_tests: expected {expected}, got {seconds}, {memory}")
     limits = {"seconds": seconds, "memory": memory << 20, "output": MOST_OUTPUT, "paths": []}
 
-    def one(completion: str, prefill: str, entry: Any) -> float:
-        text = answers.final_part(completion, prefill)
+    def one(turn: str, entry: Any) -> float:
         tests = unit_tests.read_tests(entry)
         share = share_of_tests if isinstance(tests, str) else share_of_programs
-        return share(text, tests, limits)  # type: ignore[operator]
+        return share(answers.final_part(turn), tests, limits)  # type: ignore[operator]
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(one, completions, prefills or [""] * len(completions), tests))
+        return list(pool.map(one, answers.turns(completions, prefills), tests))
 
 
 code_tests.per_sample = True  # type: ignore[attr-defined]

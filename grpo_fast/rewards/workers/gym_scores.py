@@ -83,12 +83,9 @@ def check_arithmetic(text: str) -> None:
     """Raise a ValueError or SyntaxError unless a text has only numbers, names and FUNCTIONS."""
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
-        fits = isinstance(node, ARITHMETIC)
-        if isinstance(node, ast.Constant):
-            fits = isinstance(node.value, (int, float))
-        elif isinstance(node, ast.Call):
-            fits = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS
-        if not fits:
+        is_number = isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+        is_call = isinstance(node, ast.Call) and getattr(node.func, "id", "") in FUNCTIONS
+        if not (is_number or is_call or isinstance(node, ARITHMETIC)):
             raise ValueError(f"expected arithmetic, got {type(node).__name__}")
     if _power(tree) > LARGEST_POWER:
         raise ValueError(f"expected powers up to {LARGEST_POWER}")

@@ -130,9 +130,7 @@ def run_method(kind, name):
 def names_of(request, judge):
     """Return the global names of the tests, which may be below `if __name__ == "__main__"`."""
     names = {"__name__": "__main__", "_step_": Mark(judge), "_run_": run_method}
-    for name, (path, attribute) in request["borrowed"].items():
-        module = importlib.import_module(path)
-        names[name] = getattr(module, attribute) if attribute else module
+    exec("\n".join(request["imports"].values()), names)
     for name, own in request["names"].items():
         names[name] = judge.errors.get(own, functools.partial(judge.call, own, ""))
     if request["seeds"]:  # seed the answer's generator of random numbers, too

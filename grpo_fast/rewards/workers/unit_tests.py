@@ -121,8 +121,7 @@ class Tests(ast.NodeTransformer):
     Attributes:
         tree: syntax tree, in which imports of the answer are replaced.
         names: the names that the answer must define, each with its name in the answer.
-        borrowed: names of libraries, each with its module and its name there, which is "" for the
-            module itself, such as `math` in `math.pi`.
+        imports: names of libraries, each with the statement that imports it.
     """
 
     def __init__(self, text: str) -> None:
@@ -134,7 +133,7 @@ class Tests(ast.NodeTransformer):
                 node.module, node.names, node.level = "builtins", [ast.alias("object")], 0
         self.nodes = list(ast.walk(self.tree))
         self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        self.borrowed: dict[str, tuple[str, str]] = {}
+        self.imports: dict[str, str] = {}
         self.find_names()
         functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
         self.functions = {x.name for x in functions} | LOOKS - {x.__name__ for x in PLAIN}
@@ -160,8 +159,8 @@ class Tests(ast.NodeTransformer):
             module = importlib.import_module("numpy" if name == "np" else name)
             uses = [self.up[x] for x in self.nodes if isinstance(x, ast.Name) and x.id == name]
             if all(hasattr(module, getattr(use, "attr", "?")) for use in uses):
-                self.borrowed[name] = (module.__name__, "")
-        undefined = free - vars(builtins).keys() - self.borrowed.keys()
+                self.imports[name] = f"import {module.__name__} as {name}"
+        undefined = free - vars(builtins).keys() - self.imports.keys()
         known = undefined & LIBRARY.keys()
         # The other names are the answer's. If there is none, it is the only name of a library or
         # the only builtin, as in `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`.
@@ -170,7 +169,7 @@ class Tests(ast.NodeTransformer):
         if not own and not self.names and len(candidates) == 1:
             own = candidates
         self.names |= {name: name for name in own}
-        self.borrowed |= {name: (LIBRARY[name], name) for name in known - own}
+        self.imports |= {name: f"from {LIBRARY[name]} import {name}" for name in known - own}
 
     def is_wrong(self, node: Any) -> bool:
         """Return True if a node of the syntax tree is not supported."""
@@ -290,7 +289,7 @@ def prepared(text: str) -> dict[str, Any]:
         expected = "at least one assert, or call of a function that the tests define"
         got = f"{text[:60]!r}, which uses {len(tests.names)} names of the answer"
         raise ValueError(f"tests: expected {expected}, got {got}")
-    specs = [importlib.util.find_spec(x) for x in PACKAGES if x in f"{text}{tests.borrowed}"]
-    return {"units": units, "count": count, "names": tests.names, "borrowed": tests.borrowed,
+    specs = [importlib.util.find_spec(x) for x in PACKAGES if x in f"{text}{tests.imports}"]
+    return {"units": units, "count": count, "names": tests.names, "imports": tests.imports,
             "paths": [str(Path(x.origin).parents[1]) for x in specs if x and x.origin],
             "seeds": "random" in text and "seed(" in text}  # fmt: skip

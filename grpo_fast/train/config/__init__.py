@@ -1,32 +1,724 @@
 """Configuration of a run as pydantic models.
 
-A recipe provides values, and command-line arguments such as `optim.lr=1e-4` override them. The
+A recipe provides values, and command-line arguments such as `optim.lr=1e-4` override them. A
+section checks its own settings. `RunConfig` checks settings of several sections together. The
 defaults of the section `loss` come from `LossConfig`.
 """
 
-from grpo_fast.errors import require
-from grpo_fast.train.config.run import GAE, LogConfig, RunConfig
-from grpo_fast.train.config.sections import (
-    CriticConfig,
-    DataConfig,
-    EvalConfig,
-    KLConfig,
-    LoraConfig,
-    LossSettings,
-    ModelConfig,
-    OptimConfig,
-    Positive,
-    ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    Section,
-    UserPath,
-    WarmStartConfig,
-    named_in,
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from typing import Annotated, Any, Literal, get_type_hints
+
+from annotated_types import Interval
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
 )
 
-__all__ = [
-    "GAE", "CriticConfig", "DataConfig", "EvalConfig", "KLConfig", "LogConfig", "LoraConfig",
-    "LossSettings", "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig", "RewardConfig",
-    "RolloutConfig", "RunConfig", "Section", "UserPath", "WarmStartConfig", "named_in", "require",
-]  # fmt: skip
+from grpo_fast.data import FILES, TASKS
+from grpo_fast.data.readers import GYM
+from grpo_fast.errors import conflict, require
+from grpo_fast.objective.advantages import MODES, check_group_size, check_options
+from grpo_fast.objective.baseline import split_options
+from grpo_fast.objective.config import CHOICES, LossConfig
+from grpo_fast.objective.kl import EXACT
+from grpo_fast.objective.losses import OBJECTIVES
+from grpo_fast.objective.value import VALUE_LOSSES
+from grpo_fast.rewards.conventions import CONVENTIONS
+from grpo_fast.rollout import EngineName, Sampling
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.train.config.words import read_yaml, reward_sections
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
+LIMIT = 1 << 53  # a JSON reader that stores numbers as doubles would round larger integers
+# Use Interval, not pydantic's Field. pydantic 2.8 stores the default of one dataclass field in the
+# shared Field object, so that all other dataclass fields of this type become optional.
+Count = Annotated[int, Interval(ge=0, lt=LIMIT)]
+Positive = Annotated[int, Interval(ge=1, lt=LIMIT)]
+Size = Annotated[int, Interval(ge=1, le=1 << 20)]  # number of items in memory at the same time
+
+
+def described(kind: type) -> dict[str, str]:
+    """Return the descriptions of a class's fields, which its docstring lists as `name: text`."""
+    found = re.findall(r"^ +(\w+): (.*(?:\n {12}.*)*)", kind.__doc__ or "", re.M)
+    # LossConfig names the type of an option before its description.
+    texts = {name: re.sub(r"^(str|bool|int|float)( or [a-z ]+)?\. ", "", x) for name, x in found}
+    return {name: " ".join(text.split()) for name, text in texts.items()}
+
+
+class Section(BaseModel):
+    """Base class of configuration sections. It rejects unknown keys and non-finite numbers.
+
+    Validation is strict. For example, `true` is not accepted as the integer 1. `grpo-fast config`
+    prints the description of each field in the docstring of its class.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, validate_assignment=True, protected_namespaces=(),
+        allow_inf_nan=False,
+    )  # fmt: skip
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        for name, text in described(cls).items():
+            if name in cls.model_fields:
+                cls.model_fields[name].description = text
+
+
+@contextmanager
+def named_in(section: str) -> Iterator[None]:
+    """Prefix the message of a ValueError raised in the `with` block with `section` and a dot."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{section}.{error}") from None
+
+
+# Value of top_k if only top_p is set. It limits the number of token ids stored for each position.
+KEPT_AT_MOST = 512
+# YAML reads eval.k=4 as a number and eval.k=1,4,8 as a string. Convert both to a list.
+CommaList = BeforeValidator(
+    lambda value: value if isinstance(value, list) else read_yaml(f"[{value}]", "k")
+)
+
+
+# ------------------------------------------------------------------------- Model and optimizer
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA) on all linear layers, with a scaling factor of 2.
+
+    Attributes:
+        r: Rank of the adapter matrices.
+    """
+
+    r: Positive = 16
+
+
+class ModelConfig(Section):
+    """The policy, which is either loaded from `path` or built from `config` with random weights.
+
+    Attributes:
+        path: Hub id or local folder of the model.
+        config: Transformers config as a dict with model_type, for a model with random weights.
+        tokenizer: Kind of tokenizer to build from the data; null loads the tokenizer of `path`.
+        vocab_size: Vocabulary size of the tokenizer `bpe`.
+        dtype: Dtype of the weights.
+        autocast: Dtype of the layers' computations with fp32 weights; null computes in `dtype`.
+        device: Torch device; auto uses a GPU if one exists.
+        lora: Train a low-rank adapter instead of the weights; null trains the weights.
+        gradient_checkpointing: Recompute each layer in the backward pass; offload also moves layer
+            inputs to host memory.
+        tiled_mlp: Tokens that an MLP processes at a time, for example 2048; null processes all at
+            once.
+        trust_remote_code: Run the Python code in a model's folder or hub repository.
+    """
+
+    path: UserPath | None = None
+    config: dict[str, Any] | None = None
+    tokenizer: Literal["bpe", "symbols"] | None = None
+    vocab_size: Size = 2048
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    autocast: Literal["bfloat16", "float16"] | None = None
+    device: str = "auto"
+    lora: LoraConfig | None = None
+    gradient_checkpointing: Literal[True, False, "offload"] = False
+    tiled_mlp: Positive | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        came = "neither" if self.path is None else f"path={self.path} and config"
+        expected = "a model, or config (model=PATH replaces a recipe's config)"
+        require((self.path is None) != (self.config is None), "path", expected, came)
+        if self.config is not None:
+            kind = self.config.get("model_type")
+            require(kind, "config.model_type", "one, for example llama", "none")
+            expected = "bpe or symbols for a model with random weights"
+            require(self.tokenizer, "tokenizer", expected, "null")
+        return self
+
+
+class OptimConfig(Section):
+    """The optimizer, AdamW.
+
+    Attributes:
+        lr: Learning rate after the warm-up.
+        schedule: How the learning rate changes after the warm-up; linear and cosine end at 0.
+        warmup: Optimizer steps over which the learning rate rises to `lr`; 0 starts at `lr`.
+        weight_decay: Weight decay of AdamW; 0 switches it off.
+        max_grad_norm: Largest gradient norm; larger gradients are scaled down, and .inf switches
+            this off.
+    """
+
+    lr: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Count = 0
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
+
+
+class ReferenceConfig(Section):
+    """The reference model of the KL divergence.
+
+    Attributes:
+        kind: Use no reference, a frozen model, or a copy of the policy that is updated regularly.
+        path: Model for kind: frozen, with the policy's vocabulary; null copies the initial policy.
+        sync_every: Steps between updates of a synced reference.
+        mixing: Weight m of the policy in an update: reference = m * policy + (1 - m) * reference.
+    """
+
+    kind: Literal["none", "frozen", "synced"] = "none"
+    path: UserPath | None = None
+    sync_every: Positive = 64
+    mixing: float = Field(0.6, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _path_is_read(self) -> ReferenceConfig:
+        fits = self.path is None or self.kind == "frozen"
+        require(fits, "path", f"null with kind={self.kind}; kind=frozen loads a model", self.path)
+        return self
+
+
+class KLConfig(Section):
+    """Settings of the KL divergence to the reference. `loss.beta` is its initial weight.
+
+    Attributes:
+        into: Add beta * KL to the loss, or subtract it from the reward of each token before GAE.
+        target: Mean KL per token that the run aims at by adapting beta; null keeps beta constant.
+        horizon: Number of completions over which an adaptive beta changes by at most 20%.
+    """
+
+    into: Literal["loss", "reward"] = "loss"
+    target: float | None = Field(None, gt=0)
+    horizon: float = Field(10_000.0, gt=0)
+
+
+class CriticConfig(Section):
+    """The value function of PPO, for `advantages: gae`.
+
+    Attributes:
+        kind: Put the value head on the policy's layers (shared) or on a separate model (model).
+        path: Folder or hub id of the separate model; null copies the policy.
+        lr: Learning rate of the critic; null means optim.lr.
+        gamma: Discount factor of GAE.
+        lam: Lambda of GAE for the advantages.
+        lam_returns: Lambda of GAE for the value targets; null uses `lam`.
+        lam_alpha: Use 1 - 1 / (lam_alpha * completion length) as lambda of the advantages; null
+            uses `lam`.
+        bootstrap: After a truncated completion, GAE continues with the critic's value; false uses
+            0.
+        whiten: Scale the advantages of a step to mean 0 and standard deviation 1.
+        loss: Loss function of the critic's values; huber changes from quadratic to linear at 1.
+        epsilon: Clip range of loss: clipped.
+        coef: Weight of the value loss.
+    """
+
+    kind: Literal["shared", "model"] = "shared"
+    path: UserPath | None = None
+    lr: float | None = Field(None, gt=0)
+    gamma: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    lam_returns: float | None = Field(None, ge=0, le=1)
+    lam_alpha: float | None = Field(None, gt=0)
+    bootstrap: bool = True
+    whiten: bool = True
+    loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
+    epsilon: float = Field(0.2, gt=0)
+    coef: float = Field(0.5, ge=0)
+
+    @model_validator(mode="after")
+    def _path_is_read(self) -> CriticConfig:
+        fits = self.path is None or self.kind == "model"
+        require(fits, "path", "null with kind=shared; kind=model loads a model", self.path)
+        return self
+
+
+class WarmStartConfig(Section):
+    """Supervised training on the data set's solutions before the first rollout.
+
+    Attributes:
+        steps: Optimizer steps of the supervised training.
+        batch_size: Solutions per optimizer step.
+        lr: Learning rate; it rises in the first 20 steps and falls to 0 along a cosine.
+    """
+
+    steps: Positive = 200
+    batch_size: Positive = 32
+    lr: float = Field(1e-3, gt=0)
+
+
+# ------------------------------------------------------------------------------ Data and sampling
+class DataConfig(Section):
+    """The data set: prompts and answers.
+
+    Attributes:
+        task: Generated prompts, a fixed list (open), GSM8K, or questions of a file.
+        path: A file, a folder with training and test files, a hub id such as openai/gsm8k, or
+            reasoning_gym:NAME.
+        options: Options of a reasoning_gym data set, for example {size: 1000, seed: 0}.
+        columns: Names of the columns to read, for example {prompt: title, answer:
+            reward_model.truth}.
+        prompt_template: Text with {question} and {COLUMN}, or plain, hash, answer_tag; null sends
+            the question.
+        system_prompt: System message before every question; null sends none.
+        chat: Use the model's chat template; null uses it if the tokenizer has one.
+        template_kwargs: Arguments of the chat template, for example {enable_thinking: false}.
+        shots_tokens: Number of tokens for worked examples, which are drawn anew for each question.
+        drop_unusable: Skip rows with an empty prompt or answer, or with tests that code_tests
+            refuses, and log their number; false refuses them.
+        max_prompt_tokens: Skip questions whose prompt has more tokens, and log their number; null
+            keeps all.
+        encoding: Encoding of text files, for example cp1252; null reads UTF-8 and UTF-16.
+        n_test: Number of test examples; null uses all, or a tenth of a file without a test split.
+        digits: Number of digits in a prompt of the task sort.
+    """
+
+    task: Literal[TASKS]  # type: ignore[valid-type]
+    path: UserPath | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    columns: dict[Literal["prompt", "answer", "solution", "tests"], str] = Field(
+        default_factory=dict
+    )
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+    chat: bool | None = None
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    shots_tokens: Positive | None = None
+    drop_unusable: bool = False
+    max_prompt_tokens: Positive | None = None
+    encoding: str | None = None
+    n_test: Size | None = None
+    digits: int = Field(5, ge=1, le=4096)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        is_file = self.task in FILES
+        expected = f"{'a source' if is_file else 'none'} for task {self.task}"
+        require(is_file == bool(self.path), "path", expected, repr(self.path))
+        is_gym = (self.path or "").startswith(GYM)
+        require(is_gym or not self.options, "options", f"none without path={GYM}NAME", self.options)
+        # Only questions from a file have columns, templates and worked examples.
+        for name in ("columns", "prompt_template", "system_prompt", "chat", "template_kwargs",
+                     "shots_tokens", "max_prompt_tokens"):  # fmt: skip
+            value = getattr(self, name)
+            require(is_file or not value, name, f"none for task {self.task}", repr(value))
+        if self.shots_tokens and self.max_prompt_tokens:
+            raise conflict("shots_tokens", "max_prompt_tokens", "worked examples fill the prompts")
+        return self
+
+
+class RewardConfig(Section):
+    """A reward function and its settings.
+
+    Attributes:
+        name: A built-in reward, package.module:function or file.py:function.
+        convention: Library whose reward signature the function has; {verl: FUNCTION} also sets the
+            name.
+        label: Name of the reward in the metrics; null uses the function's name.
+        weight: Weight in the sum of the rewards; 0 logs the reward without training on it.
+        options: Keyword arguments of the function.
+        path: Folder or hub id of the model for the reward named reward_model.
+        timeout: Seconds that a call in a worker process may take.
+        in_process: Call the function in the trainer's process instead of a worker process.
+    """
+
+    name: str
+    convention: Literal[CONVENTIONS] | None = None  # type: ignore[valid-type]
+    label: str | None = None
+    weight: float = Field(1.0, ge=-1e30, le=1e30)
+    options: dict[str, Any] = Field(default_factory=dict)
+    path: UserPath | None = None
+    timeout: float = Field(60.0, gt=0, le=1e6)
+    in_process: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_convention(cls, values: Any) -> Any:
+        word = next((x for x in CONVENTIONS if isinstance(values, dict) and x in values), None)
+        if word is None or "name" in values:
+            return values
+        others = {key: value for key, value in values.items() if key != word}
+        return {"name": values[word], "convention": word, **others}
+
+    @model_validator(mode="after")
+    def _fits_the_name(self) -> RewardConfig:
+        needed = self.name == "reward_model"
+        expected = f"{'a folder or hub id' if needed else 'none'} for {self.name}"
+        require(needed == (self.path is not None), "path", expected, repr(self.path))
+        if ":" not in self.name and (self.convention is not None or self.in_process):
+            why = "only package.module:function and file.py:function have this setting"
+            setting = "in_process" if self.in_process else f"convention={self.convention}"
+            raise conflict(setting, f"name={self.name}", why)
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    """Replacement of groups in which all rewards are equal. Such groups give no gradient.
+
+    Attributes:
+        rounds: Maximum number of resampling rounds; then dropped groups fill the rest of the batch.
+        judged_by: Label of the reward that must differ within a group; null uses the weighted sum.
+    """
+
+    rounds: Positive = 4
+    judged_by: str | None = None
+
+
+class RolloutConfig(Section, Sampling):
+    """Sampling of completions.
+
+    Attributes:
+        engine: The engine that samples completions.
+        temperature: Sampling temperature.
+        group_size: Completions per prompt (G).
+        prompts_per_step: Prompts per step.
+        mask_truncated: Exclude completions that do not end with an EOS from the loss.
+        correct_sampling: Correct the loss by the ratio of the trainer's probabilities to the
+            sampler's.
+        ahead: 1 samples the next step's completions while this step trains; 0 alternates.
+        dynamic: Drop groups of equal rewards and sample further prompts; null keeps all groups.
+        replay_support: auto normalizes the loss over the tokens that top_p or top_k kept; off uses
+            all tokens.
+        vllm: Options of the engines vllm and vllm-server.
+    """
+
+    engine: EngineName = "transformers"
+    temperature: float = Field(1.0, gt=0)
+    group_size: Size = 8
+    prompts_per_step: Size = 8
+    mask_truncated: bool = False
+    correct_sampling: bool = False
+    ahead: int = Field(0, ge=0, le=1)
+    dynamic: DynamicSamplingConfig | None = None
+    replay_support: Literal["auto", "off"] = "auto"
+    vllm: VLLMOptions = Field(default_factory=VLLMOptions)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RolloutConfig:
+        # If only top_p is set, limit the number of kept tokens by top_k. For a flat distribution,
+        # top_p alone would keep nearly the full vocabulary. Write to __dict__, because a normal
+        # assignment would validate the section again and mark top_k as set by the user.
+        if self.needs_support and "top_k" not in self.model_fields_set:
+            self.__dict__["top_k"] = KEPT_AT_MOST
+        is_served = self.engine == "vllm-server"
+        expected = "at least one server" if is_served else f"none with engine={self.engine}"
+        require(is_served == bool(self.vllm.urls), "vllm.urls", expected, self.vllm.urls)
+        expected = "true with ahead=1, which samples by older weights"
+        require(self.correct_sampling or not self.ahead, "correct_sampling", expected, "false")
+        fits = self.dynamic is None or self.group_size > 1
+        require(fits, "group_size", "at least 2 with dynamic", self.group_size)
+        return self
+
+    @property
+    def needs_support(self) -> bool:
+        """Return True if the engine must report the tokens that top_p or top_k kept."""
+        return self.replay_support == "auto" and self.truncates
+
+
+class EvalConfig(Section, Sampling):
+    """Evaluation on held-out questions.
+
+    Attributes:
+        every: Steps between evaluations; 0 evaluates only before and after the run.
+        n: Number of held-out questions; null uses all.
+        samples: Completions per question.
+        temperature: Sampling temperature; 0 is greedy.
+        max_new_tokens: Maximum number of tokens in a completion; null uses rollout.max_new_tokens.
+        batch_size: Number of completions that are sampled at the same time.
+        k: Values of k for pass@k and maj@k; none may exceed `samples`.
+    """
+
+    every: Count = 0
+    n: Positive | None = None
+    samples: Size = 1
+    temperature: float = Field(0.0, ge=0)
+    max_new_tokens: Size | None = None
+    batch_size: Positive = 256
+    k: Annotated[list[Positive], CommaList] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _k_of_samples(self) -> EvalConfig:
+        fits = max(self.k, default=1) <= self.samples
+        require(fits, "k", f"values up to samples = {self.samples}", self.k)
+        return self
+
+    @property
+    def needs_support(self) -> bool:
+        """Return False. Only a loss needs the kept tokens, and an evaluation computes no loss."""
+        return False
+
+
+# ------------------------------------------------------------------------------ The loss
+# Arguments of LossConfig that are no keys of the section `loss`, because the trainer sets them from
+# the model and from the section `rollout`.
+OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
+
+
+def _loss_keys() -> dict[str, Any]:
+    """Return the fields of the section `loss` for pydantic: the arguments of LossConfig.
+
+    Null means the default of every argument.
+    """
+    types: dict[str, Any] = get_type_hints(LossConfig)
+    types |= {name: Literal[(*choices, None)] for name, choices in CHOICES.items()}
+    types |= {"temperature": float, "corrections": list[dict[str, Any]]}
+    defaults = {field.name: field.default for field in fields(LossConfig)} | {"temperature": None}
+    defaults["corrections"] = [asdict(correction) for correction in LossConfig.corrections]
+    descriptions = described(LossConfig)
+    descriptions["temperature"] = "Temperature of the log-probs; null uses rollout.temperature."
+    return {
+        name: (types[name] | None, Field(default, description=descriptions[name]))
+        for name, default in defaults.items()
+        if name not in OF_THE_RUN
+    }
+
+
+class LossSettings(create_model("Arguments", __base__=Section, **_loss_keys())):  # type: ignore[misc]
+    """The objective. All arguments of LossConfig, except OF_THE_RUN, are keys."""
+
+
+# ------------------------------------------------------------------------------ The whole run
+GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
+MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
+
+
+class LogConfig(Section):
+    """Logs and files of a run.
+
+    Attributes:
+        completions_every: Steps between saved tables of completions; 0 saves none.
+        trackers: Trackers of accelerate that receive the metrics, for example tensorboard, wandb or
+            mlflow.
+        progress: Print progress lines and the results of evaluations.
+        save_model: Write the trained model to output_dir/model.
+        grad_variance: Log the variance of the gradient between groups. This takes as long as an
+            update.
+    """
+
+    completions_every: Count = 10
+    trackers: list[str] = Field(default_factory=list)
+    progress: bool = True
+    save_model: bool = True
+    grad_variance: bool = False
+
+
+class CheckpointConfig(Section):
+    """Checkpoint schedule. A run that ends early also writes a checkpoint.
+
+    With `every: 0` and `every_minutes: 0`, only runs that end early write one.
+
+    Attributes:
+        every: Steps between checkpoints; 0 writes them by time, and after the last step.
+        every_minutes: Minutes between checkpoints; 0 writes them by steps, and after the last step.
+        keep: Number of checkpoints to keep; older ones are deleted.
+        on_save: Function module:function or file.py:function that gets each new checkpoint.
+    """
+
+    every: Count = 0
+    every_minutes: float = Field(15, ge=0, le=1e6)
+    keep: Positive = 2
+    on_save: str | None = None
+
+
+class RunConfig(Section):
+    """All settings of a run. A run saves them in the file config.yaml of its output_dir.
+
+    Attributes:
+        seed: Seed of all random numbers.
+        output_dir: Folder for metrics, checkpoints and the trained model.
+        model: The policy.
+        data: Prompts and answers.
+        loss: The objective. All arguments of LossConfig are keys, for example loss.delta.
+        advantages: How advantages are computed from rewards.
+        advantage_options: Options of `advantages`, for example {eps: 1e-4}.
+        rewards: Reward functions, each given as a name, as file.py:function or as a section.
+        max_reward_failures: Largest share of samples without a reward; above this share the run
+            ends with an error.
+        rollout: How completions are sampled.
+        optim: The optimizer, AdamW.
+        steps: Number of steps. Each step samples completions and trains on them.
+        inner_iterations: Number of training passes over the completions of a step (mu).
+        minibatches: Number of optimizer steps in one pass over the completions.
+        tokens_per_microbatch: Tokens of one forward and backward pass; null uses as many as fit
+            into memory.
+        shuffle: Which items to shuffle before each pass is split into minibatches.
+        max_approx_kl: Mean KL to the sampling policy above which later passes are skipped; null
+            sets no limit.
+        reference: The reference model of the KL divergence.
+        kl: Where the KL divergence to the reference is applied, and how its weight adapts.
+        critic: The value function of PPO, for advantages: gae; null means no critic.
+        warm_start: Supervised training on solutions before the first rollout; null skips it.
+        eval: Evaluation on held-out questions.
+        log: What the run logs and writes.
+        checkpoint: When checkpoints are written, and how many are kept.
+        distributed: Give each process the full model (ddp), a shard (fsdp2), or a shard of a copy
+            (hsdp).
+        distributed_replicas: Number of sharded copies of the model, for distributed: hsdp.
+        distributed_timeout: Seconds that a process waits for the other processes before it fails.
+        resume: auto resumes from the newest checkpoint in output_dir; without one, it starts a new
+            run.
+        resume_allow: Kinds of files that may have changed since the resumed run began.
+    """
+
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
+    output_dir: UserPath = "runs/default"
+    model: ModelConfig
+    data: DataConfig
+    loss: LossSettings = Field(default_factory=LossSettings)
+    advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = Field(
+        default_factory=list
+    )
+    max_reward_failures: float = Field(0.5, ge=0, le=1)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    steps: Count = 100
+    inner_iterations: Positive = 1
+    minibatches: Positive = 1
+    tokens_per_microbatch: Positive | None = None
+    shuffle: Literal["off", "groups", "completions"] = "off"
+    max_approx_kl: float | None = Field(None, gt=0)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    kl: KLConfig = Field(default_factory=KLConfig)
+    critic: CriticConfig | None = None
+    warm_start: WarmStartConfig | None = None
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    distributed: Literal["ddp", "fsdp2", "hsdp"] | None = None
+    distributed_replicas: Positive | None = None
+    distributed_timeout: float = Field(1800, gt=0, le=1e6)
+    resume: Literal["auto"] | None = None
+    resume_allow: list[Literal["data", "rewards", "reference", "model"]] = Field(
+        default_factory=list
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        # Set rollout.max_new_tokens to the length of the answers of the sorting task.
+        by_symbol = self.model.tokenizer == "symbols" and self.data.task == "sort"
+        if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
+            self.rollout.max_new_tokens = self.data.digits
+        for clashes, one, other, why in (*self._advantage_conflicts(), *self._loss_conflicts()):
+            if clashes:
+                raise conflict(one, other, why)
+        if self.advantages != GAE:
+            with named_in("advantage_options"):
+                check_options(
+                    self.advantages, split_options(self.advantages, self.advantage_options)[0]
+                )
+            check_group_size(self.advantages, self.rollout.group_size)
+        came = "0 for all" if self.rewards else "no reward"
+        is_weighted = any(reward.weight for reward in self.rewards)
+        require(is_weighted, "rewards", "a weight that is not 0", came)
+        judge = self.rollout.dynamic and self.rollout.dynamic.judged_by
+        labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
+        expected = f"one of the rewards {', '.join(labels)}"
+        require(judge in (None, *labels), "rollout.dynamic.judged_by", expected, repr(judge))
+        count = self.rollout.prompts_per_step * self.rollout.group_size
+        expected = f"a number that divides the {count} completions of a step"
+        require(count % self.minibatches == 0, "minibatches", expected, self.minibatches)
+        expected = f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size"
+        require(count <= MOST_COMPLETIONS, "rollout.group_size", expected, count)
+        fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
+        expected = "a number with distributed=hsdp, and null without"
+        require(fits, "distributed_replicas", expected, self.distributed_replicas)
+        return self
+
+    def _advantage_conflicts(self) -> list[tuple[object, str, str, str]]:
+        """Return rows (is a conflict, first setting, second setting, reason) about advantages."""
+        mode = f"advantages={self.advantages}"
+        is_gae = self.advantages == GAE
+        has_critic = self.critic is not None
+        critic = "critic" if has_critic else "critic=null"
+        variance = "log.grad_variance=true"
+        only = "it needs the gradient of each group on one rank"
+        return [
+            (has_critic != is_gae, mode, critic,
+             "gae needs the section critic={}, which no other mode reads"),
+            (is_gae and self.advantage_options, mode, "advantage_options",
+             "the options of gae are in the section critic"),
+            (self.log.grad_variance and has_critic, variance, "critic", only),
+            (self.log.grad_variance and self.is_sharded, variance,
+             f"distributed={self.distributed}", only),
+        ]  # fmt: skip
+
+    def _loss_conflicts(self) -> list[tuple[object, str, str, str]]:
+        """Return rows (is a conflict, first setting, second setting, reason) about the loss."""
+        loss = self.loss
+        config = self.loss_config()
+        kind = self.reference.kind
+        in_reward = self.kl.into == "reward"
+        into = f"kl.into={self.kl.into}"
+        is_led = in_reward or self.kl.target is not None
+        leader = into if in_reward else f"kl.target={self.kl.target}"
+        sampled = "the reward is of the sampled token and has no ratio; use kl.into=loss"
+        corrections = config.corrections
+        of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
+        is_custom = of_sampler and corrections != LossConfig.corrections
+        corrects = self.rollout.correct_sampling
+        return [
+            (in_reward and self.advantages != GAE, into, f"advantages={self.advantages}",
+             "only gae spreads a token's reward; use kl.into=loss"),
+            (is_led and not OBJECTIVES[config.loss_type].reference, leader,
+             f"loss.loss_type={config.loss_type}", "beta is no weight of this KL in this loss"),
+            (is_led and not loss.beta, leader, "loss.beta=0", "the KL needs a weight above 0"),
+            (in_reward and config.kl_estimator in EXACT, into,
+             f"loss.kl_estimator={config.kl_estimator}", sampled),
+            (in_reward and loss.kl_times_ratio, into, "loss.kl_times_ratio=true", sampled),
+            (kind == "none" and (config.uses_reference or in_reward), "reference.kind=none",
+             f"loss.beta={loss.beta or 0:g}", "set reference.kind to frozen or synced"),
+            (kind == "synced" and self.model.lora is not None, "reference.kind=synced",
+             "model.lora", "the reference is the model without its adapter"),
+            (corrects and not corrections, "rollout.correct_sampling=true", "loss.corrections",
+             "without corrections it has no use"),
+            (is_custom and not corrects, "loss.corrections", "rollout.correct_sampling=false",
+             "they read the sampler's log-probabilities; set rollout.correct_sampling=true"),
+        ]  # fmt: skip
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return True if every rank stores only a shard of the weights."""
+        return self.distributed in ("fsdp2", "hsdp")
+
+    @property
+    def stores_reference(self) -> bool:
+        """Return True if checkpoints must store the reference, which has no other weight file."""
+        is_new = self.reference.kind == "synced" or self.warm_start is not None
+        return is_new and self.reference.path is None
+
+    @property
+    def has_code(self) -> bool:
+        """Return True if the run executes Python code from outside the package."""
+        return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
+
+    def loss_config(self) -> LossConfig:
+        """Return the `LossConfig` of the run. Some arguments come from the section `rollout`."""
+        # Null means the default, also for arguments that do not accept None.
+        settings = {name: value for name, value in self.loss if value is not None}
+        # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
+        if self.kl.into == "reward":
+            settings["beta"] = 0.0
+        rollout = self.rollout
+        settings.setdefault("temperature", rollout.temperature)
+        with named_in("loss"):
+            config = LossConfig(
+                **settings,
+                max_completion_length=rollout.max_new_tokens,
+                group_size=rollout.group_size,
+            )
+        # The loss type bnpo averages over the tokens of a micro-batch. Average over all tokens of
+        # the step instead, so that the result does not depend on the split into micro-batches.
+        if config.aggregation == "token_mean_local":
+            return replace(config, aggregation="token_mean_global")
+        return config

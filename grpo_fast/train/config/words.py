@@ -177,14 +177,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def apply_words(settings: dict[str, Any], words: Iterable[str]) -> None:
-    """Change nested settings as `key=value` arguments say."""
-    # `data=reasoning_gym:NAME` sets a reward, which the other words may replace.
-    for word in sorted(words, key=lambda word: not word.startswith(f"data={GYM}")):
-        apply_word(settings, word)
-
-
-def apply_word(settings: dict[str, Any], word: str) -> None:
-    """Change nested settings as a `key=value` argument says.
+    """Change nested settings as `key=value` arguments say.
 
     Three keys have short forms. The short forms of `data` and `model` work only if the settings
     already contain these sections.
@@ -193,19 +186,22 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
     - `data=X` sets data.path. `data=reasoning_gym:NAME` also sets the reward `reasoning_gym`.
     - `model=X` sets model.path and removes the recipe's config and tokenizer.
     """
-    key, text = split_word(word)
-    value = read_yaml(text, quoted(key, str))
-    if key == "rewards":
-        value = reward_sections(value)
-    if key in ("data", "model") and isinstance(value, str) and isinstance(settings.get(key), dict):
-        settings[key]["path"] = value
-        if key == "model":
-            settings[key].update(config=None, tokenizer=None)
-        elif value.startswith(GYM):
-            settings[key]["task"] = "jsonl"
-            settings["rewards"] = [{"name": "reasoning_gym"}]
-    else:
-        set_key(settings, key, value)
+    # `data=reasoning_gym:NAME` sets a reward, which the other words may replace.
+    for word in sorted(words, key=lambda word: not word.startswith(f"data={GYM}")):
+        key, text = split_word(word)
+        value = read_yaml(text, quoted(key, str))
+        is_short = isinstance(value, str) and isinstance(settings.get(key), dict)
+        if key == "rewards":
+            settings[key] = reward_sections(value)
+        elif key == "model" and is_short:
+            settings[key].update(path=value, config=None, tokenizer=None)
+        elif key == "data" and is_short:
+            settings[key]["path"] = value
+            if value.startswith(GYM):
+                settings[key]["task"] = "jsonl"
+                settings["rewards"] = [{"name": "reasoning_gym"}]
+        else:
+            set_key(settings, key, value)
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
@@ -253,29 +249,24 @@ def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Co
 
 def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     """Format a pydantic error as one line with the dotted key, expected value and actual value."""
-    # 1. Build the dotted key. Find the section that contains this key, and the type of its value.
-    path = list(map(str, error["loc"]))
-    where = quoted(".".join(path), str)
-    section = None
-    annotation: Any = kind
-    for part in error["loc"]:
-        if isinstance(part, str):
-            section = section_of(annotation)
-            field = section and section.model_fields.get(part)
-            annotation = field and field.annotation
-    # 2. Describe an unknown or missing key.
-    if error["type"] == "extra_forbidden":
-        known = [*section.model_fields, *(also if len(path) == 1 else ())]
-        name = where if where in other_names() else path[-1]
-        return f"{where}: unknown key" + nearest(name, known, list(dotted_keys(kind)))
+    where = quoted(".".join(map(str, error["loc"])), str)
+    # 1. Describe an unknown or missing key.
     if error["type"] == "missing":
         return f"{where}: is missing"
-    # 3. Describe an invalid value. The message of a section's validator already begins with the
+    keys = list(dotted_keys(kind))
+    listed = ".".join("0" if isinstance(part, int) else part for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        above = listed.rpartition(".")[0]
+        known = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == above]
+        known += [] if above else also
+        return f"{where}: unknown key" + nearest(where, known, keys)
+    # 2. Describe an invalid value. The message of a section's validator already begins with the
     # name of the field, so add only the name of the section.
     message = error["msg"].removeprefix("Value error, ")
     value = error["input"]
-    if error["type"] == "value_error" and section_of(annotation) is not None:
-        return f"{where}.{message}" if where else message
+    is_section = not listed or any(key.startswith(f"{listed}.") for key in keys)
+    if error["type"] == "value_error" and is_section:
+        return f"{where}.{message}".removeprefix(".")
     if error["type"] == "model_type":
         message = "expected a section of keys"
     if error["type"] == "string_type" and isinstance(value, dict):
@@ -311,20 +302,15 @@ def dotted_keys(kind: type[BaseModel]) -> Iterator[str]:
 
 
 def section_of(annotation: Any) -> Any:
-    """Find the section class in a type such as `Section | None` or `list[Section]`.
-
-    Returns:
-        The class, or None if the type contains no section.
-    """
-    types = (x for x in members(annotation) if isinstance(x, type) and not get_args(x))
-    return next((x for x in types if issubclass(x, BaseModel)), None)
+    """Return the section class in a type such as `Section | None` or `list[Section]`, or None."""
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and not get_args(part) and issubclass(part, BaseModel):
+            return part
+    return None
 
 
 def other_names() -> dict[str, str]:
-    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package.
-
-    A key that ends with a question mark counts something else than the other library's setting.
-    """
+    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package."""
     table = read_yaml_file(OTHER_NAMES, "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
@@ -336,15 +322,17 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
     suggest similar keys. If no key is similar, list all known keys.
 
     Args:
-        key: the unknown key, without its section.
+        key: the unknown key with its section.
         known: all keys of the section.
         dotted: all dotted keys of the configuration.
     """
-    ours = other_names().get(key.casefold(), "").rstrip("?")
-    if ours.partition("=")[0] in dotted:
+    names = other_names()
+    last = key.rpartition(".")[2]
+    ours = names.get(key.casefold()) or names.get(last.casefold())
+    if ours is not None and ours.partition("=")[0] in dotted:
         return f"; here it is {ours}"
-    same = [name for name in dotted if name.rpartition(".")[2] == key]
-    close = nearest_name(key, known, cutoff=0.7) or nearest_name(key, dotted, cutoff=0.85)
+    same = [name for name in dotted if name.rpartition(".")[2] == last]
+    close = nearest_name(last, known, cutoff=0.7) or nearest_name(last, dotted, cutoff=0.85)
     found = ", ".join(same) or close
     return f"; nearest: {found}" if found else f"; known: {', '.join(known)}"
 
@@ -353,16 +341,6 @@ def quoted(value: Any, show: Any = repr) -> str:
     """Format a value for an error message. Text longer than QUOTED characters is truncated."""
     text = show(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"
-
-
-def members(annotation: Any) -> Iterator[Any]:
-    """Yield a type and, recursively, all types that it contains as arguments.
-
-    For example, `list[int] | None` yields the union itself, `list[int]`, `int` and `NoneType`.
-    """
-    yield annotation
-    for part in get_args(annotation):
-        yield from members(part)
 
 
 # ------------------------------------------------------------------------------ Listing of all keys
@@ -394,8 +372,8 @@ def _type_words(annotation: Any) -> str:
         return " | ".join("null" if x is None else str(x).lower() for x in inner)
     if origin is list:
         return f"list of {_type_words(inner[0])}"
-    if section_of(annotation) is not None:
-        return "section | null" if NoneType in members(annotation) else "section"
+    if annotation is section_of(annotation):
+        return "section"
     if inner and origin is not dict:  # a union, or Annotated
         parts = [part for part in inner if isinstance(part, type) or get_origin(part)]
         return " | ".join(dict.fromkeys(map(_type_words, parts)))

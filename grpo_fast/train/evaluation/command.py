@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import Splits, asks_in_chat, read_examples, without_long
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
-from grpo_fast.rewards.columns import with_usable_tests
+from grpo_fast.rewards.columns import usable
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train import folder
-from grpo_fast.train.config import (
-    DataConfig,
-    EvalConfig,
-    ModelConfig,
-    RunConfig,
-    Section,
-    UserPath,
-    require,
-)
+from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import apply_words, own_words, split_word, validated
 from grpo_fast.train.evaluation.data_view import asking_lines
@@ -152,9 +145,6 @@ def _with_section(word: str) -> str:
 # -------------------------------------------------------------------------------------- The command
 Say = Callable[..., object]  # function that receives lines of text
 
-# First bytes of every results file. The command does not overwrite a file that begins differently.
-RESULTS_BEGIN = b'{\n  "greedy": {'
-
 
 def run_eval(
     models: Sequence[str],
@@ -188,7 +178,10 @@ def run_eval(
     # 1. Read the settings, and check them.
     sources = [Source.of(model) for model in models]
     own, config = read_settings(sources, words, allow_code)
-    _check_out(own.out)
+    if own.out is not None:
+        place = Path(own.out)
+        fits = place.parent.is_dir() and not place.is_dir()
+        require(fits, "out", "a file in a folder that exists", repr(own.out))
     model_configs = []
     for source in sources:
         trust = allow_code and (not source.run or source.run.model.trust_remote_code)
@@ -278,19 +271,6 @@ def _plus_minus(error: float) -> str:
     return f" ± {error:.4f}" if math.isfinite(error) else ""
 
 
-def _check_out(out: str | None) -> None:
-    """Raise a ValueError if `out` cannot be written or is a file without evaluation results."""
-    if out is None:
-        return
-    path = Path(out)
-    fits = path.parent.is_dir() and not path.is_dir()
-    require(fits, "out", "a file in a folder that exists", repr(out))
-    if path.is_file():
-        with path.open("rb") as file:
-            fits = file.read(len(RESULTS_BEGIN)) in (b"", RESULTS_BEGIN)
-        require(fits, "out", "a new file or an earlier evaluation's", repr(out))
-
-
 def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Sequence[Example]:
     # If the user names a file, evaluate on all its examples. Otherwise use the test split.
     data = config.data
@@ -305,8 +285,7 @@ def _usable(
     examples: Sequence[Example], data: DataConfig, rewards: RewardSet, models: Sequence[ModelConfig]
 ) -> Sequence[Example]:
     """Return the examples without those that the settings drop for one of the models."""
-    if data.drop_unusable:
-        examples = with_usable_tests(rewards, examples)
+    examples = usable(rewards, data.drop_unusable, examples)
     for model in models if data.max_prompt_tokens is not None else ():
         tokenizer = loading.load_tokenizer(model)
         asked = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})

@@ -12,10 +12,11 @@ from grpo_fast.data.prompts import Form
 from grpo_fast.data.records import TESTS, find
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import has_chat_template
+from grpo_fast.errors import require
 from grpo_fast.rewards.columns import tests_error
 from grpo_fast.rewards.scoring import is_expression
 from grpo_fast.rollout import encode_prompts
-from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath, require
+from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.models import loading
 

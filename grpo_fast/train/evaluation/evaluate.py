@@ -16,13 +16,15 @@ import torch
 
 from grpo_fast import rollout
 from grpo_fast.data import Example
+from grpo_fast.data.answers import turns
 from grpo_fast.data.splits import Splits
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rewards.columns import prefill_of
-from grpo_fast.rewards.scoring import shown_answer, turns
+from grpo_fast.rewards.scoring import shown_answer
 from grpo_fast.rollout import Engine
 from grpo_fast.train.collect import generate, score
-from grpo_fast.train.config import EvalConfig, require
+from grpo_fast.train.config import EvalConfig
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_fast.data import hub, reason
-from grpo_fast.train.config import LoraConfig, ModelConfig, require
+from grpo_fast.errors import require
+from grpo_fast.train.config import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -24,7 +24,8 @@ from grpo_fast.data import hub, reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, named_in, require
+from grpo_fast.errors import require
+from grpo_fast.train.config import ModelConfig, named_in
 from grpo_fast.train.models.adapters import adapter_at, check_trainable, with_new, with_saved
 from grpo_fast.train.models.policy import Policy, in_silence
 
@@ -291,31 +292,13 @@ def _reading(path: str, expected: str) -> Iterator[None]:
         with in_silence():
             yield
     except Exception as error:  # readers and architectures raise many classes
-        # The errors of transformers name neither a damaged file nor a missing folder, so look for
-        # both here.
         why = reason(error)
-        damaged = _damaged_weights(path)
-        if damaged:
-            raise ValueError(f"model.path: expected complete weights, got {damaged}") from error
         if not Path(path).exists():
             on_the_hub = f" here, and {hub.LOCAL if hub.is_offline() else why}"
             why = "no such folder" + ("" if Path(path).is_absolute() else on_the_hub)
         if "custom code" in why:
             why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
         raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
-
-
-def _damaged_weights(path: str) -> str | None:
-    """Return the name and the error of the first weight file that cannot be opened, or None."""
-    from safetensors import safe_open
-
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except Exception as error:  # safetensors has no public class for its errors
-            return f"{file}: {error}"
-    return None
 
 
 def _listed(names: Any) -> str:

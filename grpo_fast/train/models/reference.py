@@ -11,7 +11,8 @@ from torch import Tensor
 
 from grpo_fast import Support
 from grpo_fast.attention import Head, PackedTree
-from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig, require
+from grpo_fast.errors import require
+from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 

@@ -17,9 +17,10 @@ from jinja2 import Environment, FileSystemLoader
 from torch import Tensor
 
 from grpo_fast.data import Example, escape_control
+from grpo_fast.data.answers import turns
 from grpo_fast.rewards import Scorer
 from grpo_fast.rewards.columns import prefill_of
-from grpo_fast.rewards.scoring import shown_answer, turns
+from grpo_fast.rewards.scoring import shown_answer
 from grpo_fast.rollout import Samples
 
 if TYPE_CHECKING:

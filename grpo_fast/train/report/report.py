@@ -6,18 +6,17 @@ summary.json, and a table such as completions/step_000010.parquet for every logg
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import require
@@ -179,23 +178,11 @@ SHOWN = (  # metric, label and format of each value in a progress line
     ("perf/train_tok_s", "tok/s", "{:.0f}"),
 )
 
-Method = TypeVar("Method", bound=Callable[..., object])
-
-
-def if_begun(method: Method) -> Method:
-    """Decorate a method of a report so that it does nothing unless the report has begun."""
-
-    @functools.wraps(method)
-    def guarded(self: RunReport, *arguments: object) -> object:
-        return method(self, *arguments) if self._has_begun else None
-
-    return guarded  # type: ignore[return-value]
-
 
 class RunReport(AbstractContextManager[Any]):
     """Writer of a run's log files and progress display.
 
-    Only rank 0 calls `begin`. On the other ranks, all methods that write do nothing.
+    Only rank 0 calls `begin`. On the other ranks, `log`, `note` and `close` do nothing.
 
     Args:
         folder: folder of the run.
@@ -260,9 +247,10 @@ class RunReport(AbstractContextManager[Any]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @if_begun
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step's metrics to metrics.jsonl, send them to trackers, and print progress."""
+        if not self._has_begun:
+            return
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
         numbers = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -274,16 +262,16 @@ class RunReport(AbstractContextManager[Any]):
         """Return the current length of metrics.jsonl in bytes."""
         return self._metrics.length if self._has_begun else self._length
 
-    @if_begun
     def note(self, *lines: str) -> None:
         """Print lines to the output stream, with control characters escaped.
 
         If printing fails, all further output is discarded and the run continues. Printing can fail
         because the disk is full, or because a reader such as `| head` has closed the pipe.
         """
-        text = "\n".join(map(escape_control, lines))
+        if not self._has_begun:
+            return
         try:
-            print(text, file=self._stream, flush=True)
+            print("\n".join(map(escape_control, lines)), file=self._stream, flush=True)
         except (OSError, ValueError):
             lost = self._stream
             self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -292,7 +280,6 @@ class RunReport(AbstractContextManager[Any]):
             with suppress(OSError, ValueError, AttributeError):
                 os.dup2(self._stream.fileno(), lost.fileno())
 
-    @if_begun
     def completions(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Write the completions of a step to a parquet table, and add them to completions.html."""
         path = self.folder / "completions" / f"step_{int(step):06d}.parquet"
@@ -301,7 +288,6 @@ class RunReport(AbstractContextManager[Any]):
             write_parquet(rows, int(step), path)
             self._page.add(int(step), rows)
 
-    @if_begun
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and curves.png. Print how the evaluation metrics changed in the run.
 
@@ -320,9 +306,10 @@ class RunReport(AbstractContextManager[Any]):
         if line:
             self.note(line)
 
-    @if_begun
     def close(self) -> None:
         """Close the log file and the trackers. A second call has no effect."""
+        if not self._has_begun:
+            return
         self._metrics.close()
         # Call `finish` of each tracker. Do not use accelerate's `end_training`, which would also
         # destroy the process group of the ranks.

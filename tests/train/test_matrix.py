@@ -1,0 +1,139 @@
+"""Whole runs as a matrix: each case of `CASES` when it is resumed, on several ranks, and in parts.
+
+A run that is interrupted, that has several ranks, or whose steps have other micro-batches must have
+the results of a run without interruption in one process.
+"""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.errors import SAVED
+from grpo_fast.train.folder import checkpoints_in
+from tests.train.rank_runs import CASES, differences, train, train_until
+from tests.train.resuming import result
+from tests.train.tiny_runs import sort
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+# ----------------------------------------------------------------------------- Resumed on one rank
+PLACES = (0.37, 0.66, 0.85)  # fraction of a run's forward passes after which a signal arrives
+
+
+@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=CASES)
+def test_a_run_that_was_left_goes_on_bit_for_bit(ranks, plain, tmp_path, number, case):
+    whole = plain(case)
+    folder = tmp_path / case  # the page of completions shows the name
+    at = round(PLACES[number % len(PLACES)] * plain.passes[case])
+    [[left]] = ranks(1, [train_until, case, None, str(folder), 0, at])
+    assert left == {"code": SAVED, "seen": at}
+    ranks(1, [train, case, None, str(folder), "resume=auto"])
+    found = result(folder)
+    expected = result(whole)
+    assert {"metrics", "page"} <= expected.keys()
+    assert any(name.startswith("model/model.safetensors:") for name in expected)
+    assert [key for key in expected if found.get(key) != expected[key]] == []
+    assert found == expected
+
+
+# ------------------------------------------------------------------------------------ Several ranks
+UNSHARDED = ("alone", "exact", "apart", "local", "sampled", "warm", "per-token")
+COMPARED = [
+    *((case, "ddp", 2) for case in CASES),
+    # The case "exact" logs the gradient variance, the engine of "apart" copies unsharded weights,
+    # and "alone" computes every completion alone. None of them works with sharded weights. The
+    # other excluded cases would test nothing new.
+    *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
+    *((case, "ddp", 4) for case in ("few", "ppo")),
+    *((case, "hsdp", 4) for case in ("mu", "divergence")),
+]
+
+
+@pytest.mark.parametrize("case, kind, count", COMPARED)
+def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
+    """Check that several ranks produce the same metrics and weights as one process.
+
+    In the case "few", one rank gets no group of samples.
+    """
+    expected = plain(case)
+    found = ranks(count, [train, case, kind, str(tmp_path / "run")])
+    assert all(x == found[0] and x[0]["skipped"] == 0 for x in found), found
+    assert differences(tmp_path / "run", expected) == []
+
+
+# Each entry has the case, the setting `distributed`, the number of the call (a forward pass of a
+# rollout, or the end of a step) at which rank 1 gets a signal, the name of the expected checkpoint,
+# and the numbers of ranks and settings with which the run resumes. It also resumes on the same
+# ranks.
+LEFT = [
+    ("mu", "ddp", 29, "step_000002", [(4, "ddp"), (1, None)]),
+    ("mu", "fsdp2", 29, "step_000002", [(2, "ddp"), (1, None)]),
+    ("ppo", "fsdp2", 29, "step_000002", [(4, "fsdp2")]),
+    ("ppo", "ddp", 29, "step_000002", [(2, "fsdp2"), (1, None)]),
+    ("apart", "ddp", 1, "step_000001", [(4, "ddp")]),
+]
+
+
+def copied(run: Path, name: str) -> str:
+    """Copy the folder of a run, so that a test can resume the run more than once."""
+    return str(shutil.copytree(run, run.with_name(name)))
+
+
+@pytest.mark.parametrize("case, kind, passes, place, others", LEFT)
+def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
+    ranks, plain, tmp_path, case, kind, passes, place, others
+):
+    """Check that a signal to one rank ends all ranks at the same step with one checkpoint.
+
+    The resumed run must have the results of an uninterrupted run.
+    """
+    left, whole = tmp_path / "left", tmp_path / "whole"
+    found = ranks(2, [train_until, case, kind, str(left), 1, passes])
+    assert [x[0]["code"] for x in found] == [SAVED] * 2 and found[1][0]["seen"] >= passes, found
+    [saved] = checkpoints_in(left)
+    assert saved.name == place
+    folders = [copied(left, str(number)) for number in range(len(others) + 1)]
+    again = [train, case, kind, folders[-1], "resume=auto"]
+    ranks(2, again, [train, case, kind, str(whole)])
+    assert differences(Path(folders[-1]), whole, 0.0) == []
+    for folder, (count, other) in zip(folders, others, strict=False):
+        ranks(count, [train, case, other, folder, "resume=auto"])
+        assert differences(Path(folder), plain(case)) == [], (count, other)
+
+
+def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
+    ranks(1, [train_until, "mu", None, str(tmp_path / "left"), 0, 70])
+    assert len(checkpoints_in(tmp_path / "left")) == 1
+    for kind in ("ddp", "fsdp2"):
+        ranks(2, [train, "mu", kind, copied(tmp_path / "left", kind), "resume=auto"])
+        assert differences(tmp_path / kind, plain("mu")) == []
+
+
+# ------------------------------------------------------------------------ Accumulation and packing
+def close(one, other, names=("loss", "grad_norm", "reward", "entropy", "policy_loss")):
+    for a, b in zip(one, other, strict=True):
+        for name in names:
+            if name in a:
+                assert a[name] == pytest.approx(b[name], abs=2e-5, rel=2e-5), name
+
+
+@pytest.mark.parametrize("loss", ["loss_type=grpo", "loss_type=bnpo", "aggregation=prompt_mean"])
+def test_accumulation_changes_nothing(tmp_path, loss, monkeypatch, caplog):
+    kl = ["loss.beta=0.05", "reference.kind=frozen"]
+    options = [f"loss.{loss}", "loss.compute_entropy=true", "steps=2", *kl]
+    whole = sort(tmp_path / "whole", *options)
+    options += ["tokens_per_microbatch=30"]
+    close(whole, sort(tmp_path / "tokens", *options))
+
+    def refuse(model):
+        raise ValueError("rope_type: 'some'")
+
+    monkeypatch.setattr("grpo_fast.train.models.policy.check_supported", refuse)
+    with caplog.at_level(logging.WARNING, "grpo_fast"):
+        close(whole, sort(tmp_path / "packed", *options))
+    said = "completions are computed alone, without shared prompts: rope_type: 'some'"
+    # The level also applies to torch's checkpoints, whose loggers are not ours.
+    ours = [record.message for record in caplog.records if record.name.startswith("grpo_fast")]
+    assert ours == [said]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from benchmarks import ROOT
 
 PY = sys.executable
-VISIT_SECONDS = {1: 300, 2: 330}  # a session has 900 s, of which machine starts take up to 240
+VISIT_SECONDS = {1: 300, 2: 360}  # a session has 900 s, of which machine starts take up to 240
 BY_NAME = 0  # the visit number of a part that runs only if the command line names it
 PROCESSES = 16  # processes that run tests, one for each core of the machine
 OURS = "--providers grpo_fast --backend auto"
@@ -31,6 +31,10 @@ PEERS = (
     "linear_grpo_loss --model qwen2.5-0.5b --tokens 1024 --budget 0.5",
     "linear_logps --model qwen3-8b --tokens 8192 --budget 0.5",
     "logits_grpo_loss --shapes 8192,64,151936 --budget 0.5",
+)
+FROZEN = (
+    "linear_grpo_loss_frozen --model qwen2.5-0.5b qwen3-8b qwen3-1.7b --tokens 8192 --budget 0.3 "
+    "--backend auto --providers grpo_fast TRL torch.compile",
 )
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 
@@ -67,6 +71,7 @@ def parts() -> dict[str, Part]:
         "step": steps(1, 95, STEPS[:1]),
         "peers": bench(2, 145, *PEERS),
         "profile": own(2, 20, "kernel_times"),
+        "frozen": bench(2, 30, *FROZEN),
         "rows": tune(2, 35, "--kind", "rows"),
         "support": support(2, 20),
         "steps": steps(2, 75, STEPS[1:]),

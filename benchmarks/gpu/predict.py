@@ -95,6 +95,7 @@ def cases() -> list[Case]:
     found += [Case("linear_logps", shape) for shape in (large, middle, small)]
     found += [Case("linear_logps_backward", shape) for shape in (large, small)]
     logits = Shape(8192, 64, 151936)
+    found += [Case("linear_grpo_loss_frozen", shape) for shape in (large, middle, small)]
     return found + [Case(f"logits_grpo_loss{end}", logits) for end in ("_inplace", "")]
 
 
@@ -116,7 +117,13 @@ def estimate(card: Card, case: Case) -> Estimate:
     parts, workspace = sweep(card, kept if case.inactive == "masked" else n, kept, case.shape)
     if case.operation == "linear_logps_backward" and chunk_plan(card, n, h, v)[0] > 1:
         parts["slice_kernel, forward"] = slices(card, n, h, v)
-    return Estimate(3 * gemm(card, n, h, v), sum(parts.values()), workspace, parts)
+    products = 3
+    if case.operation == "linear_grpo_loss_frozen":
+        products = 2
+        parts = {name: seconds for name, seconds in parts.items() if not name.startswith("dW")}
+        parts["dH product"] = parts.pop("dH and dW products") / 2
+        workspace -= 2 * kept**2  # no target columns, which only dW needs (one chunk)
+    return Estimate(products * gemm(card, n, h, v), sum(parts.values()), workspace, parts)
 
 
 def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:

@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu_session.sh --commit HASH      the next visit that is not done. Visit 1: smoke test,
 #                                                bars, tests, the long step (300 s). Visit 2: smoke
-#                                                test, peers, profile, support, other steps
-#                                                (330 s)
+#                                                test, peers, profile, frozen heads, row kernels,
+#                                                support, other steps (360 s)
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part

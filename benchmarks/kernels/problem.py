@@ -110,7 +110,7 @@ class Problem:
         """Return the exact results for one kind of operation.
 
         Args:
-            kind: "loss", "logps", "logps_backward" or "logits_loss".
+            kind: "loss", "frozen", "logps", "logps_backward" or "logits_loss".
         """
         return getattr(self, f"_{kind}_truth")
 
@@ -118,6 +118,17 @@ class Problem:
     def _loss_truth(self) -> exact.Truth:
         loss, slope, scale = self._loss_and_slope
         return exact.Truth({"loss": loss, **self._gradients(slope)}, loss_scale=scale)
+
+    @functools.cached_property
+    def _frozen_truth(self) -> exact.Truth:
+        values = self._loss_truth.values
+        kept = {name: x for name, x in values.items() if name != "grad_weight"}
+        return dataclasses.replace(self._loss_truth, values=kept)
+
+    @functools.cached_property
+    def frozen(self) -> Problem:
+        """Return the problem with a weight that does not require grad, as under LoRA."""
+        return dataclasses.replace(self, weight=self.weight.detach())
 
     @functools.cached_property
     def _logps_truth(self) -> exact.Truth:

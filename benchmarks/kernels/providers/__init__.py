@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from benchmarks.kernels.problem import Problem
 from benchmarks.kernels.providers import limits, ours, peers
 from benchmarks.kernels.providers.base import Provider
+from benchmarks.measure import Step
 
 
 def providers_of(operation: str) -> list[Provider]:
     """Return the providers of an operation: its limits, grpo_fast and other libraries."""
     if operation == "linear_grpo_loss":
         return [*limits.gemm_limits(3), *ours.providers(ours.loss), *peers.loss_peers()]
+    if operation == "linear_grpo_loss_frozen":
+        found = [*limits.gemm_limits(2), *ours.providers(ours.loss), *peers.loss_peers()]
+        return [x._replace(prepare=partial(frozen, x)) for x in found]
     if operation in ("linear_logps", "linear_logps_backward"):
         gradient = operation.endswith("backward")
         found = limits.gemm_limits(3 if gradient else 1)
@@ -18,3 +25,8 @@ def providers_of(operation: str) -> list[Provider]:
     inplace = operation.endswith("inplace")
     found = ours.providers(ours.logits_loss, inplace=inplace)
     return [limits.COPY, *found, *peers.logits_peers(inplace)]
+
+
+def frozen(provider: Provider, problem: Problem) -> Step:
+    """Return the step of a provider for a weight that does not require grad."""
+    return provider.prepare(problem.frozen)

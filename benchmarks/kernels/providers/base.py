@@ -68,12 +68,18 @@ class Provider(NamedTuple):
 
 
 def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
-    """Return a step that computes a loss and its gradients with respect to hidden and weight."""
+    """Return a step that computes a loss and its gradients.
+
+    The gradients are those with respect to hidden and, if it requires grad, the weight.
+    """
+    inputs = {"grad_hidden": problem.hidden}
+    if problem.weight.requires_grad:
+        inputs["grad_weight"] = problem.weight
 
     def run() -> Result:
         loss = loss_of()
-        grad_hidden, grad_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
-        return {"loss": loss.detach(), "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+        gradients = torch.autograd.grad(loss, list(inputs.values()))
+        return {"loss": loss.detach(), **dict(zip(inputs, gradients, strict=True))}
 
     return Step(run)
 

@@ -22,7 +22,8 @@ def gemms(count: int, compute_dtype: torch.dtype | None, problem: Problem) -> St
     they are computed in blocks of rows.
 
     Args:
-        count: 1 for hidden·Wᵀ, or 3 for hidden·Wᵀ and the two products of the backward pass.
+        count: 1 for hidden·Wᵀ, 2 to add the product for the gradient of hidden, and 3 to add the
+            product for the gradient of the weight.
         compute_dtype: dtype of the products, or None for the dtype of the inputs. With float32,
             16-bit inputs are converted before the timing. Some CPUs compute fp32 products faster
             than 16-bit products.
@@ -33,15 +34,16 @@ def gemms(count: int, compute_dtype: torch.dtype | None, problem: Problem) -> St
     n, _, v = problem.shape
     rows = min(n, max(512, 2**34 // (v * dtype.itemsize)))
     logits = torch.empty(rows, v, dtype=dtype, device=hidden.device)
-    grad_logits = torch.empty_like(logits).normal_(std=1e-3) if count == 3 else logits
+    grad_logits = torch.empty_like(logits).normal_(std=1e-3) if count > 1 else logits
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
     def run() -> Result:
         for start in range(0, n, rows):
             h = hidden[start : start + rows]
             torch.mm(h, weight.T, out=logits[: len(h)])
-            if count == 3:
+            if count > 1:
                 torch.mm(grad_logits[: len(h)], weight, out=grad_hidden[start : start + rows])
+            if count > 2:
                 torch.mm(grad_logits[: len(h)].T, h, out=grad_weight)
         return {}
 
@@ -67,7 +69,7 @@ def only_16_bit(device: str, dtype: torch.dtype) -> str | None:
 
 
 def gemm_limits(count: int) -> list[Provider]:
-    name = {1: "one GEMM", 3: "three GEMMs"}[count]
+    name = {1: "one GEMM", 2: "two GEMMs", 3: "three GEMMs"}[count]
     return [
         Provider(name, "limit", partial(gemms, count, None)),
         Provider(f"{name}, fp32", "limit", partial(gemms, count, torch.float32), None, only_16_bit),

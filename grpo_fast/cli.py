@@ -255,14 +255,24 @@ def recipes() -> None:
 @app.command()
 def config(
     section: Annotated[str, typer.Argument(help="A section such as optim, or a key.")] = "",
+    source: Annotated[
+        str | None, typer.Option("--from", help="A configuration of TRL, verl or OpenRLHF.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """List every setting of a run, with its type, default and description."""
+    """List every setting of a run, with its type, default and description.
+
+    With --from FILE (YAML or JSON), print the settings of another library as settings of a run, and
+    what could not be expressed. Nothing is run.
+    """
+    from grpo_fast.data import escape_control
     from grpo_fast.train.config import RunConfig
+    from grpo_fast.train.config.converted import converted
     from grpo_fast.train.config.words import listed_keys
 
     with print_errors(debug):
-        typer.echo("\n".join(listed_keys(RunConfig, section)))
+        lines = converted(source) if source else listed_keys(RunConfig, section)
+        typer.echo("\n".join(map(escape_control, lines)))
 
 
 @app.command()

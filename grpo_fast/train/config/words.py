@@ -310,7 +310,10 @@ def section_of(annotation: Any) -> Any:
 
 
 def other_names() -> dict[str, str]:
-    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package."""
+    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package.
+
+    A key that ends with a question mark counts something else than the other library's setting.
+    """
     table = read_yaml_file(OTHER_NAMES, "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
@@ -328,8 +331,8 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
     """
     names = other_names()
     last = key.rpartition(".")[2]
-    ours = names.get(key.casefold()) or names.get(last.casefold())
-    if ours is not None and ours.partition("=")[0] in dotted:
+    ours = (names.get(key.casefold()) or names.get(last.casefold(), "")).rstrip("?")
+    if ours.partition("=")[0] in dotted:
         return f"; here it is {ours}"
     same = [name for name in dotted if name.rpartition(".")[2] == last]
     close = nearest_name(last, known, cutoff=0.7) or nearest_name(last, dotted, cutoff=0.85)

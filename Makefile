@@ -10,6 +10,7 @@
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
+#            FILES=...              which files `make mutation-python` takes
 #            PYTHONS=...            which interpreters `make packages` installs into
 #            TORCHES="2.11.0 2.13.0"  versions of torch that `make packages` tests the compiled wheel with
 #            FLOOR_PYTHON=python3.12  which interpreter `make test-floor` takes
@@ -34,6 +35,7 @@ ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 VERSION ?=
+FILES ?= grpo_fast/objective/kl.py grpo_fast/objective/losses.py grpo_fast/loss/call.py grpo_fast/attention/layout.py
 PYTHONS ?= python3.11 python3.12
 runs = $(if $(shell '$(1)' -c 'print(1)' 2>/dev/null),$(1))
 FLOOR_PYTHON ?= $(firstword $(call runs,python3.12) $(call runs,python3.11) $(PYTHON))
@@ -50,6 +52,7 @@ NEWEST := $(VENV)/newest
 TRL_ENV := $(VENV)/trl-$(VERSION)
 VLLM_ENV := $(VENV)/vllm
 TRAINERS := $(VENV)/trainers
+COSMIC_RAY := $(VENV)/cosmic-ray
 GGUF := $(VENV)/real
 REAL_DATA := runs/capitals-data
 REAL_MODEL := $(REAL_DATA)/model/model.safetensors
@@ -60,7 +63,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-readme mutation docs links notebook packages clean
+.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-readme mutation mutation-python docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -81,6 +84,7 @@ help:
 	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
 	@echo 'make mutation  plant bugs in the kernels, count how many the tests catch'
+	@echo 'make mutation-python  the same for objective/, loss/ and attention/, with bugs that cosmic-ray makes: FILES="..."'
 	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
 	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
 	@echo 'make hub       a folder for the Kernels Hub, in build/hub'
@@ -338,6 +342,16 @@ soak: $(SETUP) csrc
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'
 	@$(PY) -m tests.mutation $(ARGS)
+
+# The library that changes Python files. It has its own releases of packages that .venv has, too.
+$(COSMIC_RAY): $(SETUP)
+	@$(STEP) 'installing cosmic-ray next to the environment (once)'
+	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --disable-pip-version-check --target $@.part 'cosmic-ray==8.7.0'
+	@mv $@.part $@ && touch $@
+
+mutation-python: $(SETUP) $(COSMIC_RAY)
+	@$(STEP) 'mutation check of Python files'
+	@PYTHONPATH='$(abspath $(COSMIC_RAY))' $(PY) -m tests.mutation $(addprefix --library ,$(FILES)) $(ARGS)
 
 # ---- documentation ----
 

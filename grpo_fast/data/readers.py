@@ -206,14 +206,13 @@ def _read_json(path: Path, lines: list[str]) -> Rows:
         content = _parse_json(str(path), "".join(lines))
     else:
         return []
-    if isinstance(content, dict):
-        content = _rows_of(content)
-    listed = content if isinstance(content, list) else [content]
-    return [(f"{path}[{number}]", fields) for number, fields in enumerate(listed, start=1)]
+    return [(f"{path}[{n}]", fields) for n, fields in enumerate(_rows_of(content), start=1)]
 
 
-def _rows_of(content: dict[str, Any]) -> list[Any]:
-    """Return the rows in a JSON object: its columns (as pandas writes them), a list, or itself."""
+def _rows_of(content: Any) -> list[Any]:
+    """Return the rows in a list, or in an object: its columns (as of pandas), a list, or itself."""
+    if not isinstance(content, dict):
+        return content if isinstance(content, list) else [content]
     lists = [x for x in content.values() if isinstance(x, list) and x]
     # Messages and choices are lists, too, but they are columns of a single row.
     marks = {"role", "from", "label"}

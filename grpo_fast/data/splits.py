@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
 SPLIT_SEED = "grpo_fast held-out lines"
-Usable = Callable[[Sequence[Example]], Sequence[Example]]
+Usable = Callable[[list[Example]], list[Example]]
 
 
 class Splits:
@@ -199,7 +199,7 @@ def without_long(
 
 def read_questions(
     data: Any, test_only: bool = False, usable: Usable = list
-) -> tuple[Sequence[Example], Sequence[Example]]:
+) -> tuple[list[Example], list[Example]]:
     """Read both splits of a data source, without applying the prompt template.
 
     If the source has no test split, some rows of the training split become the test split. The
@@ -224,13 +224,16 @@ def read_questions(
     needs_train = not test_only or test_name is None or data.shots_tokens is not None
     rows = splits[train_name]() if needs_train else []
     rows, test_rows = (rows, splits[test_name]()) if test_name is not None else _by_column(rows)
-    train = usable(_parsed(rows, data))
-    test = usable(_parsed(test_rows, data))
-    fits = train or not needs_train
-    require(fits, "data", f"at least one training example in {data.path}", "none")
+    train = _parsed(rows, data)
+    test = _parsed(test_rows, data)
     if test_name is None and not test_rows:
         train, test = _hold_out(train, data.n_test, data.path)
+    # The held-out rows must not depend on the rewards: `grpo-fast eval` must find the same ones.
+    train = usable(train)
+    test = usable(test)
     require(test, "data", f"at least one test example in {data.path}", "none")
+    fits = train or not needs_train
+    require(fits, "data", f"at least one training example in {data.path}", "none")
     # 2. Remove test prompts from the training split, unless the split would become empty.
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
@@ -313,8 +316,8 @@ def _by_column(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def _hold_out(
-    examples: Sequence[Example], n_test: int | None, source: object
-) -> tuple[Sequence[Example], Sequence[Example]]:
+    examples: list[Example], n_test: int | None, source: object
+) -> tuple[list[Example], list[Example]]:
     """Divide examples at random into training and test examples, and return both.
 
     The number of test examples is `n_test`. If `n_test` is None, it is a tenth of all examples.

@@ -151,16 +151,18 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
     path = tmp_path / "d.jsonl"
     rows = [{"question": f"q{i}", **listed[i % 3]} for i in range(12)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    config = DataConfig(task="jsonl", path=str(path), n_test=2)
-    refused = "got 8 of 12 without, first 'q1': .*assert f.1..x.*data.drop_unusable=true skips such"
+    config = DataConfig(task="jsonl", path=str(path), n_test=6)
+    refused = "got . of 6 without, first .*expected .*data.drop_unusable=true skips such rows"
     with pytest.raises(ValueError, match=refused):
         Splits(config, 0, usable=functools.partial(usable, rewards, False))
     kept = Splits(config, 0, usable=functools.partial(usable, rewards, True))
     assert {e.prompt for e in [*kept.train, *kept.test]} == {"q0", "q3", "q6", "q9"}
-    assert "8 rows with tests that code_tests refuses are skipped" in caplog.text
+    # The same rows are held out as without the rewards.
+    assert all(example in Splits(config, 0).test for example in kept.test)
+    assert caplog.text.count("rows with tests that code_tests refuses are skipped") == 2
     check_examples(rewards, kept.listed, "training")
-    assert usable(build_rewards([spec("gsm8k_format")]), False, kept.train) is kept.train
-    with pytest.raises(ValueError, match="expected at least one training example in .*, got none"):
+    assert usable(build_rewards([spec("gsm8k_format")]), False, kept.train) == kept.train
+    with pytest.raises(ValueError, match="expected at least one test example in .*, got none"):
         Splits(config, 0, usable=lambda examples: [])
 
 

@@ -134,7 +134,8 @@ def test_the_final_part(text, prefill, final):
         ("#### Conclusion\nIt is Paris.", "#### Conclusion\nIt is Paris."), ("Paris", "Paris"),
         ("#### Step\nso \\boxed{x^2}", "x^2"), ("<answer> B </answer>", "B"), ("15/2", "15/2"),
         ("<think>\\boxed{3}</think>\\boxed{4}", "4"), ("#### 1\\frac{1}{2}", "3/2"),
-        ("<think>hm</think>\nParis", "Paris"), ("#### 18\nThe answer is: 18", "18"),
+        ("####: 5", "5"), ("<think>hm</think>\nParis", "Paris"),
+        ("#### 18\nThe answer is: 18", "18"),
     ],
 )  # fmt: skip
 def test_gold_answers_of_solutions(answer, gold):

@@ -66,9 +66,9 @@ def test_causes_are_named_against_vllm(tmp_path, monkeypatch):
     found: dict[str, list[str]] = {}
     right: dict[str, list[str]] = {name: cause for name, (_, cause) in REQUESTED.items()}
     with serving(tmp_path / "float32", policy, "float32") as engine:
-        link = engine.links[0]
+        server = engine.servers[0]
         update = engine.update
-        ask = link.generate
+        ask = server.generate
         for name, (change, _) in REQUESTED.items():
             fields = {} if callable(change) else change
             read = change if callable(change) else list
@@ -76,11 +76,11 @@ def test_causes_are_named_against_vllm(tmp_path, monkeypatch):
                 monkeypatch.setattr(
                     policy.lm.generation_config, field, value if field in fields else None
                 )
-            link.generate = lambda prompt, wanted, *rest, read=read, fields=fields: ask(
+            server.generate = lambda prompt, wanted, *rest, read=read, fields=fields: ask(
                 read(list(prompt)), wanted | fields, *rest
             )
             found[name] = found_by(policy, engine, SAMPLING, MESSAGES, version=3)[1]
-        link.generate = ask
+        server.generate = ask
         engine.update = lambda _, version: update(smaller(seed=1), version)
         # Use a new version number, because the engine sends no weights under a version that the
         # server already has.

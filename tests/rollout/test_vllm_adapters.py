@@ -3,8 +3,8 @@
 A server receives the base weights once. Each later update sends only the adapter.
 """
 
+import re
 import threading
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.rollout.vllm import servers as servers_module
 from grpo_fast.rollout.vllm import transfer
-from grpo_fast.rollout.vllm.answers import LoRAInfo, ServerError
-from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.servers import VLLMServers, build
+from grpo_fast.rollout.vllm.answers import ServerError
+from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.test_vllm_server import generate
 from tests.rollout.vllm_stand_in import FINISH, LOAD, UNLOAD, UPDATE, StandIn, difference, engine_of
@@ -25,7 +23,7 @@ from tests.tiny import SYMBOLS, tiny_model
 # Largest allowed difference of log-probs, in nats. It is not 0, because the simulated server merges
 # the adapter into its weights, which rounds differently.
 CLOSE = 1e-4
-LIMITS = LoRAInfo(max_lora_rank=8, target_modules=None)
+LIMITS = {"max_lora_rank": 8, "target_modules": None}
 
 
 def adapted(**settings) -> Policy:
@@ -55,9 +53,9 @@ def test_merged_weights_in_bf16_never_touch_the_base():
     policy.model.bfloat16()
     before = {name: (p.clone(), p._version) for name, p in policy.model.named_parameters()}
     for _ in range(3):
-        merged = transfer.checkpoint_tensors(policy.lm, merged=True)
+        merged = transfer.weights_of(policy.lm, merged=True)
     name = "model.layers.0.mlp.up_proj.weight"
-    base = transfer.checkpoint_tensors(policy.lm, merged=False)[name]
+    base = transfer.weights_of(policy.lm, merged=False)[name]
     assert not torch.equal(merged[name], base)
     for name, p in policy.model.named_parameters():
         weight, version = before[name]
@@ -90,12 +88,14 @@ def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch
         rollout = generate(policy, engine)
         assert difference(policy, rollout) < CLOSE
         assert rollout.weight_version.tolist() == [version] * 12
-        monkeypatch.setattr(servers_module, "buckets", lambda *_, **__: pytest.fail("computed"))
+        monkeypatch.setattr(transfer, "weights_of", lambda *_, **__: pytest.fail("computed"))
     change(policy)
     assert difference(policy, generate(policy, engine)) > 0.01
-    assert server.calls[UPDATE] == server.calls[FINISH] == 1 and server.versions == [engine.base]
+    assert server.calls[UPDATE] == server.calls[FINISH] == 1 and server.versions == [
+        engine.names[0]
+    ]
     assert server.calls[LOAD] == 3 and server.calls[UNLOAD] == 2
-    assert list(server.adapters) == [engine.label]  # the server has unloaded the older versions
+    assert list(server.adapters) == [engine.names[1]]  # the server has unloaded the older versions
 
 
 def test_a_version_of_the_adapter_is_written_once(policy, server, spied):
@@ -145,7 +145,7 @@ def test_another_policy_is_sent_whole(policy, server):
 def test_if_one_server_lacks_the_option_all_receive_merged_weights(policy, servers):
     servers[1].lora = None
     engine = checked(policy, *servers)
-    sent = dict(pair for bucket in transfer.buckets(policy) for pair in bucket)
+    sent = transfer.weights_of(policy.lm)
     engine.update(policy, 0)
     assert not servers[0].adapters and servers[0].calls[UPDATE] == servers[1].calls[UPDATE] == 1
     received = servers[0].policy.lm.state_dict()
@@ -153,44 +153,50 @@ def test_if_one_server_lacks_the_option_all_receive_merged_weights(policy, serve
     assert difference(policy, generate(policy, engine)) < CLOSE
 
 
-def test_weights_that_vllm_would_not_receive_are_refused(policy, server):
+def test_an_adapter_that_vllm_would_not_use_in_full_is_merged(policy, server, caplog):
     server.lora["target_modules"] = ["q_proj", "k_proj"]
-    options = SimpleNamespace(ahead=0, vllm=VLLMOptions(urls=[server.url]))
-    expected = f"rollout.vllm.urls: {server.url}: expected lora_target_modules that include down_"
-    with pytest.raises(ValueError, match=expected):
-        build(policy, options)
-    assert not server.calls[UPDATE]
+    engine = checked(policy, server)
+    engine.update(policy, 0)
+    assert f"because of {server.url}: vLLM would ignore the target module" in caplog.text
+    assert difference(policy, generate(policy, engine)) < CLOSE and not server.calls[LOAD]
+
+
+def two_adapters() -> Policy:
+    policy = adapted()
     policy.model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
     policy.model.base_model.set_adapter(["default", "second"])
-    for given, message in (
-        (policy, "merged weights are sent.*, got the adapters default, second"),
-        (
-            adapted(rank_pattern={"q_proj": 9}),
-            "max_lora_rank of at least 9, .* of the adapter, got 8",
-        ),
-        (adapted(modules_to_save=["norm"]), "the trained weight .*modules_to_save"),
-        (adapted(target_modules=["embed_tokens"]), "the target module model.embed_tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            transfer.check_adapter(given, LIMITS, server.url)
+    return policy
 
 
-def test_renamed_modules_are_refused(policy, monkeypatch):
-    """Check that an adapter is refused if vLLM has no module with the name of an adapted module.
+@pytest.mark.parametrize(
+    ("build_policy", "message"),
+    [
+        (adapted, None),
+        (two_adapters, "the adapters default, second are active"),
+        (lambda: adapted(rank_pattern={"q_proj": 9}), "rank 9, above --max-lora-rank 8"),
+        (lambda: adapted(modules_to_save=["norm"]), "the weight .*modules_to_save.* is trained"),
+        (lambda: adapted(target_modules=["embed_tokens"]), "target module model.embed_tokens"),
+    ],
+)
+def test_adapters_that_a_server_takes(caplog, build_policy, message):
+    assert transfer.takes_adapter(build_policy(), LIMITS, "") == (message is None)
+    assert re.search(message or "^$", caplog.text)
+
+
+def test_an_adapter_of_renamed_modules_is_merged(policy, monkeypatch, caplog):
+    """Check that an adapter is merged if vLLM has no module with the name of an adapted module.
 
     vLLM ignores matrices with unknown names, so it would sample with the base weights alone.
     """
-
-    original = transfer.checkpoint_tensors
+    original = transfer.weights_of
 
     def renamed(lm, *, merged):
         state = original(lm, merged=merged)
         return {name.replace("q_proj", "query"): tensor for name, tensor in state.items()}
 
-    transfer.check_adapter(policy, LIMITS, "")
-    monkeypatch.setattr(transfer, "checkpoint_tensors", renamed)
-    with pytest.raises(ValueError, match="the target module model.layers.0.self_attn.q_proj"):
-        transfer.check_adapter(policy, LIMITS, "")
+    monkeypatch.setattr(transfer, "weights_of", renamed)
+    assert not transfer.takes_adapter(policy, LIMITS, "")
+    assert "ignore the target module model.layers.0.self_attn.q_proj" in caplog.text
 
 
 def test_an_adapter_that_a_server_cannot_load_is_explained(policy, server):

@@ -163,19 +163,14 @@ def test_a_tied_head_is_packed_again():
     assert packed == [head]
 
 
-@pytest.mark.parametrize("frees_memory", [False, True])
-def test_a_sleeping_engine_is_not_waited_for(policy, vllm, frees_memory):
-    engine = VLLMEngine(policy, StandIn(), frees_memory=frees_memory)
-    with pytest.raises(EngineError, match="expected wake and update"):
+def test_an_engine_without_weights_is_not_waited_for(policy, vllm):
+    engine = VLLMEngine(policy, StandIn(), frees_memory=True)
+    with pytest.raises(EngineError, match="expected update before generate"):
         generate(policy, engine)
     with awake(engine, policy, 0):
         pass
-    with pytest.raises(EngineError, match="expected wake and update"):
-        generate(policy, engine)
-    engine.wake()
-    if frees_memory:  # vLLM has discarded the weights
-        with pytest.raises(EngineError, match="expected wake and update"):
-            generate(policy, engine)
+    with pytest.raises(EngineError, match="expected update before generate"):
+        generate(policy, engine)  # vLLM has discarded the weights
 
 
 @pytest.mark.parametrize(

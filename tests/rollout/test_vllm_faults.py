@@ -13,7 +13,7 @@ import pytest
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import EngineError, NonFiniteLogits, Sampling
-from grpo_fast.rollout.vllm import server as http
+from grpo_fast.rollout.vllm import servers as http
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import build
 from grpo_fast.train.models.policy import Policy
@@ -167,7 +167,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
     "deep JSON": (GENERATE, answer(DEEP)),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
-    "a compressed answer": ("/resume", raw(OK, b"Content-Encoding: gzip\r\n\r\n", COMPRESSED)),
+    "a compressed answer": (GENERATE, raw(OK, b"Content-Encoding: gzip\r\n\r\n", COMPRESSED)),
     "a Content-Length too long": (UPDATE, raw(OK, b"Content-Length: 9\r\n\r\n{}")),
     "blanks without end": (GENERATE, without_end(OK + b"\r\n", b" " * (1 << 20))),
     "headers without end": (GENERATE, without_end(OK, b"A: b\r\n" * 9999)),
@@ -184,8 +184,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "logprobs_mode of control characters": (
         INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
     ),
-    "no account of the model": ("/collective_rpc", answer({"results": []})),
-    "a health of 500": ("/health", 500),
+    "a weight_info of 500": ("/weight_info", 500),
 }  # fmt: skip
 
 

@@ -1,12 +1,12 @@
 """Tests of both vLLM engines with real vLLM on a CPU. Run them with `make test-vllm`."""
 
+import asyncio
 import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +20,13 @@ from grpo_fast import rollout as rollouts
 from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError, Sampling, awake, build_engine
 from grpo_fast.rollout.engine import Request
-from grpo_fast.rollout.vllm.answers import Reply, ServerError, StaleWeights, VLLMRequest
-from grpo_fast.rollout.vllm.server import Link, Server
-from grpo_fast.rollout.vllm.transfer import buckets
+from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, VLLMRequest
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.servers import Server, run
+from grpo_fast.rollout.vllm.transfer import GlooGroup, weights_of
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from tests.command_line import invoke
 from tests.rollout.vllm_stand_in import difference
 from tests.train.resuming import result
 
@@ -104,7 +104,8 @@ class Process:
 
     def wait(self) -> None:
         deadline = time.monotonic() + START_S
-        while not Server(self.url).is_up():
+        server = Server(self.url, VLLMOptions(), torch.device("cpu"))
+        while not run(server.is_up())[0]:
             assert time.monotonic() < deadline and self.process.poll() is None
             time.sleep(1)
 
@@ -197,7 +198,8 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
     with build_engine(policy, options) as engine:
         engine.update(policy, 7)
         other = {"new_version": "somebody-else's"}
-        engine.links[0].server.call("POST", "/update_weight_version", 10, Reply, other)
+        engine.servers[0].deadline = time.monotonic() + 10
+        run(engine.servers[0].call("POST", "/update_weight_version", other))
         rollout = generate(policy, engine, options)
         assert rollout.weight_version.tolist() == [7] * 12 and difference(policy, rollout) < EXACT
     assert "expected completions by the weights" in caplog.text
@@ -208,17 +210,16 @@ def in_the_middle(engine: Any, action: Any) -> None:
 
     `action` is called just before the last prompt is sent.
     """
-    link, lock, sent = engine.links[0], threading.Lock(), []
-    original = link.generate
+    server, sent = engine.servers[0], []
+    original = server.generate
 
-    def generate(*prompt: Any) -> Any:
-        with lock:
-            sent.append(prompt)
-            if len(sent) == len(PROMPTS):
-                action()
-        return original(*prompt)
+    async def generate(*prompt: Any) -> Any:
+        sent.append(prompt)
+        if len(sent) == len(PROMPTS):
+            await asyncio.to_thread(action)
+        return await original(*prompt)
 
-    link.generate = generate
+    server.generate = generate
 
 
 def test_a_server_that_is_killed_while_it_samples_and_restarted(server, options):
@@ -240,11 +241,11 @@ def test_a_server_that_is_killed_while_it_samples_and_restarted(server, options)
         assert difference(policy, rollout) < EXACT
 
 
-def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, caplog):
-    """Check that a server whose model differs from the policy is refused.
+def test_a_server_of_another_model_is_refused(server, options, caplog):
+    """Check that a server whose model differs from the policy does not sample.
 
-    Neither an engine nor `grpo-fast doctor` may change the weights of such a server. If only the
-    dtype differs, a warning is logged.
+    vLLM refuses weights of other shapes. A server with more layers keeps some of its weights, so
+    its log-probabilities differ. If only the dtype differs, a warning is logged.
     """
     policy = policy_of()
     with build_engine(policy, options) as engine:
@@ -256,38 +257,33 @@ def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, cap
         assert "samples in float32, the trainer computes in bfloat16" in caplog.text
         for size in ("num_hidden_layers=1", "hidden_size=32"):
             config = load_recipe("sort", [*SORT, f"model.config.{size}"])
-            other = load_policy(config.model, policy.tokenizer)
-            with pytest.raises(
-                ValueError, match=f"this run's model, got a different model at {server.url}"
-            ):
-                build_engine(other, options)
-        other.save(tmp_path / "other")
-        done = invoke("doctor", str(tmp_path / "other"), server.url)
-        assert done.exit_code and f"a different model at {server.url}" in done.output
-        sent = engine.links[0].server.weight_version()
-        rollout = generate(policy, engine, options)
-        assert sent == engine.label and difference(policy, rollout) < EXACT
+            other = build_engine(load_policy(config.model, policy.tokenizer), options)
+            with pytest.raises(EngineError, match=f"no vLLM server has the weights.*{server.url}"):
+                other.update(other.policy, 0)
+        assert difference(policy, generate(policy, engine, options)) < EXACT
 
 
 KILLED = """
 import os, signal, sys, time
-from grpo_fast.rollout import engine as threads
-from grpo_fast.rollout.vllm import server as link
-from grpo_fast.rollout.vllm import transfer
+from grpo_fast.rollout.vllm.servers import Server
+from grpo_fast.rollout.vllm.transfer import GlooGroup
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
-transfer.BUCKET, sent, send = 1, [], link.Link.send
-def send_or_die(self, tensors):
-    sent.append(tensors)
+sent, broadcast, call = [], GlooGroup.broadcast, Server.call
+def send_or_die(self, tensor):
+    sent.append(tensor)
     if len(sent) == int(sys.argv[1]):
-        if sys.argv[2] == "waiting":  # let the server wait for a tensor that never comes
-            self.group.broadcast = lambda tensor: time.sleep(99)
-            threads.started(lambda: send(self, tensors))
-            time.sleep(1)
+        time.sleep(1)  # let the server wait for a tensor that never comes
         os.kill(os.getpid(), signal.SIGKILL)
-    send(self, tensors)
-link.Link.send = send_or_die
-loop.train(load_recipe("sort", sys.argv[3:]))
+    broadcast(self, tensor)
+async def call_or_die(self, method, path, *rest):
+    if path == "/update_weights" and len(sent) > int(sys.argv[1]) - int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await call(self, method, path, *rest)
+GlooGroup.broadcast = send_or_die
+if sys.argv[2] == "idle":
+    Server.call = call_or_die
+loop.train(load_recipe("sort", sys.argv[4:]))
 """
 
 
@@ -299,9 +295,10 @@ def test_a_trainer_that_is_killed_during_a_transfer_and_resumed(server, tmp_path
         "log.progress=false", "data.n_test=8", f"output_dir={tmp_path / 'run'}",
         "log.completions_every=0",
     ]  # fmt: skip
-    count = sum(len(bucket) for bucket in buckets(policy_of()))
+    count = len(weights_of(policy_of().lm))
     third = str(2 * count + count // 2)  # kill the trainer in the middle of the third update
-    done = subprocess.run([sys.executable, "-c", KILLED, third, server_is, *words], timeout=300)
+    command = [sys.executable, "-c", KILLED, third, server_is, str(count), *words]
+    done = subprocess.run(command, timeout=300)
     assert done.returncode == -signal.SIGKILL
     found = run_of(tmp_path / "run", *words[:-2], "resume=auto")
     assert len(rewards(found)) == 4
@@ -337,12 +334,12 @@ def test_a_server_receives_the_adapter_alone(lora_server, spied):
     The server must not be able to sample with an older version of the adapter.
     """
     policy = policy_of("llama", LORA)
-    whole = sum(tensor.nbytes for bucket in buckets(policy) for _, tensor in bucket)
-    sends = spied(Link, "send")
+    whole = sum(tensor.nbytes for tensor in weights_of(policy.lm).values())
+    sends = spied(GlooGroup, "broadcast")
     options = options_of(lora_server)
     with build_engine(policy, options) as engine:
         engine.update(policy, 1)
-        assert sum(x.nbytes for call in sends for _, x in call.args[1]) == whole
+        assert sum(call.args[1].nbytes for call in sends) == whole
         sends.clear()
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
@@ -356,9 +353,10 @@ def test_a_server_receives_the_adapter_alone(lora_server, spied):
         file = Path(engine.folder.name) / "adapter_model.safetensors"
         assert file.stat().st_size < whole / 2
         request = Request([[3, 5, 4]], Sampling(max_new_tokens=6), 3, 0)
-        wanted = VLLMRequest(policy, request, 1, engine.base, f"{engine.label[:-1]}1")
+        base, adapter = engine.names
+        wanted = VLLMRequest(policy, request, 1, base, f"{adapter[:-1]}1")
         with pytest.raises(StaleWeights, match="the adapter is sent again"):
-            engine.links[0].generate([3, 5, 4], *wanted.parameters(), wanted, time.monotonic() + 60)
+            run(engine.servers[0].generate([3, 5, 4], *wanted.parameters(), wanted))
 
 
 def test_a_server_that_loses_the_adapter_receives_it_again(lora_server):
@@ -366,9 +364,8 @@ def test_a_server_that_loses_the_adapter_receives_it_again(lora_server):
     options = options_of(lora_server)
     with build_engine(policy, options) as engine:
         engine.update(policy, 1)
-        name = {"lora_name": engine.label}
-        link = engine.links[0]
-        link.server.call("POST", "/v1/unload_lora_adapter", 10, body=name)
+        name = {"lora_name": engine.names[1]}
+        run(engine.servers[0].call("POST", "/v1/unload_lora_adapter", name))
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
 
@@ -381,10 +378,10 @@ def test_in_process_it_samples_with_the_weights_it_is_given():
         "rollout.engine=vllm", "rollout.vllm.options={enforce_eager: true, max_num_seqs: 32}",
     ]).rollout  # fmt: skip
     with build_engine(policy, options) as engine:
-        with pytest.raises(EngineError, match="expected wake and update before generate"):
+        with pytest.raises(EngineError, match="expected update before generate"):
             generate(policy, engine, options)
         check_engine(policy, engine, options)
-        with pytest.raises(EngineError, match="expected wake and update before generate"):
+        with pytest.raises(EngineError, match="expected update before generate"):
             generate(policy, engine, options)
 
 

@@ -12,7 +12,7 @@ import torch
 from grpo_fast import Support, grpo_loss
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.rollout import Request, generate
-from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
+from grpo_fast.rollout.vllm.answers import VLLMRequest
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics import support_metrics
@@ -201,9 +201,8 @@ def test_vllm_hands_on_sets_where_they_are_asked_for(policy, replay):
         "logprobs": {"content": [{"token_id": 3, "logprob": -1}, {"token_id": 1, "logprob": -2}]},
         "weight_versions": [{"version": "0", "start": 0, "end": 2}],
     }  # fmt: skip
-    found = parsed(Choices, {"choices": [choice]}, "vLLM")
     request = Request([[3]], asked, group_size=1, seed=0)
-    (completion,) = VLLMRequest(policy, request, 0, "0").completions(found, "vLLM")
+    (completion,) = VLLMRequest(policy, request, 0, "0").completions({"choices": [choice]}, "")
     support = completion.support
     assert (support is None) == (replay == "off")
     assert support is None or support.ids.tolist() == [1, 3, 1]

@@ -1,14 +1,14 @@
-"""Pydantic models of vLLM's responses, and checks of the completions for both vLLM engines."""
+"""Requests for completions, and checks of the responses, for both vLLM engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
-from grpo_fast.data import escape_control
+from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, NonFiniteLogits, require
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import engine
@@ -17,6 +17,7 @@ from grpo_fast.rollout.engine import Completion, Request
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
+LOGPROBS = "processed_logprobs"  # the option --logprobs-mode
 CLAMPED = -9999.0  # servers report this value for a log-probability that is NaN or -inf
 LEAST_TEMPERATURE = 0.01  # vLLM samples with this temperature if a smaller one is requested
 ROUNDING = 1e-3  # largest accepted log-probability in nats; rounding can make it positive
@@ -34,112 +35,18 @@ class StaleWeights(ServerError):
     """The server sampled with weights other than those of the request."""
 
 
-FAST = Field(fail_fast=True)  # report the first bad element of a list, not a million of them
-Id = Annotated[int, Field(ge=0, lt=1 << 31)]
-Ids = Annotated[list[Id], FAST]
-CONFIG = "vllm_config", "model_config"
-
-
-class Reply(BaseModel):
-    """Base class of vLLM's responses. Values are not converted, and unknown keys are ignored."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class WeightInfo(Reply):
-    weight_version: str
-
-
-class Paused(Reply):
-    is_paused: bool
-
-
-class WorldSize(Reply):
-    world_size: int = Field(ge=1, le=1 << 16)
-
-
-class Results(Reply):
-    """Response to /collective_rpc, with one result from each worker."""
-
-    results: list[str] = Field(min_length=1, fail_fast=True)
-
-
-class LoRAInfo(Reply):
-    """LoRA settings that a server reports if it was started with --enable-lora."""
-
-    max_lora_rank: int
-    target_modules: list[str] | None
-
-
-class ModelInfo(Reply):
-    logprobs_mode: str = Field(validation_alias=AliasPath(*CONFIG, "logprobs_mode"))
-    dtype: str = Field(validation_alias=AliasPath(*CONFIG, "dtype"))
-    lora: LoRAInfo | None = Field(None, validation_alias=AliasPath("vllm_config", "lora_config"))
-
-
-class Token(Reply):
-    token_id: Id
-    logprob: float
-
-
-class Span(Reply):
-    """Consecutive tokens of a completion, which were sampled with the same weights."""
-
-    version: str
-
-
-class Choice(Reply):
-    """One completion in a response. If it was aborted, `content` is empty."""
-
-    index: int
-    finish_reason: str
-    token_ids: Ids
-    content: Annotated[list[Token], FAST] = Field(
-        [], validation_alias=AliasPath("logprobs", "content")
-    )
-    weight_versions: Annotated[list[Span], FAST] | None
-    sampling_mask: Annotated[list[Ids], FAST] | None = None  # the support of each token
-
-
-class Logp(Reply):
-    logprob: float
-
-
-class Scores(Reply):
-    """For each token of a prompt, log-probabilities by id. The first token has none."""
-
-    prompt_logprobs: Annotated[list[dict[Id, Logp] | None], FAST]
-
-
-class Choices(Reply):
-    choices: Annotated[list[Choice], FAST]
-
-
-R = TypeVar("R", bound=Reply)
-
-
-def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
-    """Validate a response and return it as an object of the given class.
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Raise a BadAnswer if the block does not find what it reads in a response.
 
     Args:
-        kind: a pydantic model.
-        answer: the JSON text, or the object that it encodes.
-        where: the sender, for error messages.
-
-    Raises:
-        ServerError: the response is not a JSON object. A proxy may have sent it.
-        BadAnswer: a field is missing or has the wrong type.
+        where: the sender, for the message.
     """
     try:
-        if isinstance(answer, dict):
-            return kind.model_validate(answer)
-        return kind.model_validate_json(answer)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-    if not first["loc"] and isinstance(answer, bytes):
-        raise ServerError(f"{where}: expected a JSON object, got {answer[:60]!r}")
-    place = escape_control(".".join(map(str, first["loc"]))[:80])  # a key may be any text
-    raise BadAnswer(f"{where}: {place}: {first['msg']}")
+        yield
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        why = escape_control(reason(error))
+        raise BadAnswer(f"{where}: the response has other fields than vLLM 0.32's: {why}") from None
 
 
 class VLLMRequest(NamedTuple):
@@ -165,8 +72,9 @@ class VLLMRequest(NamedTuple):
         return 1 if self.request.sampling.temperature == 0 else self.request.group_size
 
     @property
-    def vocab_size(self) -> int:
-        return self.policy.lm.get_input_embeddings().weight.shape[0]
+    def limit(self) -> int:
+        """Largest number of tokens of a completion."""
+        return self.request.sampling.max_new_tokens
 
     def parameters(self) -> list[dict[str, Any]]:
         """Return the fields of vLLM's SamplingParams for each prompt."""
@@ -175,22 +83,20 @@ class VLLMRequest(NamedTuple):
         expected = f"0 (greedy) or at least {LEAST_TEMPERATURE}, to which vLLM raises smaller ones"
         require(fits, "temperature", expected, sampling.temperature)
         same = sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-        same |= {"n": self.per_prompt, "max_tokens": sampling.max_new_tokens}
+        same |= {"n": self.per_prompt, "max_tokens": self.limit}
         # Without ignore_eos, vLLM would also stop at the EOS ids of its model folder.
         same |= {"stop_token_ids": sorted(self.policy.eos_ids), "ignore_eos": True}
         same |= {"logprobs": 0, "detokenize": False}
-        places = self.request.places
-        if places is None:
-            places = range(len(self.request.prompts))
+        places = self.request.places or range(len(self.request.prompts))
         # vLLM adds g to the seed of the g-th completion. The sum must fit into an int64.
         seeds = [engine.seed_for("vllm", self.request.seed, place) >> 8 for place in places]
         return [same | {"seed": seed} for seed in seeds]
 
-    def completions(self, answer: Choices, where: str) -> list[Completion]:
+    def completions(self, answer: Mapping[str, Any], where: str) -> list[Completion]:
         """Check the completions of one prompt, and return them sorted by vLLM's index.
 
         Args:
-            answer: vLLM's response for the prompt.
+            answer: vLLM's response for the prompt, with a list `choices`.
             where: the sender, for error messages.
 
         Raises:
@@ -200,72 +106,66 @@ class VLLMRequest(NamedTuple):
             NonFiniteLogits: a log-probability is NaN or -inf.
             ValueError: a completion was cut off by vLLM's max_model_len.
         """
-        choices = sorted(answer.choices, key=lambda choice: choice.index)
-        if any(choice.finish_reason in ("abort", "error") for choice in choices):
-            raise ServerError(f"{where}: the server left a completion unfinished")
-        indices = [choice.index for choice in choices]
-        expected = f"completions 0 to {self.per_prompt - 1}"
-        fits = indices == list(range(self.per_prompt))
-        require(fits, where, expected, indices[:8], BadAnswer)
-        return [self._completion(choice, where) for choice in choices]
+        with reading(where):
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            if any(choice["finish_reason"] in ("abort", "error") for choice in choices):
+                raise ServerError(f"{where}: the server left a completion unfinished")
+            indices = [choice["index"] for choice in choices]
+            expected = f"completions 0 to {self.per_prompt - 1}"
+            fits = indices == list(range(self.per_prompt))
+            require(fits, where, expected, indices[:8], BadAnswer)
+            found = [self._completion(choice, where) for choice in choices]
+        for one in found:
+            fits = one.finish_reason == engine.EOS or len(one.ids) == self.limit
+            expected = "room for a prompt and rollout.max_new_tokens"
+            require(fits, f"{where}: max_model_len", expected, f"an end after {len(one.ids)}")
+        return found
 
-    def _completion(self, choice: Choice, where: str) -> Completion:
+    def _completion(self, choice: Mapping[str, Any], where: str) -> Completion:
+        def check(fits: bool, expected: str, came: str, kind: type[Exception] = BadAnswer) -> None:
+            require(fits, where, expected, came, kind)
+
         # 1. Check that there are not too many ids, that none follows the first EOS, and that all
         #    are in the vocabulary.
-        ids = choice.token_ids
-        limit = self.request.sampling.max_new_tokens
+        ids = choice["token_ids"]
+        vocabulary = self.policy.lm.get_input_embeddings().weight.shape[0]
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
-        largest = max(ids, default=0)
-        fits = 1 <= len(ids) <= limit and ends[:1] in ([], [len(ids) - 1])
-        expected = f"1 to {limit} ids below {self.vocab_size} up to the first EOS"
-        came = f"{len(ids)} up to {largest}, EOS at {ends}"
-        require(fits and largest < self.vocab_size, where, expected, came, BadAnswer)
+        fits = 1 <= len(ids) <= self.limit and ends[:1] in ([], [len(ids) - 1])
+        fits = fits and 0 <= min(ids) <= max(ids) < vocabulary
+        expected = f"1 to {self.limit} ids below {vocabulary} up to the first EOS"
+        check(fits, expected, f"{len(ids)} ids {str(ids[:8])[:80]}, EOS at {ends[:8]}")
         # 2. Check the weights before the finish reason. Stale weights only cause another request,
         #    while a wrong finish reason stops the run.
-        versions = {span.version[:40] for span in choice.weight_versions or []}
-        expected = f"completions by the weights {self.label}"
+        versions = {str(span["version"])[:40] for span in choice["weight_versions"] or []}
         came = f"some by {sorted(versions)}"
-        require(versions == {self.label}, where, expected, came, StaleWeights)
-        # 3. Check that the completion ends with an EOS or at the requested length.
-        reason = "stop" if ends else "length"
-        fits = choice.finish_reason == reason
-        came = repr(choice.finish_reason[:40])
-        require(fits, where, f"finish reason {reason}", came, BadAnswer)
-        expected = "room for a prompt and rollout.max_new_tokens"
-        fits = bool(ends) or len(ids) == limit
-        require(fits, f"{where}: max_model_len", expected, f"an end after {len(ids)}")
-        # 4. Check the log-probabilities and the support of each token.
-        logps = self._logps(choice, where)
-        support = self._support(choice, where)
-        finish = engine.EOS if ends else engine.LENGTH
-        return Completion(ids, logps, finish, self.version, support)
-
-    def _logps(self, choice: Choice, where: str) -> torch.Tensor:
-        """Check the log-probabilities of a completion and return them, (n,) fp32."""
-        ids = [token.token_id for token in choice.content]
-        expected = f"a log-probability of each of the {len(choice.token_ids)} tokens"
-        came = f"{len(ids)}, or those of other tokens"
-        require(ids == choice.token_ids, where, expected, came, BadAnswer)
-        logps = torch.tensor([token.logprob for token in choice.content], dtype=torch.float32)
+        expected = f"completions by the weights {self.label}"
+        check(versions == {self.label}, expected, came, StaleWeights)
+        finish = "stop" if ends else "length"
+        came = repr(choice["finish_reason"])[:40]
+        check(choice["finish_reason"] == finish, f"finish reason {finish}", came)
+        # 3. Check the log-probability of each token.
+        content = choice["logprobs"]["content"]
+        fits = [token["token_id"] for token in content] == ids
+        expected = f"a log-probability of each of the {len(ids)} tokens"
+        check(fits, expected, f"{len(content)}, or those of other tokens")
+        logps = torch.tensor([token["logprob"] for token in content], dtype=torch.float32)
         if not (logps > CLAMPED).all():  # also False for NaN
             raise NonFiniteLogits(f"the policy's logits are NaN or infinite, according to {where}")
-        fits = (logps <= ROUNDING).all()
-        require(fits, where, "log-probabilities up to 0", f"{logps.max():.3g}", BadAnswer)
-        return logps
-
-    def _support(self, choice: Choice, where: str) -> Support | None:
-        """Check the support of the tokens and return it, or None if it is missing or not needed."""
-        rows = choice.sampling_mask
-        if rows is None or not self.request.sampling.needs_support:
-            return None
-        fits = len(rows) == len(choice.token_ids)
-        for token, row in zip(choice.token_ids, rows, strict=False):
-            is_set = len(set(row)) == len(row)
-            fits &= not row or (token in row and is_set and max(row) < self.vocab_size)
-        expected = "a support of distinct ids of the vocabulary that contains the sampled token"
-        require(fits, f"{where}: sampling_mask", expected, "other ids", BadAnswer)
-        ids = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-        return Support(ids, torch.tensor([0, *map(len, rows)]).cumsum(0))
+        check(bool((logps <= ROUNDING).all()), "log-probabilities up to 0", f"{logps.max():.3g}")
+        # 4. Check the ids that truncation kept for each token.
+        support = None
+        rows = choice.get("sampling_mask")
+        if rows is not None and self.request.sampling.needs_support:
+            fits = len(rows) == len(ids)
+            for token, row in zip(ids, rows, strict=False):
+                is_set = len(set(row)) == len(row)
+                is_known = not row or 0 <= min(row) <= max(row) < vocabulary
+                fits &= not row or (token in row and is_set and is_known)
+            expected = "a sampling_mask of distinct ids of the vocabulary with the sampled token"
+            check(fits, expected, "other ids")
+            flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+            support = Support(flat, torch.tensor([0, *map(len, rows)]).cumsum(0))
+        return Completion(ids, logps, engine.EOS if ends else engine.LENGTH, self.version, support)
 
     def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
         """Join the completions of all prompts into one list, `group_size` for each prompt.

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
-from grpo_fast.rollout.vllm.server import LOGPROBS
-from grpo_fast.rollout.vllm.transfer import buckets, dtype_of, repack_heads
+from grpo_fast.rollout.vllm.answers import LOGPROBS, VLLMRequest
+from grpo_fast.rollout.vllm.transfer import dtype_of, repack_heads, weights_of
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
@@ -38,19 +37,21 @@ class VLLMEngine(Engine):
         self.frees_memory = frees_memory
         self.version: int | None = None  # version of vLLM's weights; None if vLLM has none
         self.asleep = False
-        self.without_cache = False
 
     def update(self, policy: SampledModel, version: int) -> None:
         self.policy = policy
         if self.version == version:
             return
-        weights = (pair for bucket in buckets(policy) for pair in bucket)
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        weights = iter(weights_of(policy.lm).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if policy.device.type == "cpu":
             self.llm.apply_model(repack_heads)
-        if self.without_cache:
+        if self.asleep:
+            # Wake the cache last, when the policy's weights need no further memory.
             self.llm.wake_up(tags=["kv_cache"])
-            self.without_cache = False
+            self.asleep = False
         # Reset the prefix cache, because its keys and values were computed with the old weights.
         self.llm.reset_prefix_cache()
         self.llm.update_weight_version(str(version))
@@ -59,16 +60,8 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         if self.frees_memory and not self.asleep:
             self.llm.sleep(level=2)
-            self.without_cache = True
+            self.asleep = True
             self.version = None
-        self.asleep = True
-
-    def wake(self) -> None:
-        if self.frees_memory and self.asleep:
-            # Wake only the weights. The cache must not allocate memory before `update` has gathered
-            # the policy's weights.
-            self.llm.wake_up(tags=["weights"])
-        self.asleep = False
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -79,19 +72,18 @@ class VLLMEngine(Engine):
     def sample(self, request: Request) -> list[Completion]:
         from vllm import SamplingParams
 
-        if self.asleep or self.version is None:
-            raise EngineError("the engine vllm: expected wake and update before generate")
+        if self.version is None:
+            raise EngineError("the engine vllm: expected update before generate")
         vllm_request = VLLMRequest(self.policy, request, self.version, str(self.version))
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         parameters = [SamplingParams(**fields) for fields in vllm_request.parameters()]
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
-        served = (parsed(Choices, _as_response(output), "vLLM") for output in outputs)
-        done = [vllm_request.completions(choices, "vLLM") for choices in served]
+        done = [vllm_request.completions(_as_response(output), "vLLM") for output in outputs]
         return vllm_request.in_groups(done)
 
 
 def _as_response(output: Any) -> dict[str, Any]:
-    """Convert vLLM's RequestOutput to the format that `VLLMRequest.completions` checks."""
+    """Convert vLLM's RequestOutput to the response of a server."""
     choices = []
     for one in output.outputs:
         steps = zip(one.token_ids, one.logprobs, strict=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from ipaddress import ip_address
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from grpo_fast.errors import require
 
-URL = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+):([0-9]{1,5})/*", re.I | re.A)
+URL = re.compile(r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+):([1-9][0-9]{0,4})/*", re.I | re.A)
+
+
+LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[?::1\]?)(:[0-9]+)?")
 
 
 class VLLMOptions(BaseModel):
@@ -42,17 +44,19 @@ class VLLMOptions(BaseModel):
         if not isinstance(settings, dict) or "urls" not in settings:
             return settings
         urls = settings["urls"]
-        if not isinstance(urls, list | tuple):
-            urls = [None]
-        return settings | {"urls": [plain_url("urls", url, ", in a list") for url in urls]}
+        is_list = isinstance(urls, list | tuple) and all(isinstance(url, str) for url in urls)
+        found = [URL.fullmatch(url) for url in urls] if is_list else [None]
+        if any(url is None or int(url[1]) >= 1 << 16 for url in found):
+            expected = "expected http://host:port and nothing else, in a list"
+            raise ValueError(f"urls: {expected} (not shown: it may hold a password)")
+        return settings | {"urls": [url.rstrip("/").lower() for url in urls]}
 
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
         """Check that no server is listed twice, and that all servers can reach `address`."""
         for url in self.urls:
-            host = host_of(url)
-            fits = is_loopback(host) or not is_loopback(self.address)
-            expected = f"an address of this machine that {host} can reach"
+            fits = is_local(url) or not is_local(f"://{self.address}")
+            expected = f"an address of this machine that {url} can reach"
             require(fits, "address", expected, self.address)
         names = {url.replace("//localhost:", "//127.0.0.1:") for url in self.urls}
         fits = len(names) == len(self.urls)
@@ -60,31 +64,6 @@ class VLLMOptions(BaseModel):
         return self
 
 
-def plain_url(name: str, url: Any, where: str = "") -> str:
-    """Return a URL as http://host:port in lower case.
-
-    Args:
-        name: the setting, for the message.
-        url: the value to check.
-        where: text for the message that says where the value is, such as ", in a list".
-
-    Raises:
-        ValueError: the URL does not have this form. The message does not quote the URL.
-    """
-    parts = URL.fullmatch(url) if isinstance(url, str) else None
-    if parts is None or not 0 < int(parts[3]) < 1 << 16:
-        expected = f"expected http://host:port and nothing else{where}"
-        raise ValueError(f"{name}: {expected} (not shown: it may hold a password)")
-    return f"{parts[1]}://{parts[2]}:{int(parts[3])}".lower()
-
-
-def host_of(url: str) -> str:
-    return url.partition("://")[2].rpartition(":")[0].strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine's loopback address, without a DNS query."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
+def is_local(url: str) -> bool:
+    """Return whether a URL names this machine's loopback address."""
+    return LOOPBACK.fullmatch(url.partition("://")[2]) is not None

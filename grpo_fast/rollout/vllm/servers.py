@@ -1,40 +1,370 @@
-"""The engine `vllm-server`, which sends the trainer's weights to vLLM servers that sample.
+"""The engine `vllm-server`, which sends the trainer's weights to vLLM 0.32 servers that sample.
 
-A server that is unreachable, hangs or has other weights is excluded, and the other servers sample
-its prompts. The server is included again as soon as it has the current weights.
+All requests run on one event loop. Every operation on a server has one deadline. A server that is
+unreachable, hangs or has other weights is excluded, and the other servers sample its prompts. The
+server is included again as soon as it has the current weights.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import logging
+import os
 import secrets
+import socket
+import threading
 import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from grpo_fast.data import escape_control
-from grpo_fast.errors import require
-from grpo_fast.rollout.engine import NOISE, Completion, Engine, Request
+from grpo_fast.data import escape_control, reason
+from grpo_fast.errors import EngineError, require
+from grpo_fast.rollout.engine import NOISE, Completion, Engine, Request, started
 from grpo_fast.rollout.vllm import transfer
-from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, VLLMRequest
-from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
-from grpo_fast.rollout.vllm.server import Link, at_once, each
-from grpo_fast.rollout.vllm.transfer import Named, adapted_modules, buckets
+from grpo_fast.rollout.vllm.answers import (
+    LOGPROBS,
+    BadAnswer,
+    ServerError,
+    StaleWeights,
+    VLLMRequest,
+    reading,
+)
+from grpo_fast.rollout.vllm.options import VLLMOptions, is_local
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
-CONNECTIONS = 256  # most connections to one server
-PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # token ids whose continuations are compared after a transfer
+CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
 PAUSE_S = 1.0  # seconds between two checks of a server that is gone
+MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
+CONNECTIONS = 256  # most connections to one server
+ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
+PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # token ids whose continuations are compared after a transfer
+GENERATE = "/inference/v1/generate"
+OPTIONS_MISSING = ValueError(
+    "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
+    f"{LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
+)
+Names = tuple[str, str | None]  # names of the weights, and of an adapter that is added to them
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all requests.
+
+    It runs in a daemon thread, because a notebook's thread already runs a loop, and because a
+    request must not delay the exit of the process.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def run(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run coroutines concurrently, and return their results. The first error is raised at once."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*calls)
+
+    return asyncio.run_coroutine_threadsafe(gather(), event_loop()).result()
+
+
+class Server:
+    """One vLLM server: a client for its HTTP API, with the state of its weights.
+
+    Every request opens a new connection. Redirects are not followed, and the environment's proxies
+    and passwords are not used.
+
+    Args:
+        url: the server, as `http://host:port`.
+        options: the section `rollout.vllm` of a configuration.
+        device: device of the policy.
+
+    Attributes:
+        has: names of the weights and the adapter that the server has. None if unknown.
+        reported: name of the weights that the server last reported.
+        error: why the server is excluded. None if it takes part.
+        deadline: deadline of all current requests, on the monotonic clock.
+
+    Raises:
+        ValueError: the environment's `VLLM_API_KEY` has characters that a header cannot hold.
+    """
+
+    def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
+        self.url = url
+        self.options = options
+        self.device = device
+        self.group: transfer.GlooGroup | transfer.NCCLGroup | None = None
+        self.has: Names | None = None
+        self.adapter: str | None = None  # the adapter that the server has loaded
+        self.reported = ""
+        self.error: Exception | None = None
+        self.deadline = 0.0
+        self.rounding = NOISE[torch.float32]  # largest difference to the policy, see `check`
+        self.key = os.environ.get("VLLM_API_KEY", "").strip()
+        if not (self.key.isascii() and self.key.isprintable()):  # httpx's error would quote the key
+            raise ValueError("VLLM_API_KEY: expected printable ASCII characters (not shown)")
+        # Request no compression, because the body is read and counted as raw bytes.
+        headers = {"Accept-Encoding": "identity"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        limits = httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0)
+        self.client = httpx2.AsyncClient(
+            base_url=url, headers=headers, timeout=None, trust_env=False, limits=limits
+        )
+
+    async def call(
+        self, method: str, path: str, body: Any = None, missing: Exception = OPTIONS_MISSING
+    ) -> Any:
+        """Send a request, and return the JSON of the response, or its text if it is not JSON.
+
+        Args:
+            method: "GET" or "POST".
+            path: path and query, such as "/health".
+            body: value that is sent as JSON, or None.
+            missing: error for the statuses 403 and 404. Its message is appended as advice.
+
+        Raises:
+            ServerError: no complete response before the deadline, or a server error.
+            ValueError: the server refuses the request.
+        """
+        where = f"{self.url}{path}"
+        content = bytearray()
+        try:
+            # The timeout of httpx applies to each read, so a server that sends one byte now and
+            # then would never time out. This timeout limits the whole exchange.
+            async with (
+                asyncio.timeout_at(self.deadline),
+                self.client.stream(method, path, json=body) as response,
+            ):
+                async for piece in response.aiter_raw():
+                    content += piece
+                    most = f"at most {MAX_BYTES} bytes"
+                    require(len(content) <= MAX_BYTES, "response", most, "more")
+        except TimeoutError as error:
+            raise ServerError(f"{where}: no answer within rollout.vllm.timeout") from error
+        except (httpx2.HTTPError, OSError, ValueError) as error:
+            raise ServerError(f"{where}: {escape_control(reason(error))}") from error
+        if response.status_code == 200:
+            try:
+                return json.loads(content)
+            except (ValueError, RecursionError):
+                return content.decode(errors="replace")
+        text = " ".join(content[:500].decode(errors="replace").split())
+        if self.key:  # a gateway may quote the request's headers
+            text = text.replace(self.key, "***")
+        message = f"{where}: {response.status_code} {escape_control(text)}"
+        if response.status_code in (403, 404):
+            raise type(missing)(f"{message}; {missing}")
+        if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
+            raise ValueError(message)
+        raise ServerError(message)
+
+    async def read(self, path: str, key: str, kind: type) -> Any:
+        """Return a value of the JSON object that the server sends for a path."""
+        answer = await self.call("GET", path)
+        with reading(f"{self.url}{path}"):
+            if type(answer[key]) is not kind:
+                raise TypeError(f"{key} is no {kind.__name__}")
+            return answer[key]
+
+    async def is_up(self) -> bool:
+        """Ask the server for the name of its weights. Return False if it is not reachable."""
+        self.deadline = time.monotonic() + CHECK_S
+        try:
+            version = await self.read("/weight_info", "weight_version", str)
+        except ServerError:
+            return False
+        self.reported = escape_control(version[:80])
+        return True
+
+    async def check(self, policy: SampledModel) -> bool:
+        """Check that the server's options fit the policy.
+
+        Returns:
+            True if the server can load the policy's adapter.
+
+        Raises:
+            ValueError: the server reports raw log-probabilities.
+        """
+        self.deadline = time.monotonic() + 6 * CHECK_S
+        path = "/server_info?config_format=json"
+        config = await self.read(path, "vllm_config", dict)
+        with reading(f"{self.url}{path}"):
+            mode = escape_control(config["model_config"]["logprobs_mode"][:40])
+            theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
+            lora = config.get("lora_config")
+        expected = f"servers with --logprobs-mode {LOGPROBS}"
+        require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
+        ours = transfer.dtype_of(policy)
+        dtypes = [getattr(torch, dtype, torch.bfloat16) for dtype in (ours, theirs)]
+        self.rounding = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
+        if ours != theirs:
+            advice = f"start it with --dtype {ours}, or their log-probabilities differ"
+            message = "%s samples in %s, the trainer computes in %s: %s"
+            log.warning(message, self.url, theirs, ours, advice)
+        return transfer.takes_adapter(policy, lora, self.url)
+
+    async def generate(
+        self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest
+    ) -> list[Completion]:
+        """Request the completions of one prompt, check them, and return them."""
+        body = {"token_ids": list(prompt), "sampling_params": parameters}
+        missing: Exception = OPTIONS_MISSING
+        if request.adapter is not None:  # a restarted server lacks the adapter
+            body["model"] = request.adapter
+            missing = StaleWeights("the adapter is sent again")
+        answer = await self.call("POST", GENERATE, body, missing)
+        if not isinstance(answer, dict):  # a proxy may have sent it
+            raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {answer[:60]!r}")
+        return request.completions(answer, f"{self.url}{GENERATE}")
+
+    async def receive(self, names: Names, weights: Mapping[str, Tensor], folder: str) -> None:
+        """Make the server load weights, an adapter, or both. It pauses until it has all weights.
+
+        Args:
+            names: names of the weights and of the adapter.
+            weights: the weights. Empty if the server has them already.
+            folder: the folder of the adapter.
+        """
+        self.deadline = time.monotonic() + self.options.timeout
+        if weights:
+            await self._load(names[0], weights)
+        if names[1] is not None:
+            # If the server was excluded after it had loaded this adapter, it still has the adapter.
+            # vLLM would then refuse a request without load_inplace.
+            body = {"lora_name": names[1], "lora_path": folder, "load_inplace": True}
+            advice = "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; it must be able to "
+            advice += f"read the trainer's folder {folder} (see TMPDIR)"
+            await self.call("POST", "/v1/load_lora_adapter", body, ValueError(advice))
+            if self.adapter not in (None, names[1]):
+                body = {"lora_name": self.adapter}
+                with suppress(EngineError, ValueError):  # a restarted server lacks the adapter
+                    await self.call("POST", "/v1/unload_lora_adapter", body)
+            self.adapter = names[1]
+
+    async def _load(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Send weights to the server under the name `name`."""
+        post = partial(self.call, "POST")
+        # 1. Join a process group with the server's workers, and stop sampling.
+        if self.group is None or self.has is None or self.reported != self.has[0]:
+            self.group = await self._join_group()
+        group = self.group
+        was_paused = await self.read("/is_paused", "is_paused", bool)
+        await post("/pause?mode=keep")
+        # 2. If the server was already paused, a trainer may have been killed during an update. vLLM
+        #    then refuses a second update, or adds it to half-loaded layers. Only
+        #    /finish_weight_update resets these layers, but it fails if no update is open. Therefore
+        #    start an update first, and ignore the error of this call if an update is open already.
+        if was_paused:
+            with suppress(ServerError):
+                await post("/start_weight_update")
+            await post("/finish_weight_update", {"weight_version": "left-in-the-middle"})
+        # 3. Send the weights, and continue sampling. Broadcast in a thread, because the server
+        #    responds only after it has all tensors.
+        await post("/start_weight_update")
+        sent = started(lambda: [group.broadcast(tensor) for tensor in weights.values()])
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
+        shapes = [list(tensor.shape) for tensor in weights.values()]
+        info = {"names": list(weights), "dtype_names": dtypes, "shapes": shapes}
+        await post("/update_weights", {"update_info": info})
+        async with asyncio.timeout_at(self.deadline):
+            await asyncio.shield(asyncio.wrap_future(sent))
+        await post("/finish_weight_update", {"weight_version": name})
+        await post("/resume")
+
+    async def _join_group(self) -> transfer.GlooGroup | transfer.NCCLGroup:
+        """Form a process group with the workers of the server."""
+        # 1. Open a port to which the server's workers connect.
+        address = self.options.address
+        workers = await self.read("/get_world_size", "world_size", int)
+        fits = 0 < workers < 1 << 16
+        require(fits, f"{self.url}/get_world_size", "a number of workers", workers, BadAnswer)
+        try:
+            listener = socket.create_server((address, 0), family=transfer.family_of(address))
+        except OSError as error:
+            expected = f"expected an address of this machine, got {address}"
+            raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
+        port = listener.getsockname()[1]
+        info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
+        size = info["world_size"] = workers + 1
+        # 2. Join the process group in a thread, because the server responds only after its workers
+        #    have joined.
+        kind = self.options.transfer
+        if kind == "nccl" or (kind == "auto" and self.device.type == "cuda"):
+            listener.close()  # vLLM opens the socket itself
+            joined: Future[Any] = started(
+                partial(transfer.NCCLGroup, address, port, size, self.device)
+            )
+        else:
+            info["seconds"] = seconds = self.options.timeout
+            joined = started(partial(transfer.GlooGroup, address, port, 0, size, seconds, listener))
+        await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
+        async with asyncio.timeout_at(self.deadline):
+            return await asyncio.shield(asyncio.wrap_future(joined))
+
+    async def compare(self, names: Names, expected: Tensor) -> None:
+        """Compare log-probabilities of the server with the policy's.
+
+        Args:
+            names: names of the weights and of the adapter.
+            expected: the policy's log-probabilities, see `probe_logps`.
+
+        Raises:
+            BadAnswer: the difference is larger than rounding explains, so the server has kept
+                other weights than it claims to have.
+        """
+        parameters = {"max_tokens": 1, "prompt_logprobs": 1, "detokenize": False}
+        body: dict[str, Any] = {"token_ids": list(PROBE), "sampling_params": parameters}
+        if names[1] is not None:
+            body["model"] = names[1]
+        answer = await self.call("POST", GENERATE, body)
+        with reading(f"{self.url}{GENERATE}: prompt_logprobs"):
+            rows = answer["prompt_logprobs"][1:]
+            # Compare the likeliest ids, because unlikely ones have larger rounding errors.
+            found = [max((x["logprob"], int(i)) for i, x in row.items()) for row in rows]
+            pairs = zip(expected, found, strict=True)
+            gaps = [abs(float(row[i]) - logp) for row, (logp, i) in pairs]
+        difference = sum(gaps) / len(gaps)
+        limit = self.rounding if self.options.tolerance is None else self.options.tolerance
+        if difference > limit:  # False for NaN, which sampling reports
+            await self.is_up()
+            raise BadAnswer(
+                f"{self.url} claims to have the weights {names[1] or names[0]} (/weight_info: "
+                f"{self.reported}), but its log-probabilities differ from the policy's by "
+                f"{difference:.3g} nats per token. At most {limit:g} is allowed. Check that the "
+                "server applies weight updates. For a quantised server, set rollout.vllm.tolerance."
+            )
+
+    def include(self, names: Names) -> None:
+        if self.error is not None:
+            log.warning("%s takes part again", self.url)
+        self.has = names
+        self.error = None
+
+    def exclude(self, error: Exception) -> None:
+        """After an error, exclude the server until it has received weights through a new group."""
+        if not isinstance(error, EngineError):
+            error = ServerError(f"{self.url}: sending weights: {reason(error)}")
+        if self.error is None:
+            log.warning("%s is left out: %s", self.url, error)
+        self.group = None
+        self.has = None
+        self.error = error
 
 
 class VLLMServers(Engine):
@@ -54,17 +384,16 @@ class VLLMServers(Engine):
         self.options = options
         self.ahead = ahead
         self.may_send = not ahead
-        self.links = [Link(url, options, policy.device) for url in options.urls]
+        self.servers = [Server(url, options, policy.device) for url in options.urls]
+        self.sends_adapters = False  # see `check`
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
-        self.expected: torch.Tensor | None = None  # of sharded weights, see `probe_logps`
+        self.names: Names | None = None  # names of the current weights, which differ between runs
+        self.expected: Tensor | None = None  # log-probabilities of the policy, see `probe_logps`
         self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
-        self.lm: Any = None  # the model whose adapter was sent last
-        self.count = 0  # number of models whose adapters were sent
-        # The name under which servers report the base weights of the adapter. It is None if servers
-        # receive full weights instead of adapters.
-        self.base: str | None = None
+        self.lm: Any = None  # the model whose weights were sent last
+        self.count = 0  # number of models whose weights were sent
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
             number = torch.tensor([int(self.run, 16)], device=policy.device)
@@ -72,28 +401,24 @@ class VLLMServers(Engine):
             self.run = f"{number.item():x}"
             self.rank = dist.get_rank()
 
-    @property
-    def label(self) -> str:
-        """The name under which a server reports the current weights. It differs between runs."""
-        return f"{self.run}-{self.count}-{self.version}"
-
     def check(self) -> None:
-        """Wait for every server, and check that its options and its model fit the policy.
+        """Wait for every server, and check that its options fit the policy.
 
         Raises:
             ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-            ValueError: a server has different options or a different model.
+            ValueError: a server reports raw log-probabilities.
         """
-        for link in self.links:
-            deadline = time.monotonic() + self.options.patience
-            if not link.server.is_up():
-                log.warning("waiting for %s", link.server.url)
-            while not link.server.is_up():
-                if time.monotonic() > deadline:
-                    waited = f"found none within {self.options.patience:.3g} s"
-                    raise ServerError(f"{link.server.url}: expected a vLLM server, {waited}")
-                time.sleep(PAUSE_S)
-            link.check(self.policy)
+        deadline = time.monotonic() + self.options.patience
+        missing = self._unreachable(self.servers)
+        for server in missing:
+            log.warning("waiting for %s", server.url)
+        while missing:
+            if time.monotonic() > deadline:
+                waited = f"found none within {self.options.patience:.3g} s"
+                raise ServerError(f"{missing[0].url}: expected a vLLM server, {waited}")
+            time.sleep(PAUSE_S)
+            missing = self._unreachable(missing)
+        self.sends_adapters = all(run(*(server.check(self.policy) for server in self.servers)))
 
     def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
@@ -109,23 +434,21 @@ class VLLMServers(Engine):
             ServerError: no server has received the weights within `rollout.vllm.patience`.
         """
         self.policy = policy
-        written = self.base and self.label  # name of the adapter that is in the folder
         self.version = version
-        weights = None
-        self.base = None
-        if all(link.loads_adapters for link in self.links) and adapted_modules(policy.lm):
-            self.count += policy.lm is not self.lm
-            self.lm = policy.lm
-            self.base = f"{self.run}-base-{self.count}"
-            if self.label != written:  # an evaluation and the next rollout use the same version
+        self.count += policy.lm is not self.lm
+        self.lm = policy.lm
+        before = self.names
+        name = f"{self.run}-{self.count}-{version}"
+        self.names = name, None
+        if self.sends_adapters and transfer.adapted_modules(policy.lm):
+            self.names = f"{self.run}-base-{self.count}", name
+            if self.names != before:  # an evaluation and the next rollout use the same version
                 transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
-        # Gather sharded weights now, because gathering later would make all ranks wait for servers.
-        if is_sharded:
-            weights = list(buckets(policy, merged=self.base is None))
         self.may_send = not (self.ahead or is_sharded)
-        self.expected = probe_logps(policy) if is_sharded else None
-        self._bring_up(weights)
+        self.expected = probe_logps(policy) if self.checks_weights else None
+        # Gather sharded weights now, because gathering later would make all ranks wait for servers.
+        self._bring_up(self._weights() if is_sharded else None)
 
     def sample(self, request: Request) -> list[Completion]:
         """Return the completions of a request. See `Engine.sample`.
@@ -133,131 +456,96 @@ class VLLMServers(Engine):
         Raises:
             ServerError: some prompts still have no completions after three tries.
         """
-        names = (self.label, None) if self.base is None else (self.base, self.label)
-        vllm_request = VLLMRequest(self.policy, request, self.version, *names)
+        vllm_request = VLLMRequest(self.policy, request, self.version, *self.names)
         parameters = vllm_request.parameters()
         count = len(request.prompts)
-        deadline = 0.0
         done: dict[int, list[Completion]] = {}
-        failed: dict[Link, ServerError] = {}
 
-        def generate(i: int, link: Link) -> None:
+        async def generate(i: int, server: Server) -> None:
             try:
-                done[i] = link.generate(request.prompts[i], parameters[i], vllm_request, deadline)
+                done[i] = await server.generate(request.prompts[i], parameters[i], vllm_request)
             except ServerError as error:
-                failed[link] = error
+                server.exclude(error)
 
         for _ in range(ATTEMPTS):
             pending = [i for i in range(count) if i not in done]
             if not pending:
                 break
-            links = self._bring_up() if self.may_send else self._ready()
-            if not links:
+            servers = self._bring_up() if self.may_send else self._ready()
+            if not servers:
                 raise ServerError(f"no vLLM server has the weights: {self._errors()}")
-            deadline = time.monotonic() + self.options.timeout
-            at_once(CONNECTIONS * len(links), generate, pending, cycle(links))
-            for link, error in failed.items():
-                link.exclude(error)
-            failed.clear()
+            for server in servers:
+                server.deadline = time.monotonic() + self.options.timeout
+            run(*map(generate, pending, cycle(servers)))
         if len(done) < count:
             what = f"{count - len(done)} of {count} prompts have no completions"
             raise ServerError(f"{what} after {ATTEMPTS} tries: {self._errors()}")
         return vllm_request.in_groups([done[i] for i in range(count)])
 
-    def _bring_up(self, weights: list[Named] | None = None) -> list[Link]:
+    def _bring_up(self, weights: Mapping[str, Tensor] | None = None) -> list[Server]:
         """Send the weights to all running servers. Return the servers that have received them."""
+        base, adapter = self.names
         deadline = time.monotonic() + self.options.patience
-        failures = 0
+        tries = 0
         while True:
-            outdated = [link for link in self.links if link.label != self.label]
-            # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
-            are_up = at_once(len(outdated), lambda link: link.server.is_up(), outdated)
-            reached = [link for link, is_up in zip(outdated, are_up, strict=True) if is_up]
-            if self.rank:
-                each(reached, partial(Link.include_if_current, label=self.label, base=self.base))
-            elif reached:
-                lacking = reached
-                if self.base is not None:
-                    lacking = [link for link in reached if not link.has_weights(self.base)]
+            outdated = [server for server in self.servers if server.has != self.names]
+            missing = self._unreachable(outdated)
+            reached = [server for server in outdated if server not in missing]
+            if self.rank == 0 and reached:
+                lacking = [x for x in reached if adapter is None or x.reported != base]
                 # Compute the weights only if a server needs them, because this copies the experts
                 # of an MoE model.
                 if lacking and weights is None:
-                    weights = list(buckets(self.policy, merged=self.base is None))
-                each(reached, partial(self._send, weights=weights or [], lacking=lacking))
-                failures += 1
-                received = [link for link in reached if link.label == self.label]
-                if received and self.checks_weights:
-                    expected = probe_logps(self.policy) if self.expected is None else self.expected
-                    at_once(len(received), partial(self._probe, expected), received)
+                    weights = self._weights()
+                tries += 1
+                run(*(self._send(x, weights if x in lacking else {}) for x in reached))
+            elif reached:
+                run(*map(self._look, reached))
             ready = self._ready()
             if ready:
                 return ready
-            if failures == ATTEMPTS or time.monotonic() > deadline:
-                tried = f"after {self.options.patience:.3g} s and {failures} tries"
+            if tries == ATTEMPTS or time.monotonic() > deadline:
+                tried = f"after {self.options.patience:.3g} s and {tries} tries"
                 raise ServerError(f"no vLLM server has the weights {tried}: {self._errors()}")
             time.sleep(PAUSE_S)
 
-    def _ready(self) -> list[Link]:
-        return [link for link in self.links if link.label == self.label]
-
-    def _send(self, link: Link, weights: list[Named], lacking: list[Link]) -> None:
-        """Send the policy to a server: its weights, or its adapter if all servers load adapters.
-
-        Args:
-            link: the connection to the server.
-            weights: the merged weights, or the base weights of the adapter.
-            lacking: the connections to the servers that do not have `weights` yet.
-        """
-        if link in lacking:
-            link.receive(weights, self.base or self.label)
-        if self.base is not None:
-            link.load_adapter(self.label, self.folder.name)
-
-    def _probe(self, expected: torch.Tensor, link: Link) -> None:
-        """Compare log-probabilities of a server that has received the weights with the policy's.
-
-        Args:
-            expected: the policy's log-probabilities, see `probe_logps`.
-            link: the connection to the server.
-
-        Raises:
-            BadAnswer: the difference is larger than rounding explains, so the server has kept
-                other weights than it claims to have.
-        """
-        if not expected.isfinite().all():
-            return  # sampling reports the policy's NaN
+    async def _send(self, server: Server, weights: Mapping[str, Tensor]) -> None:
+        """Send the current weights to a server, and compare it with the policy."""
         try:
-            found = link.likeliest(PROBE, self.label if self.base is not None else None)
-            ids, logps = zip(*found, strict=True)
-            fits = max(ids) < expected.shape[1]
-            most = f"ids below {expected.shape[1]}"
-            require(fits, link.server.url, most, max(ids), BadAnswer)
-            ours = expected[torch.arange(len(ids)), list(ids)]
-            difference = float((ours - torch.tensor(logps)).abs().mean())
-            dtypes = link.dtype, self.policy.autocast or self.policy.head.weight.dtype
-            limit = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
-            if self.options.tolerance is not None:
-                limit = self.options.tolerance
-            if difference <= limit:
-                return
-            claimed = escape_control(link.server.weight_version()[:40])
-        except ServerError as error:
-            link.exclude(error)
-            return
-        raise BadAnswer(
-            f"{link.server.url} claims to have the weights {self.label} (/weight_info: {claimed}), "
-            f"but its log-probabilities differ from the policy's by {difference:.3g} nats per "
-            f"token. At most {limit:g} is allowed. Check that the server applies weight updates. "
-            "For a quantised server, set rollout.vllm.tolerance."
-        )
+            await server.receive(self.names, weights, self.folder.name)
+            if self.expected is not None:
+                await server.compare(self.names, self.expected)
+            server.include(self.names)
+        except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
+            server.exclude(error)
+
+    async def _look(self, server: Server) -> None:
+        """Include a server if it has received the current weights from rank 0."""
+        base, adapter = self.names
+        with suppress(EngineError):
+            if server.reported == base and (
+                adapter is None or adapter in str(await server.call("GET", "/v1/models"))
+            ):
+                server.include(self.names)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return transfer.unsharded(transfer.weights_of(self.lm, merged=self.names[1] is None))
+
+    def _unreachable(self, servers: list[Server]) -> list[Server]:
+        # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
+        are_up = run(*(server.is_up() for server in servers))
+        return [server for server, is_up in zip(servers, are_up, strict=True) if not is_up]
+
+    def _ready(self) -> list[Server]:
+        return [server for server in self.servers if server.has == self.names]
 
     def _errors(self) -> str:
-        errors = [str(link.error) for link in self.links if link.error is not None]
+        errors = [str(server.error) for server in self.servers if server.error is not None]
         return "; ".join(errors) or "none is up"
 
 
 @torch.no_grad()
-def probe_logps(policy: SampledModel) -> torch.Tensor:
+def probe_logps(policy: SampledModel) -> Tensor:
     """Return the policy's log-probabilities of all ids after each prefix of PROBE, fp32.
 
     If the weights are sharded, this is a collective call.
@@ -280,11 +568,11 @@ def build(policy: SampledModel, options: Any) -> VLLMServers:
 
     Raises:
         ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-        ValueError: a server was started with different options or a different model.
+        ValueError: a server was started with other options.
     """
     engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
     for url in options.vllm.urls:
-        if not is_loopback(host_of(url)):
+        if not is_local(url):
             log.warning("%s is not on this machine: its HTTP and weights are not encrypted", url)
     engine.check()
     return engine

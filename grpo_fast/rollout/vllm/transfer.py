@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,40 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.errors import require
-from grpo_fast.rollout.vllm.answers import LoRAInfo
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from grpo_fast.rollout.own.model import SampledModel
 
-BUCKET = 1 << 28  # most bytes of a bucket, unless one tensor is larger
-Named = list[tuple[str, Tensor]]
-
-
-def buckets(policy: SampledModel, *, merged: bool = True) -> Iterator[Named]:
-    """Yield all weights of a `Policy` in buckets.
-
-    If the weights are sharded, this is a collective call. Every rank must iterate over all buckets.
-
-    Args:
-        policy: the policy.
-        merged: merge the adapter into the weights. False yields the weights of the base model.
-    """
-    bucket: Named = []
-    size = 0
-    for name, tensor in checkpoint_tensors(policy.lm, merged=merged).items():
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
-        if bucket and size + tensor.nbytes > BUCKET:
-            yield bucket
-            bucket = []
-            size = 0
-        bucket.append((name, tensor.contiguous()))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+log = logging.getLogger(__name__)
 
 
 def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
@@ -55,7 +28,7 @@ def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def checkpoint_tensors(lm: PreTrainedModel, *, merged: bool) -> dict[str, Tensor]:
+def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]:
     """Return all weights, keyed by their names in a checkpoint. Tied weights occur once.
 
     Args:
@@ -73,12 +46,18 @@ def checkpoint_tensors(lm: PreTrainedModel, *, merged: bool) -> dict[str, Tensor
             continue
         seen.add(id(tensor))
         value = tensor.detach()
-        if name.endswith(".base_layer.weight"):
+        if merged and name.endswith(".base_layer.weight"):
             module = adapted[name.removesuffix(".base_layer.weight")]
-            for adapter in module.active_adapters if merged else ():
+            for adapter in module.active_adapters:
                 value = value + module.get_delta_weight(adapter)
         state[name.replace(".base_layer.", ".")] = value
     return revert_weight_conversion(lm, state)
+
+
+def unsharded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous, unsharded tensors. If a tensor is sharded, this is a collective call."""
+    full = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in state.items()}
+    return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
 def repack_heads(model: Any) -> None:
@@ -122,10 +101,9 @@ class GlooGroup:
         listener: socket.socket | None = None,
     ) -> None:  # fmt: skip
         limit = timedelta(seconds=seconds)
-        listening: Any = {} if listener is None else {"master_listen_fd": listener.detach()}
         self.store = dist.TCPStore(
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
-            **listening,
+            master_listen_fd=None if listener is None else listener.detach(),
         )  # fmt: skip
         # By default gloo uses the address of the host name, which other machines may not reach.
         # Connecting a UDP socket sends no packet, but it reveals the local address on the route
@@ -163,40 +141,37 @@ class NCCLGroup:
 
 
 # ------------------------------------------------------------------------------------ LoRA adapters
-def check_adapter(policy: Any, limits: LoRAInfo, url: str) -> None:
-    """Check that vLLM would receive everything that is trained, and use all of it.
+def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: str) -> bool:
+    """Return whether a server can add the policy's adapter to its weights at run time.
 
-    vLLM itself refuses an adapter whose peft options it does not support.
+    If the server loads adapters, but would not use everything that is trained, log why. vLLM itself
+    refuses an adapter whose peft options it does not support.
 
     Args:
-        policy: a policy with an adapter.
-        limits: the LoRA settings of the server.
-        url: the server, for the error message.
-
-    Raises:
-        ValueError: the rank is too large, vLLM would ignore a module, or weights outside of one
-            adapter are trained.
+        policy: the policy.
+        limits: the LoRA settings of the server. None if it was started without --enable-lora.
+        url: the server.
     """
-    where = f"rollout.vllm.urls: {url}"
     modules = adapted_modules(policy.lm)
+    if limits is None or not modules:
+        return False
     rank = max(max(module.r.values()) for module in modules.values())
-    expected = f"a max_lora_rank of at least {rank}, the rank of the adapter"
-    require(rank <= limits.max_lora_rank, where, expected, limits.max_lora_rank)
-    targets = limits.target_modules
-    leaves = sorted({name.rpartition(".")[2] for name in modules})
-    ignored = [leaf for leaf in leaves if targets is not None and leaf not in targets]
-    expected = f"lora_target_modules that include {', '.join(leaves)}"
-    require(not ignored, where, expected, targets)
+    least = limits["max_lora_rank"]
+    reasons = [f"the adapter has rank {rank}, above --max-lora-rank {least}"] * (rank > least)
     active = {name for module in modules.values() for name in module.active_adapters}
-    extras = [f"the adapters {', '.join(sorted(active))}"] * (len(active) > 1)
+    reasons += [f"the adapters {', '.join(sorted(active))} are active"] * (len(active) > 1)
     trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
-    extras += [f"the trained weight {name}" for name in trained[:1]]
+    reasons += [f"the weight {name} is trained, too" for name in trained[:1]]
     # vLLM ignores the LoRA matrices of a module if its model has no module with the same name.
-    names = checkpoint_tensors(policy.lm, merged=False).keys()
-    unknown = [n for n, m in modules.items() if not m.lora_A or f"{n}.weight" not in names]
-    extras += [f"the target module {name}" for name in unknown[:1]]
-    expected = "one adapter of low-rank matrices (without --enable-lora, merged weights are sent)"
-    require(not extras, where, expected, ", ".join(extras))
+    known = weights_of(policy.lm, merged=False)
+    targets = limits["target_modules"]
+    for name, module in modules.items():
+        is_target = targets is None or name.rpartition(".")[2] in targets
+        if not (is_target and module.lora_A and f"{name}.weight" in known):
+            reasons.append(f"vLLM would ignore the target module {name}")
+    if reasons:
+        log.warning("all servers receive merged weights, because of %s: %s", url, reasons[0])
+    return not reasons
 
 
 def write_adapter(policy: Any, folder: str, *, is_writer: bool = True) -> None:
@@ -214,15 +189,11 @@ def write_adapter(policy: Any, folder: str, *, is_writer: bool = True) -> None:
 
     name = next(iter(adapted_modules(policy.lm).values())).active_adapters[0]
     state = get_peft_model_state_dict(policy.model, adapter_name=name, save_embedding_layers=False)
-    tensors = {
-        key: (x.full_tensor() if hasattr(x, "full_tensor") else x).cpu().contiguous()
-        for key, x in state.items()
-    }
-    if not is_writer:
-        return
-    save_file(tensors, Path(folder) / "adapter_model.safetensors")
-    config = copy.copy(policy.lm.peft_config[name])
-    # vLLM refuses kinds of initial values that change the base weights. Here it does receive the
-    # changed base weights.
-    config.init_lora_weights = True
-    config.save_pretrained(folder)
+    tensors = unsharded(state)
+    if is_writer:
+        save_file(tensors, Path(folder) / "adapter_model.safetensors")
+        config = copy.copy(policy.lm.peft_config[name])
+        # vLLM refuses kinds of initial values that change the base weights. Here it does receive
+        # the changed base weights.
+        config.init_lora_weights = True
+        config.save_pretrained(folder)

@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 TEXT = README.read_text()
 OURS = "grpo_fast (auto)"
 # Figures that describe a task or a setting, and not a measurement.
-STATED = {"512 MiB"}
+STATED = {"512 MiB", "50%"}
 
 
 def read(name: str) -> Any:
@@ -126,6 +126,20 @@ def figures() -> set[str]:
         *times, *memory, ratio(small),
         f"{100 * float(before):.1f}%", f"{100 * float(after):.1f} ± {100 * float(error):.1f}%",
     }  # fmt: skip
+
+
+def test_the_race():
+    """Check the CPU seconds until half of the answers are right, and the agreement of the curves."""
+    curves = {case["trainer"]: case["points"] for case in read("race")["cases"]
+              if case["task"] == "capitals" and case["seed"] == 0}  # fmt: skip
+    reached = {
+        name: next(point["cpu"] for point in points if point["accuracy"] >= 0.5)
+        for name, points in curves.items()
+    }
+    shown = re.sub(r"[\s*]+", " ", TEXT)
+    ours, inside, theirs = (reached[name] for name in ("grpo_fast", "FastGRPOTrainer", "TRL"))
+    assert f"50% after {ours:.0f} CPU seconds , FastGRPOTrainer after {inside:.0f}, and TRL" in shown
+    assert f"after {theirs:,.0f} (one seed" in shown
 
 
 FIGURE = re.compile(r"[\d.,]*\d(?: ± [\d.]+)?(?:×|%| ms\b| MiB\b)")

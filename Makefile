@@ -63,7 +63,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-readme mutation mutation-python docs links notebook packages clean
+.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -329,6 +329,9 @@ bench-loop: $(PEERS) csrc
 bench-gate: $(SETUP) csrc
 	@$(STEP) 'regression gate of the CPU path'
 	@$(PY) -m benchmarks.kernels.gate
+
+bench-small: $(PEERS) csrc
+	@$(BIN)/pytest -q benchmarks/kernels/test_small.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
 
 # The tables and the picture of benchmarks/README.md. On a quiet machine; a quarter of an hour.
 bench-readme: $(PEERS) csrc

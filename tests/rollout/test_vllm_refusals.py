@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_fast.rollout.vllm.answers import ServerError
+from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import Server, VLLMServers, build, run
 from grpo_fast.train.config.recipes import load_recipe
-from tests.rollout.vllm_stand_in import Raw, StandIn, engine_of
+from tests.rollout.vllm_stand_in import GENERATE, Raw, StandIn, engine_of
 
 
 def client(server: StandIn) -> Server:
@@ -64,9 +64,9 @@ BAD_URLS = [
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_a_bad_url_is_not_quoted(url):
     for urls in ([url], ["http://127.0.0.1:2", url], url, {url: 1}):
-        with pytest.raises(ValueError, match="urls: expected http://host:port") as refused:
+        with pytest.raises(ValueError, match="urls: expected http://host:port") as error:
             load_recipe("sort", ["rollout.engine=vllm-server", f"rollout.vllm.urls={dumps(urls)}"])
-        assert "SECRET" not in str(refused.value)
+        assert "SECRET" not in str(error.value)
 
 
 def test_servers_are_different_and_can_reach_the_trainer(policy, server):
@@ -86,17 +86,27 @@ def test_servers_are_different_and_can_reach_the_trainer(policy, server):
 @pytest.mark.parametrize("key", ["SECRET\nX: y", "SECRET€"])
 def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
     monkeypatch.setenv("VLLM_API_KEY", key)
-    with pytest.raises(ValueError, match="VLLM_API_KEY: expected printable ASCII") as refused:
+    with pytest.raises(ValueError, match="VLLM_API_KEY: expected printable ASCII") as error:
         client(server)
-    assert "SECRET" not in str(refused.value)
+    assert "SECRET" not in str(error.value)
 
 
-def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch):
+@pytest.mark.parametrize("start", ["Bearer ", "x" * 497])
+def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch, start):
+    """Check that no part of the key is shown, even if the message is cut inside of the key."""
     monkeypatch.setenv("VLLM_API_KEY", "SECRET")
-    text = b"HTTP/1.1 401 No\r\n\r\nAuthorization: Bearer SECRET"
+    text = f"HTTP/1.1 401 No\r\n\r\n{start}SECRET".encode()
     server.faults["/weight_info"] = Raw(lambda put: put(text))
-    with pytest.raises(ValueError, match=r"401 Authorization: Bearer \*\*\*"):
+    with pytest.raises(ValueError, match=rf"401 {start}\*\*\*$"):
         run(client(server).call("GET", "/weight_info"))
+
+
+def test_a_key_in_a_response_that_is_no_object_is_not_shown(server, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "SECRET")
+    server.faults[GENERATE] = Raw(lambda put: put(b"HTTP/1.1 200 OK\r\n\r\n" + b"SECRET " * 30))
+    with pytest.raises(ServerError, match=r"expected a JSON object, got '\*\*\* ") as error:
+        run(client(server).generate([3], {}, VLLMRequest(None, None, 0, "")))
+    assert "SEC" not in str(error.value)
 
 
 def test_an_error_does_not_wait_for_running_calls():

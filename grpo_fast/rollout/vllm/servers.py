@@ -39,6 +39,7 @@ from grpo_fast.rollout.vllm.answers import (
     ServerError,
     StaleWeights,
     VLLMRequest,
+    field,
     reading,
 )
 from grpo_fast.rollout.vllm.options import VLLMOptions, is_local
@@ -164,9 +165,7 @@ class Server:
                 return json.loads(content)
             except (ValueError, RecursionError):
                 return content.decode(errors="replace")
-        text = " ".join(content[:500].decode(errors="replace").split())
-        if self.key:  # a gateway may quote the request's headers
-            text = text.replace(self.key, "***")
+        text = " ".join(self.masked(content.decode(errors="replace"))[:500].split())
         message = f"{where}: {response.status_code} {escape_control(text)}"
         if response.status_code in (403, 404):
             raise type(missing)(f"{message}; {missing}")
@@ -174,13 +173,18 @@ class Server:
             raise ValueError(message)
         raise ServerError(message)
 
+    def masked(self, text: str) -> str:
+        """Hide the key in a response, because a gateway may quote the request's headers.
+
+        Call this before the text is cut. Otherwise, a part of the key may remain at the end.
+        """
+        return text.replace(self.key, "***") if self.key else text
+
     async def read(self, path: str, key: str, kind: type) -> Any:
         """Return a value of the JSON object that the server sends for a path."""
         answer = await self.call("GET", path)
         with reading(f"{self.url}{path}"):
-            if type(answer[key]) is not kind:
-                raise TypeError(f"{key} is no {kind.__name__}")
-            return answer[key]
+            return field(answer, key, kind)
 
     async def is_up(self) -> bool:
         """Ask the server for the name of its weights. Return False if it is not reachable."""
@@ -208,6 +212,9 @@ class Server:
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
             lora = config.get("lora_config")
+            if lora is not None:
+                field(lora, "max_lora_rank", int)
+                field(lora, "target_modules", list, type(None))
         expected = f"servers with --logprobs-mode {LOGPROBS}"
         require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
         ours = transfer.dtype_of(policy)
@@ -230,7 +237,8 @@ class Server:
             missing = StaleWeights("the adapter is sent again")
         answer = await self.call("POST", GENERATE, body, missing)
         if not isinstance(answer, dict):  # a proxy may have sent it
-            raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {answer[:60]!r}")
+            came = self.masked(str(answer))[:60]
+            raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {came!r}")
         return request.completions(answer, f"{self.url}{GENERATE}")
 
     async def receive(self, names: Names, weights: Mapping[str, Tensor], folder: str) -> None:
@@ -341,7 +349,8 @@ class Server:
             gaps = [abs(float(row[i]) - logp) for row, (logp, i) in pairs]
         difference = sum(gaps) / len(gaps)
         limit = self.rounding if self.options.tolerance is None else self.options.tolerance
-        if difference > limit:  # False for NaN, which sampling reports
+        # Sampling reports NaN of the policy. NaN of the server alone is a difference.
+        if not (difference <= limit or expected.isnan().any()):
             await self.is_up()
             raise BadAnswer(
                 f"{self.url} claims to have the weights {names[1] or names[0]} (/weight_info: "

@@ -198,6 +198,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "logprobs_mode of control characters": (
         INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
     ),
+    "no account of the model": ("/collective_rpc", answer({"results": []})),
     "lora_config {}": (INFO, lora()),
     "max_lora_rank '8'": (INFO, lora(max_lora_rank="8", target_modules=None)),
     "target_modules 1": (INFO, lora(max_lora_rank=8, target_modules=1)),

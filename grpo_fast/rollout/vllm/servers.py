@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -45,6 +46,8 @@ from grpo_fast.rollout.vllm.answers import (
 from grpo_fast.rollout.vllm.options import VLLMOptions, is_local
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
@@ -197,13 +200,13 @@ class Server:
         return True
 
     async def check(self, policy: SampledModel) -> bool:
-        """Check that the server's options fit the policy.
+        """Check that the server's options and model fit the policy. The server is not changed.
 
         Returns:
             True if the server can load the policy's adapter.
 
         Raises:
-            ValueError: the server reports raw log-probabilities.
+            ValueError: the server reports raw log-probabilities, or has a different model.
         """
         self.deadline = time.monotonic() + 6 * CHECK_S
         path = "/server_info?config_format=json"
@@ -217,6 +220,10 @@ class Server:
                 field(lora, "target_modules", list, type(None))
         expected = f"servers with --logprobs-mode {LOGPROBS}"
         require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
+        answer = await self.call("POST", "/collective_rpc", {"method": "get_model_inspection"})
+        with reading(f"{self.url}/collective_rpc"):
+            served = field(answer["results"], 0, str)
+        check_model(policy.lm, served, self.url)
         ours = transfer.dtype_of(policy)
         dtypes = [getattr(torch, dtype, torch.bfloat16) for dtype in (ours, theirs)]
         self.rounding = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
@@ -411,11 +418,11 @@ class VLLMServers(Engine):
             self.rank = dist.get_rank()
 
     def check(self) -> None:
-        """Wait for every server, and check that its options fit the policy.
+        """Wait for every server, and check that its options and its model fit the policy.
 
         Raises:
             ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-            ValueError: a server reports raw log-probabilities.
+            ValueError: a server reports raw log-probabilities, or has a different model.
         """
         deadline = time.monotonic() + self.options.patience
         missing = self._unreachable(self.servers)
@@ -553,6 +560,33 @@ class VLLMServers(Engine):
         return "; ".join(errors) or "none is up"
 
 
+def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
+    """Raise a ValueError if the server's model has a different embedding size or layer count.
+
+    vLLM refuses weights of other shapes, but only after it has loaded some of the weights. If the
+    server's model had more layers, the additional layers would keep their old weights.
+
+    Args:
+        lm: the trainer's model.
+        served: vLLM's printout of its model, with lines like `(0-11): 12 x LlamaDecoderLayer()(`.
+        url: the server, for the message.
+    """
+    rows, width = lm.get_input_embeddings().weight.shape
+    layers = lm.config.get_text_config().num_hidden_layers
+    ours = {"org_vocab_size": rows, "embedding_dim": width, "number of layers": layers}
+    # The first embedding is the input embedding. Others, such as Gemma 3n's per layer, have other
+    # sizes.
+    sizes = re.findall(r"\b(org_vocab_size|embedding_dim)=(\d{1,9})\b", served)
+    theirs = {name: int(number) for name, number in reversed(sizes)}
+    indices = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
+    if indices:  # lists inside a layer are indented further
+        _, last = max((-len(indent), int(index)) for indent, index in indices)
+        theirs["number of layers"] = last + 1
+    for name, number in theirs.items():
+        other = f"a different model at {url}: the {name} is {number} there, {ours[name]} here"
+        require(number == ours[name], "rollout.vllm.urls", "this run's model", other)
+
+
 @torch.no_grad()
 def probe_logps(policy: SampledModel) -> Tensor:
     """Return the policy's log-probabilities of all ids after each prefix of PROBE, fp32.
@@ -577,7 +611,7 @@ def build(policy: SampledModel, options: Any) -> VLLMServers:
 
     Raises:
         ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-        ValueError: a server was started with other options.
+        ValueError: a server was started with other options or a different model.
     """
     engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
     for url in options.vllm.urls:

@@ -274,24 +274,47 @@ class Server:
 
     async def _load(self, name: str, weights: Mapping[str, Tensor]) -> None:
         """Send weights to the server under the name `name`."""
-        post = partial(self.call, "POST")
         # 1. Join a process group with the server's workers, and stop sampling.
         if self.group is None or self.has is None or self.reported != self.has[0]:
             self.group = await self._join_group()
         group = self.group
         was_paused = await self.read("/is_paused", "is_paused", bool)
-        await post("/pause?mode=keep")
-        # 2. If the server was already paused, a trainer may have been killed during an update. vLLM
-        #    then refuses a second update, or adds it to half-loaded layers. Only
-        #    /finish_weight_update resets these layers, but it fails if no update is open. Therefore
-        #    start an update first, and ignore the error of this call if an update is open already.
+        await self.call("POST", "/pause?mode=keep")
+        # 2. If the server was already paused, a trainer may have been killed during an update.
         if was_paused:
-            with suppress(ServerError):
-                await post("/start_weight_update")
-            await post("/finish_weight_update", {"weight_version": "left-in-the-middle"})
-        # 3. Send the weights, and continue sampling. Broadcast in a thread, because the server
-        #    responds only after it has all tensors.
+            await self._close_update()
+        # 3. Send the weights, and continue sampling. If this fails, continue with any weights, so
+        #    that the server does not stay paused. Their name tells other trainers to replace them.
+        try:
+            await self._update(group, name, weights)
+        except (RuntimeError, OSError, ValueError):
+            self.deadline = min(self.deadline, time.monotonic() + 6 * CHECK_S)
+            with suppress(EngineError, ValueError):  # the server may be gone
+                await self._close_update()
+                await self.call("POST", "/resume")
+            raise
+        await self.call("POST", "/resume")
+
+    async def _close_update(self) -> None:
+        """Close a weight update that failed or was left open.
+
+        vLLM would refuse a second update, or add it to half-loaded layers. Only
+        /finish_weight_update resets these layers, but it fails if no update is open. Therefore
+        start an update first, and ignore the error of this call if an update is open already.
+        """
+        with suppress(ServerError):
+            await self.call("POST", "/start_weight_update")
+        name = {"weight_version": "left-in-the-middle"}
+        await self.call("POST", "/finish_weight_update", name)
+
+    async def _update(
+        self, group: transfer.GlooGroup | transfer.NCCLGroup, name: str,
+        weights: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Replace the weights of the paused server."""
+        post = partial(self.call, "POST")
         await post("/start_weight_update")
+        # Broadcast in a thread, because the server responds only after it has all tensors.
         sent = started(lambda: [group.broadcast(tensor) for tensor in weights.values()])
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
         shapes = [list(tensor.shape) for tensor in weights.values()]
@@ -300,7 +323,6 @@ class Server:
         async with asyncio.timeout_at(self.deadline):
             await asyncio.shield(asyncio.wrap_future(sent))
         await post("/finish_weight_update", {"weight_version": name})
-        await post("/resume")
 
     async def _join_group(self) -> transfer.GlooGroup | transfer.NCCLGroup:
         """Form a process group with the workers of the server."""

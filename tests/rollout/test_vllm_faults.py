@@ -132,13 +132,24 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
-# Maps a fault to the path of the HTTP call and to the faulty response. One entry with a field of
-# the wrong type is enough, because the same strict schema (`Reply`) checks the types of all fields.
+def lora(**limits: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found["vllm_config"].update(lora_config=limits)
+
+
+def probed(logp: Any) -> Callable[[dict[str, Any]], Any]:
+    """Return a function that replaces the last row of log-probabilities of a prompt's tokens."""
+    row = logp if logp is None else {"3": {"logprob": logp}}
+    return lambda found: {"prompt_logprobs": [*found["prompt_logprobs"][:-1], row]}
+
+
+# Maps a fault to the path of the HTTP call and to the faulty response.
 FAULTS: dict[str, tuple[str, Any]] = {
     # These responses have wrong token ids.
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),
     "id V": (GENERATE, ids(lambda t: [13, *t[1:]])),
     "id '3'": (GENERATE, ids(lambda t: ["3", *t[1:]])),
+    "id 3.0": (GENERATE, ids(lambda t: [3.0] * 6)),
+    "id true": (GENERATE, ids(lambda t: [True])),
     "no ids": (GENERATE, ids(lambda t: [])),
     "too many ids": (GENERATE, ids(lambda t: [3] * 7)),
     "ids after the EOS": (GENERATE, ids(lambda t: [EOS_ID, 3])),
@@ -161,10 +172,13 @@ FAULTS: dict[str, tuple[str, Any]] = {
     # These responses have a wrong support (`sampling_mask`).
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
     "mask twice": (GENERATE, mask(lambda t: [t, t])),
+    "mask of 3.5": (GENERATE, mask(lambda t: [t, 3.5])),
     "mask too short": (GENERATE, choice(sampling_mask=[])),
     "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
     # These responses are malformed.
     "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
+    "null": (GENERATE, answer(b"null")),
+    "a number": (GENERATE, answer(b"5")),
     "deep JSON": (GENERATE, answer(DEEP)),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
     "a compressed answer": (GENERATE, raw(OK, b"Content-Encoding: gzip\r\n\r\n", COMPRESSED)),
@@ -184,7 +198,14 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "logprobs_mode of control characters": (
         INFO, answer({"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}})
     ),
+    "no account of the model": ("/collective_rpc", answer({"results": []})),
+    "lora_config {}": (INFO, lora()),
+    "max_lora_rank '8'": (INFO, lora(max_lora_rank="8", target_modules=None)),
+    "target_modules 1": (INFO, lora(max_lora_rank=8, target_modules=1)),
     "a weight_info of 500": ("/weight_info", 500),
+    # The log-probabilities of the prompt that are compared after a transfer are wrong.
+    "a row null": ("probe", probed(None)),
+    "a row of NaN": ("probe", probed(float("nan"))),
 }  # fmt: skip
 
 

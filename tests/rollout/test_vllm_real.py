@@ -27,6 +27,7 @@ from grpo_fast.rollout.vllm.transfer import GlooGroup, weights_of
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from tests.command_line import invoke
 from tests.rollout.vllm_stand_in import difference
 from tests.train.resuming import result
 
@@ -241,11 +242,11 @@ def test_a_server_that_is_killed_while_it_samples_and_restarted(server, options)
         assert difference(policy, rollout) < EXACT
 
 
-def test_a_server_of_another_model_is_refused(server, options, caplog):
-    """Check that a server whose model differs from the policy does not sample.
+def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, caplog):
+    """Check that a server whose model differs from the policy is refused.
 
-    vLLM refuses weights of other shapes. A server with more layers keeps some of its weights, so
-    its log-probabilities differ. If only the dtype differs, a warning is logged.
+    Neither an engine nor `grpo-fast doctor` may change the weights of such a server. If only the
+    dtype differs, a warning is logged.
     """
     policy = policy_of()
     with build_engine(policy, options) as engine:
@@ -257,9 +258,16 @@ def test_a_server_of_another_model_is_refused(server, options, caplog):
         assert "samples in float32, the trainer computes in bfloat16" in caplog.text
         for size in ("num_hidden_layers=1", "hidden_size=32"):
             config = load_recipe("sort", [*SORT, f"model.config.{size}"])
-            other = build_engine(load_policy(config.model, policy.tokenizer), options)
-            with pytest.raises(EngineError, match=f"no vLLM server has the weights.*{server.url}"):
-                other.update(other.policy, 0)
+            other = load_policy(config.model, policy.tokenizer)
+            with pytest.raises(
+                ValueError, match=f"this run's model, got a different model at {server.url}"
+            ):
+                build_engine(other, options)
+        other.save(tmp_path / "other")
+        done = invoke("doctor", str(tmp_path / "other"), server.url)
+        assert done.exit_code and f"a different model at {server.url}" in done.output
+        run(engine.servers[0].is_up())
+        assert engine.servers[0].reported == engine.names[0]
         assert difference(policy, generate(policy, engine, options)) < EXACT
 
 

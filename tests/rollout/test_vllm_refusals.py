@@ -3,17 +3,22 @@
 import asyncio
 import threading
 import time
+from contextlib import nullcontext
 from json import dumps
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_fast.rollout.vllm.answers import ServerError
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.servers import Server, VLLMServers, build, run
+from grpo_fast.rollout.vllm.servers import Server, VLLMServers, build, check_model, run
 from grpo_fast.train.config.recipes import load_recipe
-from tests.rollout.vllm_stand_in import Raw, StandIn, engine_of
+from grpo_fast.train.models.policy import Policy
+from tests.command_line import invoke, refused
+from tests.rollout.vllm_stand_in import GENERATE, JOIN, START, UPDATE, Raw, StandIn, engine_of
+from tests.tiny import SYMBOLS, tiny_model
 
 
 def client(server: StandIn) -> Server:
@@ -54,6 +59,47 @@ def test_another_dtype_and_another_machine_are_logged(policy, server, monkeypatc
     assert "http://10.0.0.7:8000 is not on this machine" in caplog.text
 
 
+def test_a_server_of_another_model_is_not_changed(server, tmp_path):
+    """Check that neither an engine nor `grpo-fast doctor` changes a server of a different model."""
+    symbols = build_symbol_tokenizer(SYMBOLS)
+    other = Policy(tiny_model("llama", vocab_size=15), symbols)
+    with pytest.raises(ValueError, match="the org_vocab_size is 13 there, 15 here"):
+        build_with(other, server.url)
+    other.save(tmp_path)
+    message = f"this run's model, got a different model at {server.url}"
+    assert refused(invoke("doctor", str(tmp_path), server.url), message)
+    assert not {"/pause", JOIN, START, UPDATE} & server.calls.keys()
+
+
+# This is the text that vLLM 0.32 prints for a Llama model with two layers, shortened. The engine
+# reads the size of a server's model from such a text.
+SERVED = """LlamaForCausalLM()(
+  (model): LlamaModel()(
+    (embed_tokens): VocabParallelEmbedding(num_embeddings=14, embedding_dim=32, org_vocab_size=13)
+    (embed_tokens_per_layer): VocabParallelEmbedding(embedding_dim=16, org_vocab_size=9)
+    (layers): ModuleList()(
+      (0-1): 2 x LlamaDecoderLayer()(
+        (experts): ModuleList()(
+          (0-7): 8 x LlamaMLP()
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"vocab_size": 14}, "the org_vocab_size is 13 there, 14 here"),
+        ({"hidden_size": 64}, "the embedding_dim is 32 there, 64 here"),
+        ({"num_hidden_layers": 1}, "the number of layers is 2 there, 1 here"),
+        ({"num_hidden_layers": 3}, "the number of layers is 2 there, 3 here"),
+    ],
+)
+def test_the_size_of_a_servers_model(changed, message):
+    lm = tiny_model("llama", **{"vocab_size": 13, "num_hidden_layers": 2, **changed})
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_model(lm, SERVED, "http://127.0.0.1:1")
+
+
 BAD_URLS = [
     "SECRET:8000", "ftp://SECRET:8000", "http://SECRET", "http://SECRET:65536",
     "http://user:SECRET@h:1", "http://127.0.0.1:1?key=SECRET", "http://127.0.0.1:1/SECRET",
@@ -64,9 +110,9 @@ BAD_URLS = [
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_a_bad_url_is_not_quoted(url):
     for urls in ([url], ["http://127.0.0.1:2", url], url, {url: 1}):
-        with pytest.raises(ValueError, match="urls: expected http://host:port") as refused:
+        with pytest.raises(ValueError, match="urls: expected http://host:port") as error:
             load_recipe("sort", ["rollout.engine=vllm-server", f"rollout.vllm.urls={dumps(urls)}"])
-        assert "SECRET" not in str(refused.value)
+        assert "SECRET" not in str(error.value)
 
 
 def test_servers_are_different_and_can_reach_the_trainer(policy, server):
@@ -86,17 +132,27 @@ def test_servers_are_different_and_can_reach_the_trainer(policy, server):
 @pytest.mark.parametrize("key", ["SECRET\nX: y", "SECRET€"])
 def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
     monkeypatch.setenv("VLLM_API_KEY", key)
-    with pytest.raises(ValueError, match="VLLM_API_KEY: expected printable ASCII") as refused:
+    with pytest.raises(ValueError, match="VLLM_API_KEY: expected printable ASCII") as error:
         client(server)
-    assert "SECRET" not in str(refused.value)
+    assert "SECRET" not in str(error.value)
 
 
-def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch):
+@pytest.mark.parametrize("start", ["Bearer ", "x" * 497])
+def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch, start):
+    """Check that no part of the key is shown, even if the message is cut inside of the key."""
     monkeypatch.setenv("VLLM_API_KEY", "SECRET")
-    text = b"HTTP/1.1 401 No\r\n\r\nAuthorization: Bearer SECRET"
+    text = f"HTTP/1.1 401 No\r\n\r\n{start}SECRET".encode()
     server.faults["/weight_info"] = Raw(lambda put: put(text))
-    with pytest.raises(ValueError, match=r"401 Authorization: Bearer \*\*\*"):
+    with pytest.raises(ValueError, match=rf"401 {start}\*\*\*$"):
         run(client(server).call("GET", "/weight_info"))
+
+
+def test_a_key_in_a_response_that_is_no_object_is_not_shown(server, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "SECRET")
+    server.faults[GENERATE] = Raw(lambda put: put(b"HTTP/1.1 200 OK\r\n\r\n" + b"SECRET " * 30))
+    with pytest.raises(ServerError, match=r"expected a JSON object, got '\*\*\* ") as error:
+        run(client(server).generate([3], {}, VLLMRequest(None, None, 0, "")))
+    assert "SEC" not in str(error.value)
 
 
 def test_an_error_does_not_wait_for_running_calls():

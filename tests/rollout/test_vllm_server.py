@@ -220,6 +220,18 @@ def test_a_call_that_fails_is_repeated(policy, server, path):
     assert not server.faults[path]
 
 
+@pytest.mark.parametrize("path", [START, UPDATE, FINISH])
+def test_a_server_that_refuses_weights_is_not_left_paused(policy, server, path):
+    server.faults[path] = [500]
+    engine = engine_of(policy, server, patience=0.0)
+    with pytest.raises(ServerError, match="told to say 500"):
+        engine.update(policy, 0)
+    assert not server.is_paused and not server.is_updating
+    assert server.version == "left-in-the-middle"
+    engine.update(policy, 0)
+    assert difference(policy, generate(policy, engine)) < 1e-5
+
+
 def test_an_error_that_stays_is_quoted(policy, server):
     server.faults[UPDATE] = [500] * 9
     with pytest.raises(ServerError, match="and 3 tries: .*500 .*told to say 500"):
@@ -272,11 +284,13 @@ def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, las
     The first trainer dies directly after its HTTP call to the path `last`.
     """
     dead = engine_of(policy, server, patience=0.0)
-    answer = server.answer
+    answer, seen = server.answer, []
 
     def die(path, body):
-        found = answer(path, body)
-        if path == last:
+        if last not in seen:
+            found = answer(path, body)
+        seen.append(path)
+        if last in seen:
             raise ConnectionAbortedError
         return found
 

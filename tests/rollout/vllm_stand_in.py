@@ -145,6 +145,8 @@ class StandIn:
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         name = path.strip("/").split("?")[0].replace("/", "_")
+        rows, width = self.policy.lm.get_input_embeddings().weight.shape
+        embedding = f"VocabParallelEmbedding(embedding_dim={width}, org_vocab_size={rows})"
         facts: dict[str, dict[str, Any]] = {
             "weight_info": {"weight_version": self.version},
             "get_world_size": {"world_size": 1},
@@ -156,6 +158,8 @@ class StandIn:
                 }
             },
             "v1_models": {"data": [{"id": name} for name in ["model", *self.adapters]]},
+            # The engine uses `collective_rpc` only to request the printout of the model.
+            "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
         }
         return facts[name] if name in facts else getattr(self, f"on_{name}")(**body) or {}
 

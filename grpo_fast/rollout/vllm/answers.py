@@ -44,9 +44,21 @@ def reading(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except (LookupError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, AttributeError, TypeError, ValueError, OverflowError) as error:
         why = escape_control(reason(error))
         raise BadAnswer(f"{where}: the response has other fields than vLLM 0.32's: {why}") from None
+
+
+def field(values: Any, key: str | int, *kinds: type) -> Any:
+    """Return a value of a JSON object or list. Its type must be one of `kinds`.
+
+    Raises:
+        LookupError: the value is missing.
+        TypeError: the value has a different type. A bool is not an int.
+    """
+    if type(values[key]) not in kinds:
+        raise TypeError(f"{key} is no {kinds[0].__name__}")
+    return values[key]
 
 
 class VLLMRequest(NamedTuple):
@@ -131,7 +143,7 @@ class VLLMRequest(NamedTuple):
         vocabulary = self.policy.lm.get_input_embeddings().weight.shape[0]
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
         fits = 1 <= len(ids) <= self.limit and ends[:1] in ([], [len(ids) - 1])
-        fits = fits and 0 <= min(ids) <= max(ids) < vocabulary
+        fits = fits and {*map(type, ids)} == {int} and 0 <= min(ids) <= max(ids) < vocabulary
         expected = f"1 to {self.limit} ids below {vocabulary} up to the first EOS"
         check(fits, expected, f"{len(ids)} ids {str(ids[:8])[:80]}, EOS at {ends[:8]}")
         # 2. Check the weights before the finish reason. Stale weights only cause another request,
@@ -159,7 +171,7 @@ class VLLMRequest(NamedTuple):
             fits = len(rows) == len(ids)
             for token, row in zip(ids, rows, strict=False):
                 is_set = len(set(row)) == len(row)
-                is_known = not row or 0 <= min(row) <= max(row) < vocabulary
+                is_known = {*map(type, row)} == {int} and 0 <= min(row) <= max(row) < vocabulary
                 fits &= not row or (token in row and is_set and is_known)
             expected = "a sampling_mask of distinct ids of the vocabulary with the sampled token"
             check(fits, expected, "other ids")

@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -39,11 +40,14 @@ from grpo_fast.rollout.vllm.answers import (
     ServerError,
     StaleWeights,
     VLLMRequest,
+    field,
     reading,
 )
 from grpo_fast.rollout.vllm.options import VLLMOptions, is_local
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
@@ -164,9 +168,7 @@ class Server:
                 return json.loads(content)
             except (ValueError, RecursionError):
                 return content.decode(errors="replace")
-        text = " ".join(content[:500].decode(errors="replace").split())
-        if self.key:  # a gateway may quote the request's headers
-            text = text.replace(self.key, "***")
+        text = " ".join(self.masked(content.decode(errors="replace"))[:500].split())
         message = f"{where}: {response.status_code} {escape_control(text)}"
         if response.status_code in (403, 404):
             raise type(missing)(f"{message}; {missing}")
@@ -174,13 +176,18 @@ class Server:
             raise ValueError(message)
         raise ServerError(message)
 
+    def masked(self, text: str) -> str:
+        """Hide the key in a response, because a gateway may quote the request's headers.
+
+        Call this before the text is cut. Otherwise, a part of the key may remain at the end.
+        """
+        return text.replace(self.key, "***") if self.key else text
+
     async def read(self, path: str, key: str, kind: type) -> Any:
         """Return a value of the JSON object that the server sends for a path."""
         answer = await self.call("GET", path)
         with reading(f"{self.url}{path}"):
-            if type(answer[key]) is not kind:
-                raise TypeError(f"{key} is no {kind.__name__}")
-            return answer[key]
+            return field(answer, key, kind)
 
     async def is_up(self) -> bool:
         """Ask the server for the name of its weights. Return False if it is not reachable."""
@@ -193,13 +200,13 @@ class Server:
         return True
 
     async def check(self, policy: SampledModel) -> bool:
-        """Check that the server's options fit the policy.
+        """Check that the server's options and model fit the policy. The server is not changed.
 
         Returns:
             True if the server can load the policy's adapter.
 
         Raises:
-            ValueError: the server reports raw log-probabilities.
+            ValueError: the server reports raw log-probabilities, or has a different model.
         """
         self.deadline = time.monotonic() + 6 * CHECK_S
         path = "/server_info?config_format=json"
@@ -208,8 +215,15 @@ class Server:
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
             lora = config.get("lora_config")
+            if lora is not None:
+                field(lora, "max_lora_rank", int)
+                field(lora, "target_modules", list, type(None))
         expected = f"servers with --logprobs-mode {LOGPROBS}"
         require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
+        answer = await self.call("POST", "/collective_rpc", {"method": "get_model_inspection"})
+        with reading(f"{self.url}/collective_rpc"):
+            served = field(answer["results"], 0, str)
+        check_model(policy.lm, served, self.url)
         ours = transfer.dtype_of(policy)
         dtypes = [getattr(torch, dtype, torch.bfloat16) for dtype in (ours, theirs)]
         self.rounding = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
@@ -230,7 +244,8 @@ class Server:
             missing = StaleWeights("the adapter is sent again")
         answer = await self.call("POST", GENERATE, body, missing)
         if not isinstance(answer, dict):  # a proxy may have sent it
-            raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {answer[:60]!r}")
+            came = self.masked(str(answer))[:60]
+            raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {came!r}")
         return request.completions(answer, f"{self.url}{GENERATE}")
 
     async def receive(self, names: Names, weights: Mapping[str, Tensor], folder: str) -> None:
@@ -259,24 +274,47 @@ class Server:
 
     async def _load(self, name: str, weights: Mapping[str, Tensor]) -> None:
         """Send weights to the server under the name `name`."""
-        post = partial(self.call, "POST")
         # 1. Join a process group with the server's workers, and stop sampling.
         if self.group is None or self.has is None or self.reported != self.has[0]:
             self.group = await self._join_group()
         group = self.group
         was_paused = await self.read("/is_paused", "is_paused", bool)
-        await post("/pause?mode=keep")
-        # 2. If the server was already paused, a trainer may have been killed during an update. vLLM
-        #    then refuses a second update, or adds it to half-loaded layers. Only
-        #    /finish_weight_update resets these layers, but it fails if no update is open. Therefore
-        #    start an update first, and ignore the error of this call if an update is open already.
+        await self.call("POST", "/pause?mode=keep")
+        # 2. If the server was already paused, a trainer may have been killed during an update.
         if was_paused:
-            with suppress(ServerError):
-                await post("/start_weight_update")
-            await post("/finish_weight_update", {"weight_version": "left-in-the-middle"})
-        # 3. Send the weights, and continue sampling. Broadcast in a thread, because the server
-        #    responds only after it has all tensors.
+            await self._close_update()
+        # 3. Send the weights, and continue sampling. If this fails, continue with any weights, so
+        #    that the server does not stay paused. Their name tells other trainers to replace them.
+        try:
+            await self._update(group, name, weights)
+        except (RuntimeError, OSError, ValueError):
+            self.deadline = min(self.deadline, time.monotonic() + 6 * CHECK_S)
+            with suppress(EngineError, ValueError):  # the server may be gone
+                await self._close_update()
+                await self.call("POST", "/resume")
+            raise
+        await self.call("POST", "/resume")
+
+    async def _close_update(self) -> None:
+        """Close a weight update that failed or was left open.
+
+        vLLM would refuse a second update, or add it to half-loaded layers. Only
+        /finish_weight_update resets these layers, but it fails if no update is open. Therefore
+        start an update first, and ignore the error of this call if an update is open already.
+        """
+        with suppress(ServerError):
+            await self.call("POST", "/start_weight_update")
+        name = {"weight_version": "left-in-the-middle"}
+        await self.call("POST", "/finish_weight_update", name)
+
+    async def _update(
+        self, group: transfer.GlooGroup | transfer.NCCLGroup, name: str,
+        weights: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Replace the weights of the paused server."""
+        post = partial(self.call, "POST")
         await post("/start_weight_update")
+        # Broadcast in a thread, because the server responds only after it has all tensors.
         sent = started(lambda: [group.broadcast(tensor) for tensor in weights.values()])
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
         shapes = [list(tensor.shape) for tensor in weights.values()]
@@ -285,7 +323,6 @@ class Server:
         async with asyncio.timeout_at(self.deadline):
             await asyncio.shield(asyncio.wrap_future(sent))
         await post("/finish_weight_update", {"weight_version": name})
-        await post("/resume")
 
     async def _join_group(self) -> transfer.GlooGroup | transfer.NCCLGroup:
         """Form a process group with the workers of the server."""
@@ -341,7 +378,8 @@ class Server:
             gaps = [abs(float(row[i]) - logp) for row, (logp, i) in pairs]
         difference = sum(gaps) / len(gaps)
         limit = self.rounding if self.options.tolerance is None else self.options.tolerance
-        if difference > limit:  # False for NaN, which sampling reports
+        # Sampling reports NaN of the policy. NaN of the server alone is a difference.
+        if not (difference <= limit or expected.isnan().any()):
             await self.is_up()
             raise BadAnswer(
                 f"{self.url} claims to have the weights {names[1] or names[0]} (/weight_info: "
@@ -402,11 +440,11 @@ class VLLMServers(Engine):
             self.rank = dist.get_rank()
 
     def check(self) -> None:
-        """Wait for every server, and check that its options fit the policy.
+        """Wait for every server, and check that its options and its model fit the policy.
 
         Raises:
             ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-            ValueError: a server reports raw log-probabilities.
+            ValueError: a server reports raw log-probabilities, or has a different model.
         """
         deadline = time.monotonic() + self.options.patience
         missing = self._unreachable(self.servers)
@@ -544,6 +582,33 @@ class VLLMServers(Engine):
         return "; ".join(errors) or "none is up"
 
 
+def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
+    """Raise a ValueError if the server's model has a different embedding size or layer count.
+
+    vLLM refuses weights of other shapes, but only after it has loaded some of the weights. If the
+    server's model had more layers, the additional layers would keep their old weights.
+
+    Args:
+        lm: the trainer's model.
+        served: vLLM's printout of its model, with lines like `(0-11): 12 x LlamaDecoderLayer()(`.
+        url: the server, for the message.
+    """
+    rows, width = lm.get_input_embeddings().weight.shape
+    layers = lm.config.get_text_config().num_hidden_layers
+    ours = {"org_vocab_size": rows, "embedding_dim": width, "number of layers": layers}
+    # The first embedding is the input embedding. Others, such as Gemma 3n's per layer, have other
+    # sizes.
+    sizes = re.findall(r"\b(org_vocab_size|embedding_dim)=(\d{1,9})\b", served)
+    theirs = {name: int(number) for name, number in reversed(sizes)}
+    indices = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
+    if indices:  # lists inside a layer are indented further
+        _, last = max((-len(indent), int(index)) for indent, index in indices)
+        theirs["number of layers"] = last + 1
+    for name, number in theirs.items():
+        other = f"a different model at {url}: the {name} is {number} there, {ours[name]} here"
+        require(number == ours[name], "rollout.vllm.urls", "this run's model", other)
+
+
 @torch.no_grad()
 def probe_logps(policy: SampledModel) -> Tensor:
     """Return the policy's log-probabilities of all ids after each prefix of PROBE, fp32.
@@ -568,7 +633,7 @@ def build(policy: SampledModel, options: Any) -> VLLMServers:
 
     Raises:
         ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-        ValueError: a server was started with other options.
+        ValueError: a server was started with other options or a different model.
     """
     engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
     for url in options.vllm.urls:

@@ -42,7 +42,7 @@ from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
 from grpo_fast.train.config import CheckpointConfig, Count, Positive, RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.folder import sync, written
+from grpo_fast.train.folder import check_regular, sync, written
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.run import Rows, Run
 
@@ -96,7 +96,7 @@ def read_state(checkpoint: Path) -> State:
         ValueError: a field of the file is invalid. The message names the field.
     """
     try:
-        return TypeAdapter(State).validate_json((checkpoint / STATE).read_bytes())
+        return TypeAdapter(State).validate_json(check_regular(checkpoint / STATE).read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
@@ -164,6 +164,8 @@ def read_tensors(
     Raises:
         ValueError: a tensor is missing in the files or in `into`, or its dtypes or shapes differ.
     """
+    for file in place.glob("*.safetensors"):  # the reader opens them all, not only hashed files
+        check_regular(file)
     reader = dcp.HuggingFaceStorageReader(str(place))
     found: Any = reader.read_metadata().state_dict_metadata
     stored = {name: (x.properties.dtype, x.size) for name, x in found.items()}
@@ -206,7 +208,7 @@ def opened(config: RunConfig) -> Iterator[tuple[Path | None, State | None]]:
             state = read_state(found)
             expected = f"{folder.step_of(found)}, as its name says"
             require(state.step == folder.step_of(found), f"{STATE}: step", expected, state.step)
-        metrics = Path(config.output_dir, "metrics.jsonl")
+        metrics = check_regular(Path(config.output_dir, "metrics.jsonl"))
         size = metrics.stat().st_size if metrics.exists() else 0
         expected = f"at least {state.length} bytes"
         require(size >= state.length, str(metrics), expected, f"{size} bytes")
@@ -364,7 +366,7 @@ class Checkpoints:
         def finish() -> None:
             """Give the checkpoint its final name, and delete old checkpoints."""
             metrics = self.report.folder / "metrics.jsonl"
-            if metrics.exists():  # the run continues if its log was moved or deleted
+            if metrics.is_file():  # the run continues if its log was moved or deleted
                 sync(metrics)  # the state counts its bytes, which a power cut could lose
             _finish(part, final)
             for path in folder.checkpoints_in(self.report.folder)[self.config.keep :]:

@@ -117,9 +117,20 @@ def written(path: Path) -> Iterator[None]:
         raise WriteError(f"{said}, got {reason(cause)}; {remedy}") from error
 
 
+def check_regular(path: Path) -> Path:
+    """Return a path, and refuse folders, pipes and devices. Reading a pipe could block forever.
+
+    Raises:
+        ValueError: the path exists and is not a regular file.
+    """
+    fits = path.is_file() or not path.exists()
+    require(fits, str(path), "a regular file", "a folder, a pipe or a device")
+    return path
+
+
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a regular file as hexadecimal digits."""
+    with check_regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -150,7 +161,7 @@ class JsonLines:
         self.length = length  # bytes of complete rows
         # In append mode, each write goes to the end of the file, even after a truncation. Without
         # a buffer, closing the file after an error does not write again.
-        self._file = path.open("ab", buffering=0)
+        self._file = check_regular(path).open("ab", buffering=0)
         self._file.truncate(length)
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
@@ -213,7 +224,8 @@ def problem_of(checkpoint: Path) -> str | None:
         ValueError: another version of the package wrote the checkpoint, which is not damaged.
     """
     try:
-        manifest = Manifest.model_validate_json((checkpoint / MANIFEST).read_bytes())
+        text = check_regular(checkpoint / MANIFEST).read_bytes()
+        manifest = Manifest.model_validate_json(text)
         is_readable = manifest.format == FORMAT
         if is_readable:
             require(manifest.files, "files", "the files of the checkpoint", "none")

@@ -198,6 +198,42 @@ def test_no_file_is_unpickled_or_executed(folder, newest, tmp_path, monkeypatch)
     assert not (tmp_path / "exploded").exists()
 
 
+def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
+    """Check that reading a named pipe in a run's folder gives an error and does not block.
+
+    A checkpoint with a pipe counts as damaged. With a pipe in place of a table of completions or of
+    metrics.jsonl, the run cannot resume. A run without a checkpoint cannot start over either.
+    """
+    for name in ("manifest.json", "state.json", FILE):
+        (newest / name).rename(newest.parent / "aside")
+        os.mkfifo(newest / name)
+        assert "expected a regular file" in str(problem_of(newest))
+        (newest.parent / "aside").replace(newest / name)
+    (folder / "completions").mkdir(exist_ok=True)
+    os.mkfifo(folder / "completions" / "step_000001.parquet")
+    is_refused(folder, "parquet: expected a regular file")
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    is_refused(folder, "metrics.jsonl: expected a regular file")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "summary.json").unlink()
+    is_refused(folder, "metrics.jsonl: expected a regular file")
+
+
+def test_a_manifest_that_names_a_device_or_omits_a_pipe_does_not_block(folder, newest, tmp_path):
+    words = "export", str(newest), str(tmp_path / "out")
+    for name in (FILE.replace("00001-of", "00002-of"), "state.json"):
+        (newest / name).unlink(missing_ok=True)
+        os.mkfifo(newest / name)
+        sign(newest)  # omits the pipe
+        assert refused(invoke(*words), f"{name}: expected a regular file")
+        is_refused(folder, f"{name}: expected a regular file")
+        (newest / name).unlink()
+    change_json(newest / "manifest.json", files={"/dev/zero": "0"})
+    assert refused(invoke(*words), "/dev/zero: expected a regular file")
+    assert "/dev/zero: expected a regular file" in str(problem_of(newest))
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_json_without_an_end(folder, newest, tmp_path, name):
     """Check that malformed and hostile JSON in a checkpoint is refused with an error message.
@@ -249,6 +285,20 @@ def test_a_run_is_exported_from_its_newest_complete_checkpoint(folder, newest, t
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for place in (tmp_path / "empty", tmp_path / "nothing", folder / "config.yaml"):
         assert refused(invoke("export", str(place), str(tmp_path / "d")), "there is none")
+
+
+def test_an_exported_config_is_data(newest, tmp_path):
+    """Check that an export refuses too many layers, and an attention kernel from the hub."""
+    words = "export", str(newest), str(tmp_path / "out")
+    change(newest, "settings.model.config.num_hidden_layers", 10**7)
+    assert refused(invoke(*words), "num_hidden_layers: expected 0 to")
+    change(newest, "settings.model.config.num_hidden_layers", 1)
+    change(newest, "settings.model.config.attn_implementation", "some/kernel")
+    assert refused(invoke(*words), "expected one of transformers' implementations")
+    change(newest, "settings.model.config.attn_implementation", DELETE)
+    change(newest, "settings.model.attn", "some/kernel")
+    assert refused(invoke(*words), "attn"), "an unknown setting is refused"
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_format_is_not_damage(folder, newest, tmp_path):

@@ -145,6 +145,9 @@ def _with_section(word: str) -> str:
 # -------------------------------------------------------------------------------------- The command
 Say = Callable[..., object]  # function that receives lines of text
 
+# First bytes of every results file. The command does not overwrite a file that begins differently.
+RESULTS_BEGIN = b'{\n  "greedy": {'
+
 
 def run_eval(
     models: Sequence[str],
@@ -178,10 +181,7 @@ def run_eval(
     # 1. Read the settings, and check them.
     sources = [Source.of(model) for model in models]
     own, config = read_settings(sources, words, allow_code)
-    if own.out is not None:
-        place = Path(own.out)
-        fits = place.parent.is_dir() and not place.is_dir()
-        require(fits, "out", "a file in a folder that exists", repr(own.out))
+    _check_out(own.out)
     model_configs = []
     for source in sources:
         trust = allow_code and (not source.run or source.run.model.trust_remote_code)
@@ -269,6 +269,19 @@ def paired_table(results: dict[str, dict[str, Any]]) -> str:
 def _plus_minus(error: float) -> str:
     """Format a standard error. Return "" if it is NaN, which is the case for a single question."""
     return f" ± {error:.4f}" if math.isfinite(error) else ""
+
+
+def _check_out(out: str | None) -> None:
+    """Raise a ValueError if `out` cannot be written or is a file without evaluation results."""
+    if out is None:
+        return
+    path = Path(out)
+    fits = path.parent.is_dir() and not path.is_dir()
+    require(fits, "out", "a file in a folder that exists", repr(out))
+    if path.is_file():
+        with path.open("rb") as file:
+            fits = file.read(len(RESULTS_BEGIN)) in (b"", RESULTS_BEGIN)
+        require(fits, "out", "a new file or an earlier evaluation's", repr(out))
 
 
 def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Sequence[Example]:

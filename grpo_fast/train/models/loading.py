@@ -297,12 +297,28 @@ def _reading(path: str, expected: str) -> Iterator[None]:
             yield
     except Exception as error:  # readers and architectures raise many classes
         why = reason(error)
+        damaged = _damaged_weights(path)  # transformers does not name the damaged file
+        if damaged:
+            raise ValueError(f"model.path: expected complete weights, got {damaged}") from error
         if not Path(path).exists():
             on_the_hub = f" here, and {hub.LOCAL if hub.is_offline() else why}"
             why = "no such folder" + ("" if Path(path).is_absolute() else on_the_hub)
         if "custom code" in why:
             why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
         raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
+
+
+def _damaged_weights(path: str) -> str | None:
+    """Return the name and the error of the first weight file that cannot be opened, or None."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception as error:  # safetensors has no public class for its errors
+            return f"{file}: {error}"
+    return None
 
 
 def _listed(names: Any) -> str:

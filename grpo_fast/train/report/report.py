@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import require
 from grpo_fast.train.config import LogConfig, RolloutConfig
-from grpo_fast.train.folder import JsonLines, plain_json, written
+from grpo_fast.train.folder import JsonLines, check_regular, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import (
     MOST_STEPS,
@@ -240,7 +240,7 @@ class RunReport(AbstractContextManager[Any]):
             else:
                 path.unlink()
         for step, path in [*finished[:1], *finished[1:][1 - MOST_STEPS :]]:
-            self._page.add(step, read_parquet(path))
+            self._page.add(step, read_parquet(check_regular(path)))
         self._has_begun = True
         self._started = time.monotonic()
 

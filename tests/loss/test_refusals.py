@@ -408,7 +408,7 @@ UNKNOWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "word", "near"), UNKNOWN, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(("kind", "word", "near"), UNKNOWN, ids=lambda x: getattr(x, "__name__", x))
 def test_an_unknown_keyword_names_the_nearest_one(kind, word, near):
     name = "LossConfig" if kind.__name__ == "replace" else kind.__name__
     with pytest.raises(TypeError, match=rf"{name}\(\) got an .* '{word}'{near}$"):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 PLACES = (0.37, 0.66, 0.85)  # fraction of a run's forward passes after which a signal arrives
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=CASES)
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=CASES)
 def test_a_run_that_was_left_goes_on_bit_for_bit(ranks, plain, tmp_path, number, case):
     whole = plain(case)
     folder = tmp_path / case  # the page of completions shows the name

@@ -111,6 +111,12 @@ def test_on_policy_and_far_off_policy(name, step):
     compare(name, data, "token-mean", actor(name))
 
 
+@pytest.mark.parametrize("value", [float("nan"), 0.5])
+def test_gpg_does_not_read_the_old_log_probabilities(value):
+    data = {**batch(), "old_log_prob": torch.full((6, 9), value)}
+    compare("gpg", data, "token-mean", actor("gpg"))
+
+
 def test_the_data_reaches_every_branch():
     """Check that the losses clip some tokens of the test batch, but not all.
 

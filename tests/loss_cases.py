@@ -28,6 +28,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETER  # the interpreter needs CPU tensors
 LOSSES = tuple(oracles.ORACLES)
 AGGREGATIONS = (
     "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
@@ -82,7 +83,7 @@ def row_backends() -> list:
 BACKENDS = row_backends()
 # Backends for tests that use `call` or `run`, which move the arguments of "triton" to a GPU.
 EVERYWHERE = [*BACKENDS, pytest.param("triton", id="gpu", marks=pytest.mark.gpu)]
-EVERYWHERE = EVERYWHERE if torch.cuda.is_available() else BACKENDS
+EVERYWHERE = EVERYWHERE if HAS_GPU else BACKENDS
 # Backends for tests of functions that do not take hidden states.
 ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]
 
@@ -343,7 +344,7 @@ def call(function: str, case: Case, layout: str = "padded", **changes: Any):
     """
     given = {**arguments(function, case, layout), **changes}
     backend = given.pop("backend", None) if function == "logps" else given.get("backend")
-    on_gpu = backend == "triton" and torch.cuda.is_available()
+    on_gpu = backend == "triton" and HAS_GPU
     given = {name: moved(x, "cuda") if on_gpu else x for name, x in given.items()}
     out = getattr(grpo_fast, LOSSES_OF[function])(**given)
     if not on_gpu:
@@ -384,12 +385,15 @@ def run(
     """
     lengths, L = spans(case.mask), case.mask.shape[1]
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
-    leaves = {n: view(x).requires_grad_() for n, x in leaves_of(function, case, layout).items()}
+    leaves = leaves_of(function, case, layout)
+    if changes.get("backend") == "triton" and HAS_GPU:
+        leaves = moved(leaves, "cuda")  # before `view`, because a move may drop the layout
+    leaves = {name: view(x).requires_grad_() for name, x in leaves.items()}
     out = call(function, case, layout, **leaves, **changes)
     (out.loss * upstream).backward()
     grads: dict[str, Tensor] = {}
     for name, leaf in leaves.items():
-        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        grad = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).cpu()
         is_of_rows = name not in ("lm_head_weight", "bias")
         grads[name.removeprefix("lm_head_")] = back(grad) if is_of_rows else grad
     entropy = None if out.entropy is None else back(out.entropy)

@@ -230,7 +230,8 @@ def test_which_layers_begin_with_a_state():
         }  # fmt: skip
 
 
-def test_a_kernel_that_takes_only_16_bits_is_compared_in_bf16(monkeypatch):
+@pytest.mark.parametrize("kind", [AssertionError, RuntimeError, ValueError])
+def test_a_kernel_that_takes_only_16_bits_is_compared_in_bf16(monkeypatch, kind):
     """Check a layer whose kernel raises an error in fp32, as Gated DeltaNet of fla does."""
     model = model_of("qwen3_5_text")
     layer = hybrid.recurrent_layers(model)[0]
@@ -240,13 +241,23 @@ def test_a_kernel_that_takes_only_16_bits_is_compared_in_bf16(monkeypatch):
 
     def of_16_bits(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         dtypes.append(query.dtype)
-        assert query.dtype != torch.float32
+        if query.dtype == torch.float32:
+            raise kind("expected 16 bits")
         return kernel(query, *args, **kwargs)
 
     monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", of_16_bits)
     monkeypatch.setattr(hybrid, "_continues", {})
     assert hybrid.can_continue(layer, "cache_params", 32)
     assert dtypes == [torch.float32, *[torch.bfloat16] * 3]
+
+
+def test_a_small_difference_in_fp32_on_a_cpu_is_found(monkeypatch):
+    layer = hybrid.recurrent_layers(model_of("lfm2"))[0]
+    step = hybrid.step
+    scaled = lambda *given: (step(*given)[0] * 1.01, step(*given)[1])  # noqa: E731
+    monkeypatch.setattr(hybrid, "step", scaled)
+    monkeypatch.setattr(hybrid, "_continues", {})
+    assert not hybrid.can_continue(layer, "past_key_values", 32)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "lfm2", "minimax"])

@@ -11,7 +11,7 @@ from grpo_fast.doctor import selftest
 from grpo_fast.doctor.selftest import Check, checked, table
 
 CPU = torch.device("cpu")
-VALUES, GRADIENTS = "logps against fp64", "loss and gradients against fp64"
+VALUES, GRADIENTS = "loss and logps against fp64", "loss and gradients against fp64"
 AGAIN, ALONE = "same bits again", "same bits alone"
 
 
@@ -44,6 +44,7 @@ def no_kernel(*_):
 # must fail.
 FAULTS = {
     "logps": ("logps", lambda x, *_: x + 1e-4, [VALUES]),
+    "loss": ("loss", lambda x, *_: x + 1e-4, [VALUES, GRADIENTS]),
     "NaN": ("logps", lambda x, *_: x * torch.nan, [VALUES, ALONE]),
     "gradients": ("loss", lambda x, _, w: x + 1e-3 * (w - w.detach()).sum(), [GRADIENTS]),
     "bits that depend on the batch": ("logps", lambda x, *_: x + 2**-22 * len(x), [ALONE]),
@@ -92,4 +93,10 @@ def test_a_small_model_and_layers_that_are_wrong(monkeypatch, module, name):
     assert failed("packed rows", "rollout") == []
     correct = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *x, **y: 0.5 * correct(*x, **y))
+    assert failed("packed rows") == ["packed rows and our loop: logps against the model's"]
+
+
+@pytest.mark.parametrize("name", ["packed_gap", "gap_of"])
+def test_a_nan_of_packed_rows_or_of_our_loop_fails(monkeypatch, name):
+    monkeypatch.setattr(selftest, name, lambda *_: float("nan"))
     assert failed("packed rows") == ["packed rows and our loop: logps against the model's"]

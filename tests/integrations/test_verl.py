@@ -111,6 +111,12 @@ def test_on_policy_and_far_off_policy(name, step):
     compare(name, data, "token-mean", actor(name))
 
 
+@pytest.mark.parametrize("value", [float("nan"), 0.5])
+def test_gpg_does_not_read_the_old_log_probabilities(value):
+    data = {**batch(), "old_log_prob": torch.full((6, 9), value)}
+    compare("gpg", data, "token-mean", actor("gpg"))
+
+
 def test_the_data_reaches_every_branch():
     """Check that the losses clip some tokens of the test batch, but not all.
 
@@ -246,12 +252,13 @@ def test_head_equals_verls(shape, temperature, autocast):
 
 
 @pytest.fixture
-def patched_model():
+def patched_model(request):
     """Return a tiny model whose class verl has patched, and undo the patch after the test."""
     verl = importlib.import_module("verl.models.transformers.monkey_patch")
-    model = tiny_model("qwen2", num_hidden_layers=1)
+    family, backend = getattr(request, "param", ("qwen2", "torch"))
+    model = tiny_model(family, num_hidden_layers=1)
     before = type(model).forward
-    verl.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
+    verl.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
     yield model
     type(model).forward = before
 
@@ -277,6 +284,24 @@ def test_fast_head_in_verls_forward(patched_model, spied):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     once()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("patched_model", "change", "message"),
+    [
+        (("gemma2", "torch"), lambda m: None, "leaves out final_logit_softcapping = 3.0"),
+        (("qwen2", "torch"), lambda m: setattr(m.config, "logit_scale", 0.5), "logit_scale = 0.5"),
+        (("qwen2", "liger"), lambda m: m.lm_head.register_parameter(
+            "bias", torch.nn.Parameter(torch.zeros(()))), "leaves out the bias of lm_head"),
+        (("qwen2", "triton"), lambda m: None, "impl_backend: expected .*, got 'triton'"),
+    ],
+    indirect=["patched_model"],
+    ids=["softcap", "scale", "bias", "triton"],
+)  # fmt: skip
+def test_fast_head_refuses_what_verls_forward_leaves_out(patched_model, change, message):
+    change(patched_model)
+    with head.use_fast_head(), pytest.raises(ValueError, match=message):
+        patched_model(input_ids=torch.arange(4)[None], return_dict=True)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -79,19 +79,19 @@ OF_ROWS = ("hidden", "ids", "mask", "advantages", "old", "ref", "sampling", "kep
 
 def strided_last(x):
     """Return a copy of x with stride 2: a view of every second element of a larger buffer."""
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), 7)
     wide[..., ::2] = x
     return wide[..., ::2]
 
 
 def offset(x):
-    flat = torch.full((x.numel() + 3,), 5).to(x.dtype)
+    flat = x.new_full((x.numel() + 3,), 5)
     flat[3:] = x.reshape(-1)
     return flat[3:].view(x.shape)
 
 
 def row_padded(x):
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 3).to(x.dtype)
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 5), 3)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
 

@@ -75,6 +75,7 @@ def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype, 
     tokens, active = tokens_of(cu, mask), T if mask is None else int(mask.sum())
     assert (tokens.lengths() >= 0).all() and tokens.lengths().sum() <= active
     assert (tokens.segments >= 0).all() and (tokens.segments < B).all()
+    assert (tokens.segments.diff() >= 0).all()  # `lengths_of` relies on it
     assert tokens.completion_sum(torch.ones(active)).sum() == tokens.lengths().sum()
     assert tokens.to_tokens(torch.ones(B)).shape == (active,)
     with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets from 0 to T"):

@@ -71,7 +71,7 @@ PLANTS = {
     "grpo_fast/kernels/gpu/target_rows.py": [
         ("triton-targets-first", "triton_gradients", "every occurrence of an id adds the remainder of its run",
          "if before != vocab_row:", "if vocab_row >= 0:"),
-        ("triton-targets-run", "triton_gradients", "a run of more than eight rows is cut",
+        ("triton-targets-run", "triton_gradients", "a run of more than four rows is cut",
          "> 0, first + ROWS, -1)", "> 0, -1, -1)"),
         ("triton-targets-flag", "triton_gradients", "rows that nearly cancel stay rounded twice",
          "cancels = (size > tl.sum", "cancels = (size < 0.0 * tl.sum"),

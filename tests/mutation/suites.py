@@ -15,7 +15,7 @@ SUITES = {
     "entropy_gradient": "tests/loss/test_loss_extras.py -k logps_functions",
     "range": "tests/loss/test_gradient_range.py",
     "shards": "tests/loss/test_vocabulary_shards.py -k '2- or chunks'",
-    "support": "tests/loss/test_support.py -k 'not every_loss and not threads'",
+    "support": "tests/loss/test_support.py -k 'not threads'",
     "csrc_support": "tests/kernels/test_support_kernels.py",
     "csrc_shards": "tests/loss/test_vocabulary_shards.py -k '2- and cpu'",
     "csrc_decode": "tests/kernels/test_decode_cpu.py",
@@ -36,7 +36,7 @@ SUITES = {
     "triton_gradients": "tests/kernels/triton_tools/cases_gradients.py",
     "triton_weights": "tests/kernels/triton_tools/cases_launches.py tests/kernels/test_head.py -k 'triton_tools or triton and (far_below or bad_row or values)'",
     "triton_support": "tests/kernels/test_support_kernels.py -k 'triton and not 1030'",
-    "triton_support_public": "tests/loss/test_support.py -k 'triton and (every_loss and grpo or one_hidden or logps_entropies or extras or no_row_has)'",
+    "triton_support_public": "tests/loss/test_support.py -k 'triton and (one_hidden or logps_entropies or no_row_has)'",
     "triton_scale": "tests/kernels/triton_tools/cases_scale.py",
     # Suites for the bugs that are generated with `--library`.
     "python_objective": "tests/objective tests/loss/test_loss_parity.py",

@@ -7,9 +7,15 @@ It supports verl >= 0.9 with `impl_backend` torch or liger.
 
 In each forward pass, verl looks up its class `FusedLinearForPPO` in a module. `use_fast_head`
 replaces this class for all models of the process.
+
+verl's fused forward leaves out a bias, a softcap and a scale of the head. Such a model is refused
+in its forward pass, and so is verl's backend triton, which does not use the class.
 """
 
 from __future__ import annotations
+
+import sys
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +23,10 @@ from torch import Tensor, nn
 from grpo_fast import linear_logps
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
-NAME = "FusedLinearForPPO"
+# Fields of a model's config that change the logits, each with the value that has no effect.
+LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
+    ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
+)
 
 
 class FastLinearForPPO(nn.Module):
@@ -26,10 +35,15 @@ class FastLinearForPPO(nn.Module):
     Args:
         chunk_size: Has no effect, because our kernels choose the size of their chunks.
         impl_backend: Has no effect.
+
+    Raises:
+        ValueError: a model's forward calls the constructor, and verl leaves out a part of its head.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
+        # verl's patched forward creates this module without passing its model.
+        check_head(sys._getframe(1).f_locals.get("self"))
 
     def forward(
         self,
@@ -62,6 +76,22 @@ class FastLinearForPPO(nn.Module):
             )
 
 
+def check_head(model: object) -> None:
+    """Raise a ValueError if verl's fused forward would compute wrong logits for a model."""
+    config, lm_head = (getattr(model, name, None) for name in ("config", "lm_head"))
+    values = {name: getattr(config, name, None) for name in LEFT_OUT}
+    lost = [f"{n} = {x}" for n, x in values.items() if x is not None and x != LEFT_OUT[n]]
+    lost += ["the bias of lm_head"] * (getattr(lm_head, "bias", None) is not None)
+    if lost:
+        raise ValueError(
+            f"model: verl's fused forward leaves out {lost[0]}; use_fused_kernels=False"
+        )
+
+
+def refuse_triton(*args: object, **kwargs: object) -> NoReturn:
+    raise ValueError("impl_backend: expected 'torch' or 'liger' with our head, got 'triton'")
+
+
 def use_fast_head() -> FastHead:
     """Replace verl's LM head with our kernels in all models of this process.
 
@@ -70,9 +100,14 @@ def use_fast_head() -> FastHead:
     Returns:
         A handle. Call its `undo()`, or use it in a `with` statement, to restore verl's head.
     """
-    import verl.utils.experimental.torch_functional as home
+    import verl.utils.experimental.torch_functional as functional
+    import verl.utils.kernel.linear_cross_entropy as of_triton
 
     handle = FastHead()
-    handle.callback(setattr, home, NAME, getattr(home, NAME))
-    setattr(home, NAME, FastLinearForPPO)
+    for home, name, ours in (
+        (functional, "FusedLinearForPPO", FastLinearForPPO),
+        (of_triton, "linear_cross_entropy", refuse_triton),
+    ):
+        handle.callback(setattr, home, name, getattr(home, name))
+        setattr(home, name, ours)
     return handle

@@ -264,7 +264,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             _, metrics = theirs(old, new, advantages, response_mask, loss_agg_mode, config)
         output = grpo_loss(
             log_prob, weighted, LossConfig(**options, aggregation=aggregation),
-            completion_mask=response_mask, old_logps=old_log_prob, **total,
+            completion_mask=response_mask, **total,
+            old_logps=None if loss_mode == "gpg" else old_log_prob,  # verl's gpg does not read it
         )  # fmt: skip
         return output.loss, metrics
 

@@ -79,7 +79,7 @@ def test_no_call_lets_a_library_execute_or_unpickle_data():
 
 
 # ---------------------------------------------------------- regular expressions
-LENGTH, SECONDS = 1 << 16, 0.05
+LENGTH, SECONDS = 1 << 16, 0.1
 # Modules that compile regular expressions from a configuration, each with the reason why it is
 # safe.
 GIVEN = {"grpo_fast.rewards.workers.slow": "a recipe's, in a process that a timeout ends"}

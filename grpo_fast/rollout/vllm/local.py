@@ -61,7 +61,7 @@ class VLLMEngine(Engine):
         if self.frees_memory and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep = True
-            self.version = None
+        self.version = None
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory

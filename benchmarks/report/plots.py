@@ -252,4 +252,4 @@ def draw_memory(axes: Any, report: dict[str, Any]) -> None:
     axes.set_yticks([64, 512, 4096, limit], ["64", "512", "4096", f"{limit}"], fontsize=11)
     axes.set_ylim(top=9 * limit)
     axes.minorticks_off()
-    axes.legend(fontsize=11, frameon=False, loc="lower right", ncols=2)
+    axes.legend(fontsize=11, frameon=False, loc="upper left", ncols=3)

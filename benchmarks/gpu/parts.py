@@ -134,7 +134,8 @@ def tests(visit: int, seconds: int) -> Part:
     pytest = [PY, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *gpu_tests()]
     spread = ["-v", "-n", str(PROCESSES), "--dist", "worksteal"]
     timed = ["timeout", "--signal=INT", str(seconds - 10), *pytest, *spread]
-    # The fuzz test is one item, so its examples would run in one process until the limit.
+    # Run few examples of the fuzz test. It is a single test, so one process runs all of its
+    # examples, and more of them would take longer than the limit.
     few = {"GRPO_FAST_FUZZ_CASES": "40"}
     return Part(visit, seconds, [timed], [[*pytest, "--collect-only", "-q"]], False, few)
 

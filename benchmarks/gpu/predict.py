@@ -122,7 +122,7 @@ def estimate(card: Card, case: Case) -> Estimate:
         products = 2
         parts = {name: seconds for name, seconds in parts.items() if not name.startswith("dW")}
         parts["dH product"] = parts.pop("dH and dW products") / 2
-        workspace -= 2 * kept**2  # no target columns, which only dW needs (one chunk)
+        workspace -= 2 * kept**2  # without dW, no target columns are stored
     return Estimate(products * gemm(card, n, h, v), sum(parts.values()), workspace, parts)
 
 

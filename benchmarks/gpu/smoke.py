@@ -1,4 +1,7 @@
-"""Smoke test of a GPU: an LM head, given logits and the attention, compared with fp64.
+"""Smoke test of a GPU.
+
+The test compares the loss from an LM head, the loss from given logits, and the attention with fp64
+results.
 
     python -m benchmarks.gpu.smoke [--out FILE] [--device cpu]
 

@@ -1,5 +1,6 @@
-"""Time kernel configurations on a GPU, and print lines for linear.py and rows.py of
-grpo_fast/kernels/gpu.
+"""Time kernel configurations on a GPU, and print the fastest one of each setting.
+
+Each configuration is printed as a line of the table in grpo_fast/kernels/gpu/linear.py or rows.py.
 
     python -m benchmarks.gpu.tune                times the candidates that can run, on a GPU
     python -m benchmarks.gpu.tune --kind rows    times only the loss kernel for given logits

@@ -39,7 +39,8 @@ PROMPT, LENGTH = 4, 9  # tokens of a prompt, and of a prompt with its completion
 # prime, so each row starts at a different position in the pool and no two rows are equal.
 POOL = 65_521
 WIDE = torch.float32, torch.float64
-# Fields that `small_windows` shrinks, and attributes of modules that may copy them.
+# Configuration fields that `small_windows` shrinks. COPIES matches attributes of modules that may
+# be copies of these fields.
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
 POSITIONS = ("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings")
 COPIES = re.compile("window|chunk|floor|original_max")

@@ -46,8 +46,8 @@ MASKS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybr
 # Segments share a batch if padding adds at most this share of their tokens, plus LOOSE tokens.
 PADDING = 0.25
 LOOSE = 64
-# Largest relative difference at which a layer continues from a state. On a GPU, products may use
-# TF32.
+# Largest relative difference between a layer that continues from a state and the same layer on the
+# whole sequence. The limit is large, because the products may use bf16, or TF32 on a GPU.
 BAR = 0.03
 CPU_FP32_BAR = 1e-3
 
@@ -133,7 +133,10 @@ Run = Callable[[Tensor, StateCache | None], Tensor]  # a layer's forward on (B, 
 
 
 def _run_of(module: nn.Module, name: str) -> Run:
-    """Return the forward of a layer's class. Its cache is the argument `name`."""
+    """Return a function that calls the forward of a layer's class.
+
+    The function passes the cache as the argument `name`.
+    """
     return lambda hidden, cache: type(module).forward(module, hidden, **{name: cache})
 
 
@@ -383,7 +386,9 @@ _continues: dict[tuple[type[nn.Module], str], bool] = {}  # results of `can_cont
 
 @torch.no_grad()
 def can_continue(module: nn.Module, name: str, width: int) -> bool:
-    """Return whether a layer that begins with the state of a prefix computes the whole sequence.
+    """Return whether a layer can continue a sequence correctly from the state of its prefix.
+
+    The layer gets random weights, and its results are compared with those on the whole sequence.
 
     Mamba 1 layers of transformers ignore their recurrent state if they compute several tokens,
     which changes their results by 10% with the random weights of this comparison.
@@ -394,7 +399,7 @@ def can_continue(module: nn.Module, name: str, width: int) -> bool:
         width: size of the hidden states.
 
     Raises:
-        ValueError: the layer takes more than hidden states and a cache.
+        ValueError: the layer needs other arguments than hidden states and a cache.
     """
     weights = next(module.parameters()).device
     device = torch.device("cpu") if weights.type == "meta" else weights

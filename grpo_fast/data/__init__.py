@@ -68,7 +68,7 @@ class LazySequence(Sequence[Item]):
         return [self.make(i) for i in places] if isinstance(index, slice) else self.make(places)
 
 
-# Untrusted text could otherwise send control sequences to a terminal.
+# Without these escapes, untrusted text could send control sequences to a terminal.
 def escape_control(text: str) -> str:
     r"""Return text with its control, bidi and invisible characters written as escapes.
 

@@ -82,7 +82,7 @@ def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[st
 
 
 def final_part(text: str) -> str:
-    """Return the text after the last closed thought, up to a thought that is never closed."""
+    """Return the text after the last closed thought. It ends before a thought that stays open."""
     tags = list(_THOUGHT.finditer(text))
     start = max((tag.end() for tag in tags if tag[1]), default=0)
     end = next((tag.start() for tag in tags if tag.start() >= start), len(text))

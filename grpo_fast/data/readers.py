@@ -210,7 +210,11 @@ def _read_json(path: Path, lines: list[str]) -> Rows:
 
 
 def _rows_of(content: Any) -> list[Any]:
-    """Return the rows in a list, or in an object: its columns (as of pandas), a list, or itself."""
+    """Return the rows of a parsed JSON value.
+
+    The items of a list are its rows. An object contains its rows as columns (which pandas writes)
+    or as its only list of objects. Any other object is a single row.
+    """
     if not isinstance(content, dict):
         return content if isinstance(content, list) else [content]
     lists = [x for x in content.values() if isinstance(x, list) and x]

@@ -53,7 +53,8 @@ class Splits:
             With None, the prompts contain no worked examples.
         test_only: if True, skip reading a file's training split, unless the test split or the
             worked examples are taken from it. The training split is then empty.
-        usable: function that returns the usable ones of the examples of a file, or raises.
+        usable: function that receives the examples of a file and returns the usable ones. It may
+            raise a ValueError.
 
     Attributes:
         train: training examples with prompts, in the order of training.
@@ -207,9 +208,9 @@ def read_questions(
 
     Args:
         data: the section `data` of a configuration.
-        test_only: True skips the training split if neither the test split nor `data.shots_tokens`
-            needs it. The training split is then empty.
-        usable: function that returns the usable ones of the examples.
+        test_only: if True, skip the training split if neither the test split nor
+            `data.shots_tokens` needs it. The training split is then empty.
+        usable: function that receives examples and returns the usable ones.
     """
     # 1. Read the splits. A column `split` divides the rows of a single split. Without a test split,
     # hold out some training rows for it.
@@ -228,7 +229,8 @@ def read_questions(
     test = _parsed(test_rows, data)
     if test_name is None and not test_rows:
         train, test = _hold_out(train, data.n_test, data.path)
-    # The held-out rows must not depend on the rewards: `grpo-fast eval` must find the same ones.
+    # Hold out rows before unusable rows are removed. The held-out rows then do not depend on the
+    # rewards, so `grpo-fast eval` finds the same rows.
     train = usable(train)
     test = usable(test)
     require(test, "data", f"at least one test example in {data.path}", "none")

@@ -152,8 +152,8 @@ def explain(
     """
     gap = case.samples.logps - trainers
     mean = float(gap.abs().mean())
-    # 1. For each cause, find the attempt that leaves the smallest difference. Tokens to which an
-    # attempt gives the probability 0 are left out. Reject an attempt with too many of them.
+    # 1. For each cause, find the attempt that leaves the smallest difference. Ignore tokens with
+    # probability 0 in an attempt, and reject an attempt with too many such tokens.
     best: dict[str, Cause] = {}
     similar: list[tuple[float, Cause]] = []
     for name, what, logps in attempts(case, kept, plain):

@@ -1,6 +1,7 @@
-"""Self-tests for this machine: pairs of kernels, of attention, of a small model, and a rollout.
+"""Self-tests of the kernels, the attention, packed rows and rollouts on this machine.
 
-`grpo_fast/attention/README.md` lists the pairs.
+Most self-tests compare a pair of computations that must agree. `grpo_fast/attention/README.md`
+lists all pairs.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def table(device: torch.device) -> Iterator[tuple[str, float, Gap]]:
 
 
 def small(on_device: str) -> float:
-    """Return the largest gap of packed rows and of our sampling loop for a small model."""
+    """Return how far packed rows and our sampling loop differ from a small model's own logps."""
     config = load_recipe("sort", [on_device, *MODEL])
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
@@ -118,19 +119,19 @@ def small(on_device: str) -> float:
 
 
 def rollout(on_device: str) -> float:
-    """Return the mean difference between a rollout and the trainer."""
+    """Return the mean difference between a rollout's logps and the trainer's, in nats."""
     words = "rollout.temperature=0.8", "rollout.max_new_tokens=24"
     config = load_recipe("sort", [on_device, *words, "model.config.initializer_range=0.3"])
     return examine_engine(DoctorSettings(n=4), config).mean
 
 
 def kernel_pairs(backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, Pair]:
-    """Return the pairs of one backend, with the name of what each pair compares."""
+    """Return the pairs of computations that must agree for one backend, keyed by a description."""
     hidden = draw(4, 9, HIDDEN, seed=0).to(dtype)
     weight = (draw(VOCABULARY, HIDDEN, seed=1) / HIDDEN**0.5).to(dtype)
     ids = torch.arange(36).view(4, 9) * 127 % VOCABULARY
     advantages = torch.tensor([1.0, -0.5, -1.0, 2.0])
-    old_logps = torch.full((4, 9), -8.3)  # the current ones vary around -log V, so some are clipped
+    old_logps = torch.full((4, 9), -8.3)  # logps vary around -log V, so some ratios are clipped
 
     def run(h: Tensor, w: Tensor, at: Any = device, by: str = backend) -> LossOutput:
         rows = slice(4 - len(h), 4)

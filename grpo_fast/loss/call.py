@@ -262,7 +262,7 @@ class Call:
         return unless_all(flat)
 
     def _segments(self, count: int) -> Tensor:
-        """Return the completion of each row, in ascending order, (N,) int64."""
+        """Return the index of each row's completion, (N,) int64. The indices ascend."""
         device = self.like.device
         num_rows = self.like.numel()
         cu = self.cu_seqlens
@@ -270,9 +270,9 @@ class Call:
             return torch.arange(count, device=device).repeat_interleave(num_rows // max(count, 1))
         checks.check_offsets(cu, num_rows, self.checks)
         rows = torch.arange(num_rows, dtype=cu.dtype, device=device)
-        # With right=True, an empty completion gets no row. With only the inner offsets, the index
-        # of a completion is less than B even if the offsets on a GPU are invalid. A binary search
-        # gives ascending results for ascending rows, whatever the offsets are.
+        # With right=True, an empty completion gets no row. Pass only the inner offsets, because the
+        # indices are then less than B. A binary search gives ascending indices for ascending rows.
+        # Both properties hold even if the offsets on a GPU are invalid.
         return torch.searchsorted(cu[1:-1], rows, right=True)
 
     def _find_inputs(

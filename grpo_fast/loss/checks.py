@@ -313,7 +313,7 @@ def temperature(x: float | Tensor, like: Tensor) -> None:
 # A function that receives the numbers of a check, and returns an error message, or "" if they are
 # allowed.
 Judge = Callable[[list[float]], str]
-# The letters of `struct`.
+# Letter of each dtype in the format strings of Python's `struct` module.
 FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.int32: "i"}
 
 
@@ -344,7 +344,7 @@ class ValueChecks:
         return x.is_cuda and self.validate == "auto"
 
     def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
-        """Check the values of tensors, whose dtypes are in FORMATS. All must be on one device."""
+        """Check values of tensors. The tensors must be on one device, with dtypes in FORMATS."""
         if self.are_late(tensors[0]):
             self.kept.append((judge, tensors))
         elif not is_capturing(tensors[0]):

@@ -40,18 +40,19 @@ def step_weights(
 
     Args:
         aggregation: one of `AGGREGATIONS`.
-        segments: (T,), int64. The completion of each token.
+        segments: (T,), int64. The index of each token's completion.
         lengths: function that returns the number of active tokens of each completion, (B,). 0 is
             allowed. It is called only if the weights depend on the lengths.
         count: B, the number of completions of this call.
         active: the sum of the lengths, known on the host.
         max_completion_length: maximum number of tokens, for "fixed_length".
-        num_items_in_batch: number of active tokens in the whole optimizer step. None: the tokens of
-            this call. For "prompt_mean", it is a (B,) tensor instead. Its element for a completion
-            is the number of active tokens in all completions of the same prompt. None then requires
-            that this call has all completions of each prompt, next to each other.
-        num_completions_in_batch: completions of the whole optimizer step. None: the completions of
-            this call.
+        num_items_in_batch: number of active tokens in the whole optimizer step. With None, the
+            tokens of this call are counted. For "prompt_mean", it is a (B,) tensor instead. Its
+            element for a completion is the number of active tokens in all completions of the same
+            prompt. With None, this call must then have all completions of each prompt, next to each
+            other.
+        num_completions_in_batch: number of completions in the whole optimizer step. With None, the
+            completions of this call are counted.
         group_size: completions per prompt, for "prompt_mean".
 
     Returns:

@@ -20,10 +20,10 @@ class Tokens(NamedTuple):
     # Weight of the entropy of each token in the entropy bonus. None: 1/(number of tokens that the
     # entropy mask keeps).
     entropy_weight: float | Tensor | None
-    # Returns the number of tokens of each completion, (B,) int64. Most token-level losses do not
-    # need the lengths, so they are computed on first use.
+    # Function that returns the number of tokens of each completion, (B,) int64. The lengths are
+    # computed on first use, because most token-level losses do not need them.
     lengths: Callable[[], Tensor]
-    segments: Tensor  # (T,) int64: completion of each token
+    segments: Tensor  # (T,) int64: index of each token's completion
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)

@@ -129,15 +129,16 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
 
 
 def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> list[Example]:
-    """Return the examples without those whose tests `code_tests` refuses.
+    """Return the examples whose tests `code_tests` can run.
 
     Args:
         rewards: the reward functions. Without `code_tests`, all examples are usable.
-        drop: the setting `data.drop_unusable`. If True, log the number of refused examples.
+        drop: the setting `data.drop_unusable`. If True, the other examples are dropped, and their
+            number is logged.
         examples: the examples.
 
     Raises:
-        ValueError: `drop` is False and tests are refused.
+        ValueError: `drop` is False, and `code_tests` refuses the tests of an example.
     """
     paths = [getattr(reward.function, "path", "") for reward in rewards.rewards]
     if not any(path.endswith("code_tests.py:code_tests") for path in paths):

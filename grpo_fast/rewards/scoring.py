@@ -47,8 +47,8 @@ from grpo_fast.rewards.isolated import built_in
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 
-LONGEST = 400  # characters of the longest answer that is compared as more than text
-DEEPEST = 10  # nesting of brackets in such an answer
+LONGEST = 400  # largest number of characters of an answer; longer ones are compared as text
+DEEPEST = 10  # largest nesting of brackets; other answers are compared as text
 EXPRESSIONS = "mathematics.py:same_expressions"  # worker with math-verify, which may take forever
 _SAID = re.compile(r"\b(?:answer|option|choice)(?: is|\**:)[\s:*]*", re.I)
 _CHOICE = re.compile(

@@ -164,7 +164,7 @@ def read_tensors(
     Raises:
         ValueError: a tensor is missing in the files or in `into`, or its dtypes or shapes differ.
     """
-    for file in place.glob("*.safetensors"):  # the reader opens them all, not only hashed files
+    for file in place.glob("*.safetensors"):  # the reader opens even files without a stored hash
         check_regular(file)
     reader = dcp.HuggingFaceStorageReader(str(place))
     found: Any = reader.read_metadata().state_dict_metadata

@@ -80,7 +80,7 @@ def locked(folder: str | Path) -> Iterator[Path]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-    except (OSError, ValueError) as error:  # Timeout of filelock is an OSError
+    except (OSError, ValueError) as error:  # filelock's Timeout is an OSError
         why = getattr(error, "strerror", None) or error
         if isinstance(error, Timeout):
             why = "another process is writing a run into it"
@@ -118,7 +118,9 @@ def written(path: Path) -> Iterator[None]:
 
 
 def check_regular(path: Path) -> Path:
-    """Return a path, and refuse folders, pipes and devices. Reading a pipe could block forever.
+    """Return a path of a regular file, or of a file that does not exist.
+
+    Refuse pipes, because reading a pipe could block forever.
 
     Raises:
         ValueError: the path exists and is not a regular file.

@@ -15,7 +15,7 @@ from tests import tiny
 
 # Sliding window of all models. It is shorter than most test prompts, so it affects their results.
 WINDOW = 16
-LARGEST = 20_000_000  # number of parameters; a larger model has a size field that SIZES lacks
+LARGEST = 20_000_000  # parameters; for a larger model, a field of its size is missing in SIZES
 # Values of configuration fields, each with the names of its fields.
 FIELDS: list[tuple[Any, str]] = [
     (32, "hidden_size d_model n_embd embed_dim emb_dim dim embedding_dim embedding_size hidden_dim"

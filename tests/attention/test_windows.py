@@ -35,7 +35,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         # In training mode the router would add random noise. Our code must switch it off.
         (sweep.RIGHT, "", "mixtral", {"router_jitter_noise": 0.5}),
         (sweep.RIGHT, "", "seed_oss", {}),  # its config field for dropout has an unusual name
-        # Some layers have a window, as mask and as keyword.
+        # Some layers have a window, in their mask and in a keyword argument.
         (sweep.RIGHT, "", "qwen2", {"max_window_layers": 1}),
         (sweep.RIGHT, "", "mistral", {"sliding_window": 1}),
         (sweep.RIGHT, "", "mistral", {"sliding_window": 4096}),  # longer than any sequence
@@ -51,7 +51,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         (sweep.PLAIN, "chunked_attention", "llama4_text", {}),
         # Adds its mask to the scores.
         (sweep.PLAIN, "packed attention fails: 'int' object", "doge", {}),
-        (sweep.PLAIN, "recurrent state", "rwkv", {}),  # ignores a padding mask, too
+        (sweep.PLAIN, "recurrent state", "rwkv", {}),  # also ignores a padding mask
         (sweep.PLAIN, "recurrent state", "recurrent_gemma", {}),
         (sweep.PLAIN, "recurrent state", "xlstm", {}),
         (sweep.PLAIN, "differs from its own logits", "bloom", {}),  # ALiBi
@@ -62,7 +62,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
     ids=str,
 )
 def test_verdicts(kind, reason, family, changes):
-    """Check packed rows, samples, and the logps of models whose sequences are computed alone."""
+    """Check whether rows are packed, each sequence is computed alone, or the model is refused."""
     verdict = sweep.judge(family, **changes)
     assert verdict.kind == kind and reason in verdict.reason
 

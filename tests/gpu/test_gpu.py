@@ -1,6 +1,7 @@
-"""Tests of the Triton backend on a real GPU: real sizes, waits, the context and determinism.
+"""Tests of the Triton backend on a real GPU.
 
-The tests in tests/loss whose backend is "gpu" check losses, options and relations on a GPU.
+They cover real sizes, waits of the host, the CUDA context and determinism. The tests in tests/loss
+whose backend is "gpu" check losses, options and relations on a GPU.
 
 `benchmarks/gpu_session.sh --part tests` runs these tests. They find races, misaligned vector loads
 and wrong tensor-core code. The tests in Triton's interpreter and the compile tests cannot find such

@@ -120,7 +120,7 @@ def test_replay(name, workspace, monkeypatch):
 
 
 def test_a_graph_for_each_shape():
-    """Check that graphs of two numbers of tokens give the same bits as normal calls, in turn."""
+    """Check alternating replays of two graphs, which were recorded with different token counts."""
     step = STEPS["linear_grpo_loss"]
     sizes = T, 2 * T
     batches = {size: values(0, size) for size in sizes}

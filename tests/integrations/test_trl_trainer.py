@@ -155,7 +155,10 @@ def missing(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize("name", ["forward_reason", "single_pass", "probe"])
 def test_what_raises_an_error_is_trls(model_path, tmp_path, monkeypatch, name):
-    """Check that TRL computes what a new release of TRL does not let us compute or compare."""
+    """Check that TRL computes a part of the step if our function for this part raises an error.
+
+    A new release of TRL may cause such an error.
+    """
     monkeypatch.setattr(options_module, name, missing)
     ours = compared(model_path, tmp_path)
     path, reason = ours.fast_path, f"trl {trl.__version__}: AttributeError: no attribute is_moved"

@@ -99,7 +99,7 @@ def of_epsilon(x, epsilon):
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
 
-NORMS = {  # forwards that differ from the one of an RMSNorm
+NORMS = {  # forwards that differ from an RMSNorm's forward
     "gradients": lambda self, x: x * of_epsilon(x, self.variance_epsilon).detach() * self.weight,
     "buffer": lambda self, x: plain_norm(self, x) * self.gain,  # 1 now, but it may change later
     "epsilon": lambda self, x: x * of_epsilon(x, 1e-4) * self.weight,

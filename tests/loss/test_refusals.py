@@ -171,8 +171,8 @@ OFFSETS = torch.arange(ROWS + 1) * 3
 TEACHER = TeacherHead(torch.ones(B, L, 5), torch.ones(23, 5))
 TOTALS = (0, -1, NAN, INF, 1e-40, torch.tensor(1e-40, dtype=torch.float64), torch.tensor(0.0),
           torch.tensor([1.0, 2.0]))  # fmt: skip
-# Functions, argument, and invalid values. If the message must contain more, a value is a pair
-# (value, text).
+# Rows (functions, argument, invalid values). For a pair (value, text), the message must contain the
+# text.
 LOSS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
     (FUNCTIONS, "advantages", [
         torch.ones(B + 1), torch.ones(B, L + 1), torch.ones(()), torch.ones(B).long(),
@@ -221,7 +221,7 @@ LOSS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
     (("linear",), "divergence", ["kl"]),
     (("logits",), "logits", [CASE.logits.long(), CASE.logits[0, 0], CASE.logits[..., :0]]),
 ]  # fmt: skip
-# Further invalid calls: functions, argument, changes of the call.
+# Further invalid calls, as rows (functions, argument, changes of the call).
 ELSE: list[tuple[tuple[str, ...], str, dict]] = [
     (("linear",), "lm_head_weight",
      dict(hidden=CASE.hidden[..., :0], lm_head_weight=CASE.weight[:, :0])),
@@ -268,9 +268,10 @@ def test_losses(function, name, changes):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_looks_invalid_but_is_allowed(function):
-    """Check values that must raise no error at masked tokens, without gradient or in `grpo_loss`.
+    """Check values that must not raise an error.
 
-    `grpo_loss` accepts positive values, because they may be log-densities.
+    Such values are at masked tokens, or require grad while gradients are disabled. `grpo_loss` also
+    accepts positive values, because they may be log-densities.
     """
     for name, x in GIVEN.items():
         call(function, CASE, **{name: bad(bad(x, 0.009), 5.0, MASKED)})

@@ -1,7 +1,6 @@
-"""Whole runs as a matrix: each case of `CASES` when it is resumed, on several ranks, and in parts.
+"""Tests of whole runs: each case of `CASES` is resumed, runs on several ranks, and accumulates.
 
-A run that is interrupted, that has several ranks, or whose steps have other micro-batches must have
-the results of a run without interruption in one process.
+These runs must have the same results as a run without interruption in one process.
 """
 
 import logging

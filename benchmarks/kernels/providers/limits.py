@@ -27,7 +27,7 @@ def gemms(count: int, compute_dtype: torch.dtype | None, problem: Problem) -> St
         compute_dtype: dtype of the products, or None for the dtype of the inputs. With float32,
             16-bit inputs are converted before the timing. Some CPUs compute fp32 products faster
             than 16-bit products.
-        problem: its inputs give the operands.
+        problem: the problem whose hidden states and weight are multiplied.
     """
     dtype = compute_dtype or problem.hidden.dtype
     hidden, weight = problem.hidden.detach().to(dtype), problem.weight.detach().to(dtype)

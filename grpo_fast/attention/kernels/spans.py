@@ -1,8 +1,8 @@
 """Interface of varlen attention kernels, and the two kernels that compute one span at a time.
 
-- `flash_cpu` is torch's CPU FlashAttention. It does not support fp16, windows and softcaps.
-- `explicit` computes explicit scores, for any device, window and softcap. The scores are computed
-  for one chunk of queries at a time, and only with the keys that the chunk attends to.
+- `flash_cpu` is torch's CPU FlashAttention. It does not support fp16, windows or softcaps.
+- `explicit` stores the scores as a tensor. It supports any device, window and softcap. The scores
+  are computed for one chunk of queries at a time, and only for the keys to which the chunk attends.
   `CHUNK_SCORES` bounds the memory. Products are computed in fp32 or fp64.
 """
 

@@ -39,7 +39,10 @@ COMPILED = "torch_compile: our forward is not compiled"
 
 
 def reason_of(attempt: Callable[..., object], *arguments: object) -> str | None:
-    """Return the text that `attempt` returns, or its error, which a new TRL may cause."""
+    """Call `attempt`, and return its result if it is a text, else None.
+
+    If `attempt` raises an error, return the error as text. A new release of TRL may cause an error.
+    """
     try:
         found = attempt(*arguments)
     except Exception as error:
@@ -101,7 +104,7 @@ def _is_plain_linear(layer: nn.Module) -> bool:
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Return a layer with attention dropout as text, or None. Packed attention has no dropout."""
+    """Return a text that names a layer with attention dropout, which we do not support, or None."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(getattr(module, name, None), "p", getattr(module, name, None))
@@ -149,14 +152,17 @@ def single_pass(
 ) -> tuple[dict[str, Any], float]:
     """Return the arguments of `linear_grpo_loss` for one micro-batch of B completions.
 
-    Per-token values are padded to K tokens: old_logps and ref_logps (B, K), and advantages (B,) or
-    (B, K). The caller must divide the loss by the second result.
+    Per-token values are padded to K tokens.
 
     Args:
         trainer: A TRL GRPOTrainer.
         inputs: The inputs that TRL passes to `_compute_loss`.
         num_scored: Number of tokens that the loss counts in the micro-batch.
         **head: Temperature, softcap and logit_scale of the LM head.
+
+    Returns:
+        The arguments, with old_logps and ref_logps of shape (B, K) and advantages of shape (B,) or
+        (B, K), and the number by which the caller must divide the loss.
     """
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]

@@ -194,12 +194,12 @@ def packed_forward(
         pack: The packed row.
         head: Logit transform of the LM head.
         entropy: Whether to return the entropies as well.
-        loss: Arguments of `linear_grpo_loss` with per-token values of shape (B, K). None: return
-            log-probabilities only.
+        loss: Arguments of `linear_grpo_loss` with per-token values of shape (B, K). If None, the
+            loss is not computed.
 
     Returns:
         A dictionary with "logps" (R,), with "entropy" (R,) if requested, and with "loss" (0-d) if
-        the call has a loss.
+        `loss` is given.
     """
 
     def of_head(layer: nn.Linear, hidden: Tensor) -> dict[str, Tensor]:
@@ -241,9 +241,9 @@ def largest_gap(lm: PreTrainedModel, ours: Scores, single: Scores) -> float:
     """Return the largest difference between logps of a padded batch and of single rows, in nats.
 
     The batch has two rows with the same prompt, padded on the left. The second row has a shorter
-    completion and is also padded on the right. Fp32 weights are also replaced with random weights,
-    see `worst_gap`, because the model's weights may hide an error. For example, a new LoRA adapter
-    has no effect.
+    completion and is also padded on the right. If the weights are fp32, the comparison is
+    repeated with random weights (see `worst_gap`), because the model's weights may hide an error.
+    For example, a new LoRA adapter has no effect.
 
     Args:
         lm: The transformers model.

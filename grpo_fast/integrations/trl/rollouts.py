@@ -58,11 +58,11 @@ class OwnRollouts(GRPOTrainer):
     """
 
     fast_rollouts = True
-    # Set by the derived class.
+    # The derived class sets these attributes.
     fast_path: dict[str, str]
     _lm: PreTrainedModel
     _own_attention: str  # the attention of the model before packed rows replaced it
-    _logged: set[tuple[str, str]]  # reasons that were logged
+    _logged: set[tuple[str, str]]  # parts and reasons that were logged
 
     def _start_rollouts(self) -> None:
         """Build our sampling engine, or record why TRL must sample."""

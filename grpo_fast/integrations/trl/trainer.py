@@ -47,10 +47,11 @@ class FastGRPOTrainer(OwnRollouts):
     """Faster version of TRL's `GRPOTrainer` with the same constructor and the same results.
 
     Attributes:
-        fast_path: Dictionary that describes the last micro-batch, or the plan before the first.
-            "forward" is "packed" or "TRL's: <reason>". "loss" is "single pass", "TRL's on our
-            logps: <reason>" or "TRL's: <reason>". "rollouts" is "ours" or "TRL's: <reason>".
-        fast_rollouts: False leaves the sampling to TRL.
+        fast_path: Dictionary that says whether our code or TRL's computed each part of the last
+            micro-batch. Before the first micro-batch, it contains the plan. "forward" is "packed"
+            or "TRL's: <reason>". "loss" is "single pass", "TRL's on our logps: <reason>" or
+            "TRL's: <reason>". "rollouts" is "ours" or "TRL's: <reason>".
+        fast_rollouts: If False, TRL samples the completions.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]

@@ -8,8 +8,9 @@ It supports verl >= 0.9 with `impl_backend` torch or liger.
 In each forward pass, verl looks up its class `FusedLinearForPPO` in a module. `use_fast_head`
 replaces this class for all models of the process.
 
-verl's fused forward leaves out a bias, a softcap and a scale of the head. Such a model is refused
-in its forward pass, and so is verl's backend triton, which does not use the class.
+verl's fused forward ignores a bias, a softcap and a scale of the head. The forward pass of a model
+with such a head raises an error. It also raises an error with verl's backend triton, which does not
+use the class.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class FastLinearForPPO(nn.Module):
         impl_backend: Has no effect.
 
     Raises:
-        ValueError: a model's forward calls the constructor, and verl leaves out a part of its head.
+        ValueError: a model's forward calls the constructor, and verl ignores a part of its head.
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         super().__init__()
-        # verl's patched forward creates this module without passing its model.
+        # verl's patched forward creates this module without passing its model, so read the model
+        # from the frame of the caller.
         check_head(sys._getframe(1).f_locals.get("self"))
 
     def forward(
@@ -84,7 +86,7 @@ def check_head(model: object) -> None:
     lost += ["the bias of lm_head"] * (getattr(lm_head, "bias", None) is not None)
     if lost:
         raise ValueError(
-            f"model: verl's fused forward leaves out {lost[0]}; use_fused_kernels=False"
+            f"model: verl's fused forward leaves out {lost[0]}; set use_fused_kernels=False"
         )
 
 

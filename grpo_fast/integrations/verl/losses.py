@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LOG_RATIO_BOUND = 20.0  # verl clamps the log importance ratio of a token to [-20, 20]
 DPPO_RATIO_CAP = 20.0  # largest ratio in our dppo objectives
-ALL_ROWS = "mean over all rows"  # how verl's geo_mean always aggregates, whatever the mode
+ALL_ROWS = "mean over all rows"  # verl's geo_mean always does this, whatever the mode
 
 
 class Batch(NamedTuple):

@@ -50,9 +50,10 @@ from grpo_fast.objective.config import LossConfig
 class RowConfig(NamedTuple):
     """Block sizes of a row kernel, which processes a row BLOCK_V columns at a time.
 
-    The loss kernel reads a row twice. With `programs_per_sm`, only this number of programs runs on
-    each multiprocessor, each for several rows, so that all rows in flight fit into the L2 cache.
-    With 0, each row has a program. `store_policy` is the eviction policy of the gradient's stores.
+    The loss kernel reads each row twice. If `programs_per_sm` is positive, only this number of
+    programs runs on each multiprocessor, and each program computes several rows. The second read of
+    a row may then hit the L2 cache. If it is 0, one program computes one row. `store_policy` is the
+    eviction policy with which the gradient is stored.
     """
 
     block_v: int

@@ -1,6 +1,7 @@
-"""Comparison of expressions with math-verify, whose time limits need the main thread of a process.
+"""Comparison of mathematical expressions with math-verify, in a worker process.
 
-math-verify limits the time by signals, which only the main thread of a process receives.
+math-verify implements its time limits with signals, which only the main thread of a process
+receives.
 """
 
 from __future__ import annotations
@@ -40,5 +41,6 @@ def same_expressions(
     return found
 
 
-# The first comparison imports sympy, which would take longer than its time limit on a busy machine.
+# Compare once now, with a long time limit. The first comparison imports sympy, which on a busy
+# machine may take longer than the limit of a normal comparison.
 same_expressions(completions=["x"], answers=["x"], seconds=60, digits=None)

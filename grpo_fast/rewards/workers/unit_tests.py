@@ -110,13 +110,13 @@ def root(node: Any) -> str:
 
 
 class Tests(ast.NodeTransformer):
-    """Tests as Python source. `visit` marks its statements.
+    """Syntax tree of Python tests, whose statements `visit` puts into `with` blocks.
 
-    Each simple statement is replaced by `with _step_:` and the statement. For a test, it is
-    `with _test_:`. This notices a loop or `if` that skips all its tests, for example because the
-    answer returns an empty list. It also notices a failure that a `try` or `with` around the test
-    swallows. Both apply the changes that the answer has made to its arguments, after the statement:
-    in `assert f(x) == sorted(x)`, `sorted` sees the original x.
+    A simple statement is put into a block `with _step_:`, and a test into `with _test_:`. `_test_`
+    notices a loop or `if` that skips all its tests, for example because the answer returns an empty
+    list. It also notices a failure that a `try` or `with` around the test swallows. At the end of a
+    block, the changes that the answer has made to its arguments are applied. Therefore `sorted`
+    sees the original x in `assert f(x) == sorted(x)`.
 
     Attributes:
         tree: syntax tree, in which imports of the answer are replaced.

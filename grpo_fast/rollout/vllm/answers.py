@@ -37,10 +37,10 @@ class StaleWeights(ServerError):
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Raise a BadAnswer if the block does not find what it reads in a response.
+    """Convert an error of the block, which reads a response, to a BadAnswer.
 
     Args:
-        where: the sender, for the message.
+        where: the sender of the response, for the message.
     """
     try:
         yield

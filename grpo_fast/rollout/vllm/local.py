@@ -49,7 +49,7 @@ class VLLMEngine(Engine):
         if policy.device.type == "cpu":
             self.llm.apply_model(repack_heads)
         if self.asleep:
-            # Wake the cache last, when the policy's weights need no further memory.
+            # Allocate the KV cache last, because the reloading of the weights needs memory, too.
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
         # Reset the prefix cache, because its keys and values were computed with the old weights.
@@ -83,7 +83,7 @@ class VLLMEngine(Engine):
 
 
 def _as_response(output: Any) -> dict[str, Any]:
-    """Convert vLLM's RequestOutput to the response of a server."""
+    """Convert vLLM's RequestOutput to the form of a server's response."""
     choices = []
     for one in output.outputs:
         steps = zip(one.token_ids, one.logprobs, strict=True)

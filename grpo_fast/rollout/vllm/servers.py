@@ -1,4 +1,4 @@
-"""The engine `vllm-server`, which sends the trainer's weights to vLLM 0.32 servers that sample.
+"""The engine `vllm-server`, which sends the trainer's weights to vLLM 0.32 servers and samples.
 
 All requests run on one event loop. Every operation on a server has one deadline. A server that is
 unreachable, hangs or has other weights is excluded, and the other servers sample its prompts. The
@@ -55,9 +55,9 @@ log = logging.getLogger(__name__)
 CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
 PAUSE_S = 1.0  # seconds between two checks of a server that is gone
 MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
-CONNECTIONS = 256  # most connections to one server
+CONNECTIONS = 256  # maximum number of connections to one server
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
-PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # token ids whose continuations are compared after a transfer
+PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # ids whose log-probs are compared after a transfer
 GENERATE = "/inference/v1/generate"
 OPTIONS_MISSING = ValueError(
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
@@ -249,7 +249,9 @@ class Server:
         return request.completions(answer, f"{self.url}{GENERATE}")
 
     async def receive(self, names: Names, weights: Mapping[str, Tensor], folder: str) -> None:
-        """Make the server load weights, an adapter, or both. It pauses until it has all weights.
+        """Make the server load weights, an adapter, or both.
+
+        The server does not sample while it receives weights.
 
         Args:
             names: names of the weights and of the adapter.
@@ -273,7 +275,7 @@ class Server:
             self.adapter = names[1]
 
     async def _load(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Send weights to the server under the name `name`."""
+        """Send weights to the server, and give them the name `name`."""
         # 1. Join a process group with the server's workers, and stop sampling.
         if self.group is None or self.has is None or self.reported != self.has[0]:
             self.group = await self._join_group()
@@ -283,8 +285,9 @@ class Server:
         # 2. If the server was already paused, a trainer may have been killed during an update.
         if was_paused:
             await self._close_update()
-        # 3. Send the weights, and continue sampling. If this fails, continue with any weights, so
-        #    that the server does not stay paused. Their name tells other trainers to replace them.
+        # 3. Send the weights, and resume sampling. If sending fails, resume anyway, because the
+        #    server would otherwise stay paused. `_close_update` gives the incomplete weights a name
+        #    that no trainer uses, so trainers replace them.
         try:
             await self._update(group, name, weights)
         except (RuntimeError, OSError, ValueError):
@@ -300,7 +303,7 @@ class Server:
 
         vLLM would refuse a second update, or add it to half-loaded layers. Only
         /finish_weight_update resets these layers, but it fails if no update is open. Therefore
-        start an update first, and ignore the error of this call if an update is open already.
+        call /start_weight_update first, and ignore its error, which occurs if an update is open.
         """
         with suppress(ServerError):
             await self.call("POST", "/start_weight_update")
@@ -362,8 +365,8 @@ class Server:
             expected: the policy's log-probabilities, see `probe_logps`.
 
         Raises:
-            BadAnswer: the difference is larger than rounding explains, so the server has kept
-                other weights than it claims to have.
+            BadAnswer: the difference is larger than rounding explains, so the server does not have
+                the weights that it claims to have.
         """
         parameters = {"max_tokens": 1, "prompt_logprobs": 1, "detokenize": False}
         body: dict[str, Any] = {"token_ids": list(PROBE), "sampling_params": parameters}
@@ -378,7 +381,8 @@ class Server:
             gaps = [abs(float(row[i]) - logp) for row, (logp, i) in pairs]
         difference = sum(gaps) / len(gaps)
         limit = self.rounding if self.options.tolerance is None else self.options.tolerance
-        # Sampling reports NaN of the policy. NaN of the server alone is a difference.
+        # If the policy's log-probabilities are NaN, raise no error here, because sampling reports
+        # them. A NaN of the server alone counts as a difference.
         if not (difference <= limit or expected.isnan().any()):
             await self.is_up()
             raise BadAnswer(
@@ -427,7 +431,7 @@ class VLLMServers(Engine):
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
-        self.names: Names | None = None  # names of the current weights, which differ between runs
+        self.names: Names | None = None  # names of the current weights; other runs use other names
         self.expected: Tensor | None = None  # log-probabilities of the policy, see `probe_logps`
         self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
         self.lm: Any = None  # the model whose weights were sent last

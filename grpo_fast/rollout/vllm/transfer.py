@@ -144,8 +144,8 @@ class NCCLGroup:
 def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: str) -> bool:
     """Return whether a server can add the policy's adapter to its weights at run time.
 
-    If the server loads adapters, but would not use everything that is trained, log why. vLLM itself
-    refuses an adapter whose peft options it does not support.
+    If the server loads adapters, but would ignore some of the trained weights, log the reason. vLLM
+    itself refuses an adapter whose peft options it does not support.
 
     Args:
         policy: the policy.

@@ -1,4 +1,4 @@
-"""Configurations of TRL, verl and OpenRLHF as words of this package."""
+"""Conversion of configurations of TRL, verl and OpenRLHF to `key=value` arguments."""
 
 from __future__ import annotations
 

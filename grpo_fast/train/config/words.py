@@ -177,7 +177,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def apply_words(settings: dict[str, Any], words: Iterable[str]) -> None:
-    """Change nested settings as `key=value` arguments say.
+    """Apply `key=value` arguments to nested settings.
 
     Three keys have short forms. The short forms of `data` and `model` work only if the settings
     already contain these sections.

@@ -1,4 +1,4 @@
-"""Load a policy from a folder, the hub or a configuration, also with a LoRA adapter.
+"""Functions that load a policy from a folder, the hub or a configuration, also with LoRA.
 
 transformers initializes missing weights with random numbers and only prints a table. This module
 raises a ValueError instead. It also converts errors from damaged files to one-line ValueErrors.
@@ -295,7 +295,7 @@ def _reading(path: str, expected: str) -> Iterator[None]:
     try:
         with in_silence():
             yield
-    except Exception as error:  # readers and architectures raise many classes
+    except Exception as error:  # readers and model classes raise many kinds of errors
         why = reason(error)
         damaged = _damaged_weights(path)  # transformers does not name the damaged file
         if damaged:

@@ -133,11 +133,17 @@ def test_packed_rows_equal_separate_sequences(family, dtype):
     model = model_of(family, dtype)
     groups = groups_of()
     expected = gradients(model, lambda: by_sample(model, samples_of(groups)))
+    bars = BARS[dtype]
+    if dtype == torch.float32:
+        # Separate sequences have rounding errors, too: 1.5e-5 nats for qwen3_next.
+        with torch.no_grad():
+            exact = by_sample(model_of(family, torch.float64), samples_of(groups))
+        bars = max(bars[0], 2 * float((expected[0] - exact).abs().max())), bars[1]
     prepare(model)
-    assert_equal(model, pack_groups(groups), expected, BARS[dtype])
-    assert_equal(model, pack_groups(groups, shared=False), expected, BARS[dtype])
+    assert_equal(model, pack_groups(groups), expected, bars)
+    assert_equal(model, pack_groups(groups, shared=False), expected, bars)
     enable_checkpointing(model)
-    assert_equal(model, pack_groups(groups), expected, BARS[dtype])
+    assert_equal(model, pack_groups(groups), expected, bars)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "gpt_oss", "granite_swa"])

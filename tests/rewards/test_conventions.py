@@ -1,6 +1,5 @@
 """Tests of reward functions that have the signature of TRL, verl, OpenRLHF or grpo_fast."""
 
-import json
 import math
 import sys
 
@@ -300,12 +299,6 @@ def test_one_word_in_the_configuration(file, tmp_path):
                   {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
         with pytest.raises(ValidationError):
             RewardConfig.model_validate(wrong)
-    # A relative path in a recipe file is resolved against the folder of the recipe.
-    recipe = tmp_path / "recipe.yaml"
-    (tmp_path / "mine.py").write_text(MODULE)
-    settings = load_recipe("sort").model_dump(mode="json")
-    recipe.write_text(json.dumps({**settings, "rewards": [{"openrlhf": "mine.py:reward_func"}]}))
-    assert load_recipe(str(recipe)).rewards[0].name == f"{tmp_path / 'mine.py'}:reward_func"
 
 
 def test_a_run_passes_its_state_and_logs_what_functions_log(file, tmp_path, capsys):

@@ -40,18 +40,19 @@ class VLLMEngine(Engine):
 
     def update(self, policy: SampledModel, version: int) -> None:
         self.policy = policy
+        lost_memory = self.asleep and self.frees_memory
+        self.asleep = False
         if self.version == version:
             return
-        if self.asleep:
+        if lost_memory:
             self.llm.wake_up(tags=["weights"])
         weights = iter(weights_of(policy.lm).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if policy.device.type == "cpu":
             self.llm.apply_model(repack_heads)
-        if self.asleep:
+        if lost_memory:
             # Allocate the KV cache last, because the reloading of the weights needs memory, too.
             self.llm.wake_up(tags=["kv_cache"])
-            self.asleep = False
         # Reset the prefix cache, because its keys and values were computed with the old weights.
         self.llm.reset_prefix_cache()
         self.llm.update_weight_version(str(version))
@@ -60,8 +61,8 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         if self.frees_memory and not self.asleep:
             self.llm.sleep(level=2)
-            self.asleep = True
-        self.version = None
+            self.version = None
+        self.asleep = True
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -72,7 +73,7 @@ class VLLMEngine(Engine):
     def sample(self, request: Request) -> list[Completion]:
         from vllm import SamplingParams
 
-        if self.version is None:
+        if self.asleep or self.version is None:
             raise EngineError("the engine vllm: expected update before generate")
         vllm_request = VLLMRequest(self.policy, request, self.version, str(self.version))
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]

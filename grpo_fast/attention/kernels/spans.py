@@ -62,8 +62,10 @@ class Kernel(NamedTuple):
 def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients]) -> Kernel:
     """Build a `Kernel` from two functions that compute a single span, with equal numbers of heads.
 
-    Each key head is repeated for its query heads. Autocast is disabled, because it would compute
-    fp32 products in 16 bits.
+    In a causal span, each key head is repeated for its query heads. In other spans, such as that of
+    completions on their prompt, the query heads of a key head are folded into additional queries,
+    which avoids a copy of the keys. Autocast is disabled, because it would compute fp32 products in
+    16 bits.
 
     Args:
         forward: (q (H, L, D), k (H, S, D), v, causal, params) → output (H, L, D) and lse (H, L).
@@ -79,9 +81,10 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
         lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
         with torch.autocast(q.device.type, enabled=False):
             for at, keys in spans.rows:
-                heads = _heads(q[at], k[keys], v[keys])
-                part, lse[:, at] = forward(*heads, spans.causal, params)
-                out[at] = part.transpose(0, 1)
+                fold, qs, ks, vs = _heads(q[at], k[keys], v[keys], spans.causal)
+                part, part_lse = forward(qs, ks, vs, spans.causal, params)
+                out[at] = _unfolded(part, fold)
+                lse[:, at] = _unfolded(part_lse[..., None], fold)[..., 0].t()
         return out, lse
 
     def back(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
@@ -92,10 +95,11 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
             dv.zero_()
         with torch.autocast(q.device.type, enabled=False):
             for at, keys in spans.rows:
-                heads = _heads(q[at], k[keys], v[keys])
-                span = Saved(*heads, out[at].transpose(0, 1), lse[:, at])
-                parts = backward(grad[at].transpose(0, 1), span, spans.causal, params)
-                dq[at] = parts[0].transpose(0, 1)
+                fold, qs, ks, vs = _heads(q[at], k[keys], v[keys], spans.causal)
+                span_lse = _folded(lse[:, at].t()[..., None], fold)[..., 0]
+                span = Saved(qs, ks, vs, _folded(out[at], fold), span_lse)
+                parts = backward(_folded(grad[at], fold), span, spans.causal, params)
+                dq[at] = _unfolded(parts[0], fold)
                 # Sum the gradients of all query heads that use the same key head.
                 for target, x in ((dk, parts[1]), (dv, parts[2])):
                     target[keys] = x.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
@@ -104,11 +108,26 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
     return Kernel(run, back)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as (H, L, D). Each key head is repeated for its query heads."""
+def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Return the number of query heads that are folded, and q, k and v as (heads, tokens, D).
+
+    A causal span cannot fold heads, because folding changes the order of the queries.
+    """
     groups = q.shape[1] // k.shape[1]
-    ks, vs = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
-    return q.transpose(0, 1), ks, vs
+    fold = 1 if causal else groups
+    if fold < groups:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    return fold, _folded(q, fold), k.transpose(0, 1), v.transpose(0, 1)
+
+
+def _folded(x: Tensor, fold: int) -> Tensor:
+    """Fold query heads into queries: reshape (L, H, D) to (H/fold, L·fold, D)."""
+    return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
+
+
+def _unfolded(x: Tensor, fold: int) -> Tensor:
+    """Undo `_folded`: reshape (H/fold, L·fold, D) to (L, H, D)."""
+    return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
 
 
 def _flash_forward(

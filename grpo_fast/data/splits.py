@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
 SPLIT_SEED = "grpo_fast held-out lines"
-Usable = Callable[[list[Example]], list[Example]]
+Usable = Callable[[list[Example]], Sequence[Example]]
 
 
 class Splits:
@@ -199,7 +199,7 @@ def without_long(
 
 
 def read_questions(
-    data: Any, test_only: bool = False, usable: Usable = list
+    data: Any, test_only: bool, usable: Usable = list
 ) -> tuple[list[Example], list[Example]]:
     """Read both splits of a data source, without applying the prompt template.
 
@@ -231,8 +231,8 @@ def read_questions(
         train, test = _hold_out(train, data.n_test, data.path)
     # Hold out rows before unusable rows are removed. The held-out rows then do not depend on the
     # rewards, so `grpo-fast eval` finds the same rows.
-    train = usable(train)
-    test = usable(test)
+    train = list(usable(train))
+    test = list(usable(test))
     require(test, "data", f"at least one test example in {data.path}", "none")
     fits = train or not needs_train
     require(fits, "data", f"at least one training example in {data.path}", "none")

@@ -91,5 +91,5 @@ def step_weights(
     if divisors is not None:
         return (1.0 / (divisors.double() * total)).float()[segments]
     if isinstance(total, Tensor):
-        return (1.0 / total.double()).float().expand(len(segments))
+        return (1.0 / total.double()).float().repeat(len(segments))
     return torch.full((len(segments),), 1.0 / total, dtype=torch.float32, device=segments.device)

@@ -128,7 +128,7 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
                 raise argument_error(argument, expected, f"{got}, first {first!r}")
 
 
-def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> list[Example]:
+def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Sequence[Example]:
     """Return the examples whose tests `code_tests` can run.
 
     Args:
@@ -142,7 +142,7 @@ def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> list[
     """
     paths = [getattr(reward.function, "path", "") for reward in rewards.rewards]
     if not any(path.endswith("code_tests.py:code_tests") for path in paths):
-        return list(examples)
+        return examples
     errors = [tests_error(example) for example in examples]
     count = sum(map(bool, errors))
     if count and not drop:

@@ -137,10 +137,7 @@ class Engine(ABC):
         """
 
     def sleep(self) -> None:  # noqa: B027
-        """Free the device for the trainer. Weights may be lost, so call `update` after `wake`."""
-
-    def wake(self) -> None:  # noqa: B027
-        """Prepare the engine for `update` and `sample`. An engine that is awake stays unchanged."""
+        """Free the device for the trainer. Weights may be lost, and `update` restores them."""
 
     def close(self) -> None:  # noqa: B027
         """Release all resources. The engine cannot be used afterwards."""
@@ -169,8 +166,7 @@ def build_engine(policy: SampledModel, options: Any = None) -> Engine:
 
 @contextmanager
 def awake(engine: Engine, policy: SampledModel, version: int) -> Iterator[Engine]:
-    """Wake the engine and update its weights on entry, and put it to sleep on exit."""
-    engine.wake()
+    """Update the engine's weights on entry, and put it to sleep on exit."""
     engine.update(policy, version)
     try:
         yield engine

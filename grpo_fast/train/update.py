@@ -235,14 +235,18 @@ def token_weights(
     """
     ends = batch.packed.cu_seqlens.long()
     counts = batch.completion_mask
-    before = pad(counts.long().cumsum(0), (1, 0))
-    active = before[ends[1:]] - before[ends[:-1]]
+
+    def active() -> Tensor:
+        before = pad(counts.long().cumsum(0), (1, 0))
+        return before[ends[1:]] - before[ends[:-1]]
+
     # Pass output_size. Without it, repeat_interleave reads the size of its result from the GPU,
     # which is a sync.
-    numbers = torch.arange(len(active), device=active.device)
+    count = len(ends) - 1
+    numbers = torch.arange(count, device=ends.device)
     segments = numbers.repeat_interleave(ends.diff(), output_size=len(counts))
     weights = step_weights(
-        str(config.aggregation), segments, lambda: active, len(active), batch.active_tokens,
+        str(config.aggregation), segments, active, count, batch.active_tokens,
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )  # fmt: skip

@@ -206,9 +206,6 @@ class Recorded(Engine):
     def sleep(self):
         self.calls.append("sleep")
 
-    def wake(self):
-        self.calls.append("wake")
-
     def close(self):
         self.calls.append("close")
 
@@ -242,7 +239,7 @@ def test_a_rollout_carries_what_the_engine_said(policy):
         with pytest.raises(RuntimeError, match="stop"), awake(engine, None, 3):
             engine.generate([[1]], Sampling(), group_size=1, seed=0)
             raise RuntimeError("stop")
-    assert engine.calls == ["wake", "update 3", "generate", "sleep", "close"]
+    assert engine.calls == ["update 3", "generate", "sleep", "close"]
 
 
 def test_a_model_with_the_attention_of_packed_rows_samples(tokenizer):

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import linear_logps
+from grpo_fast.attention import Head
 from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
 from grpo_fast.integrations.trl.divergence import LOSS, swap_divergence
@@ -47,7 +48,11 @@ SERVED = (
     "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
-METRICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_sum_sq_probs": lambda z, ids: (2 * z.log_softmax(-1)).logsumexp(-1),
+    "mean_logits": lambda z, ids: z.mean(-1),
+    "is_top1": lambda z, ids: z.argmax(-1) == ids,
+}
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -193,17 +198,12 @@ def row_statistics(
         For each name in `METRICS`: a tensor of shape (N,), or None if `wanted` does not name it.
     """
     found: dict[str, list[Tensor]] = {name: [] for name in METRICS if name in wanted}
+    head = Head(weight, bias, softcap, logit_scale)
     size = max(BLOCK_ELEMENTS // weight.shape[0], 1)
     for h, ids in zip(hidden.split(size), targets.split(size), strict=True) if found else ():
-        z = nn.functional.linear(h, weight, bias).float() * logit_scale
-        z = z if softcap is None else softcap * torch.tanh(z / softcap)
-        z = z / temperature
-        block = {
-            "log_sum_sq_probs": (2 * z.log_softmax(-1)).logsumexp(-1),
-            "mean_logits": z.mean(-1), "is_top1": z.argmax(-1) == ids,
-        }  # fmt: skip
+        z = head.logits_of(nn.functional.linear(h, weight, bias)) / temperature
         for name, values in found.items():
-            values.append(block[name])
+            values.append(METRICS[name](z, ids))
     return [torch.cat(found[name]) if name in found else None for name in METRICS]
 
 

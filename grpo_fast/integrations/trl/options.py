@@ -211,7 +211,7 @@ def probe(trainer: GRPOTrainer) -> str | None:
     Returns:
         A sentence that describes the difference, or None if the objectives are equal.
     """
-    inputs, logps, entropies = _random_inputs(trainer, trainer.accelerator.device)
+    inputs, logps, entropies = _random_inputs(trainer.accelerator.device)
     # Compute TRL's loss in a copy of the trainer, because the loss function changes the metrics and
     # the state of the adaptive entropy bonus.
     twin = copy.copy(trainer)
@@ -232,9 +232,7 @@ def probe(trainer: GRPOTrainer) -> str | None:
     return None
 
 
-def _random_inputs(
-    trainer: GRPOTrainer, device: torch.device
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def _random_inputs(device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return random inputs of TRL's `_compute_loss`, with their logps and entropies.
 
     The inputs have six completions.

@@ -484,11 +484,12 @@ class VLLMServers(Engine):
         self.names = name, None
         if self.sends_adapters and transfer.adapted_modules(policy.lm):
             self.names = f"{self.run}-base-{self.count}", name
-            if self.names != before:  # an evaluation and the next rollout use the same version
-                transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         self.may_send = not (self.ahead or is_sharded)
-        self.expected = probe_logps(policy) if self.checks_weights else None
+        if self.names != before:  # an evaluation and the next rollout use the same version
+            if self.names[1] is not None:
+                transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
+            self.expected = probe_logps(policy) if self.checks_weights else None
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         self._bring_up(self._weights() if is_sharded else None)
 

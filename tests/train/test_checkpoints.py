@@ -246,7 +246,10 @@ def test_a_hook_gets_each_checkpoint_and_its_error_ends_no_run(tmp_path, caplog)
         run(tmp_path / "other", "checkpoint.on_save=none.py:saved")
 
 
-def test_a_signal_is_remembered_until_the_next_pass():
+def test_a_signal_is_remembered_until_the_next_pass(request):
+    # A process that a shell started in the background ignores SIGINT.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
     model, stopping = torch.nn.Linear(1, 1), Stopping()
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped) as stopped, stopping.listening(model):

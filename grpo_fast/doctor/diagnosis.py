@@ -248,18 +248,21 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
 
 # ----------------------------------------------------------------------- From a run's configuration
 class DoctorSettings(Section):
-    """Settings of the doctor. Every other `key=value` belongs to the run's configuration."""
+    """Settings of the doctor. Every other `key=value` belongs to the run's configuration.
+
+    Attributes:
+        recipe: Recipe (name or YAML file) with data, sampling and model.
+        n: Number of prompts.
+        samples: Completions of each prompt.
+        tokens: Longest completion. All logits of a completion are in memory at once.
+        threshold: Allowed mean difference in nats per token; null: the noise of the dtype.
+    """
 
     recipe: str | None = None
-    """Recipe (name or YAML file) with data, sampling and model."""
     n: int = Field(8, ge=1, le=1 << 10)
-    """Number of prompts."""
     samples: int = Field(2, ge=1, le=1 << 10)
-    """Completions of each prompt."""
     tokens: int = Field(32, ge=1, le=1 << 10)
-    """Longest completion. All logits of a completion are in memory at once."""
     threshold: float | None = Field(None, ge=0)
-    """Allowed mean difference in nats per token; null: the noise of the dtype."""
 
 
 def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:

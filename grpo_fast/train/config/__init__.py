@@ -8,7 +8,6 @@ defaults of the section `loss` come from `LossConfig`.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -48,14 +47,6 @@ Positive = Annotated[int, Interval(ge=1, lt=LIMIT)]
 Size = Annotated[int, Interval(ge=1, le=1 << 20)]  # number of items in memory at the same time
 
 
-def described(kind: type) -> dict[str, str]:
-    """Return the descriptions of a class's fields, which its docstring lists as `name: text`."""
-    found = re.findall(r"^ +(\w+): (.*(?:\n {12}.*)*)", kind.__doc__ or "", re.M)
-    # LossConfig names the type of an option before its description.
-    texts = {name: re.sub(r"^(str|bool|int|float)( or [a-z ]+)?\. ", "", x) for name, x in found}
-    return {name: " ".join(text.split()) for name, text in texts.items()}
-
-
 class Section(BaseModel):
     """Base class of configuration sections. It rejects unknown keys and non-finite numbers.
 
@@ -67,12 +58,6 @@ class Section(BaseModel):
         extra="forbid", strict=True, validate_assignment=True, protected_namespaces=(),
         allow_inf_nan=False,
     )  # fmt: skip
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        for name, text in described(cls).items():
-            if name in cls.model_fields:
-                cls.model_fields[name].description = text
 
 
 @contextmanager
@@ -471,17 +456,21 @@ def _loss_keys() -> dict[str, Any]:
     types |= {"temperature": float, "corrections": list[dict[str, Any]]}
     defaults = {field.name: field.default for field in fields(LossConfig)} | {"temperature": None}
     defaults["corrections"] = [asdict(correction) for correction in LossConfig.corrections]
-    descriptions = described(LossConfig)
-    descriptions["temperature"] = "Temperature of the log-probs; null uses rollout.temperature."
-    return {
-        name: (types[name] | None, Field(default, description=descriptions[name]))
-        for name, default in defaults.items()
-        if name not in OF_THE_RUN
-    }
+    own = defaults.keys() - {*OF_THE_RUN}
+    return {name: (types[name] | None, x) for name, x in defaults.items() if name in own}
 
 
-class LossSettings(create_model("Arguments", __base__=Section, **_loss_keys())):  # type: ignore[misc]
-    """The objective. All arguments of LossConfig, except OF_THE_RUN, are keys."""
+Arguments: Any = create_model(
+    "Arguments", __base__=Section, __doc__=LossConfig.__doc__, **_loss_keys()
+)
+
+
+class LossSettings(Arguments):  # type: ignore[misc]
+    """The objective. All arguments of LossConfig, except OF_THE_RUN, are keys.
+
+    Attributes:
+        temperature: Temperature of the log-probs; null uses rollout.temperature.
+    """
 
 
 # ------------------------------------------------------------------------------ The whole run

@@ -34,12 +34,15 @@ class EvalSettings(Section):
 
     The command also accepts all settings of a run. The keys of the sections in SHORT can be written
     without the section, for example n=100 for eval.n or task=sort for data.task.
+
+    Attributes:
+        recipe: Name of a recipe or path of a YAML file; null uses the settings of the evaluated
+            run.
+        out: JSON file to write the metrics to; null writes no file.
     """
 
     recipe: str | None = None
-    """Name of a recipe or path of a YAML file; null uses the settings of the evaluated run."""
     out: UserPath | None = None
-    """JSON file to write the metrics to; null writes no file."""
 
 
 class Source(NamedTuple):

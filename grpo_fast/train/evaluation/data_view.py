@@ -28,10 +28,14 @@ REFUSED = "with tests that code_tests refuses"
 
 
 class ViewSettings(Section):
-    """Settings of `grpo-fast data`. All other arguments are keys of the section `data`."""
+    """Settings of `grpo-fast data`. All other arguments are keys of the section `data`.
+
+    Attributes:
+        model: Model whose tokenizer and chat template format the prompts; null shows them
+            unformatted.
+    """
 
     model: UserPath | None = None
-    """Model whose tokenizer and chat template format the prompts; null shows them unformatted."""
 
 
 def data_lines(source: str, words: Sequence[str]) -> list[str]:

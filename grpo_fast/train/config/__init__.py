@@ -592,7 +592,7 @@ class RunConfig(Section):
         by_symbol = self.model.tokenizer == "symbols" and self.data.task == "sort"
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
             self.rollout.max_new_tokens = self.data.digits
-        for clashes, one, other, why in (*self._advantage_conflicts(), *self._loss_conflicts()):
+        for clashes, one, other, why in self._conflicts():
             if clashes:
                 raise conflict(one, other, why)
         if self.advantages != GAE:
@@ -617,26 +617,14 @@ class RunConfig(Section):
         require(fits, "distributed_replicas", expected, self.distributed_replicas)
         return self
 
-    def _advantage_conflicts(self) -> list[tuple[object, str, str, str]]:
-        """Return rows (is a conflict, first setting, second setting, reason) about advantages."""
+    def _conflicts(self) -> list[tuple[object, str, str, str]]:
+        """Return rows (is a conflict, first setting, second setting, reason)."""
         mode = f"advantages={self.advantages}"
         is_gae = self.advantages == GAE
         has_critic = self.critic is not None
         critic = "critic" if has_critic else "critic=null"
         variance = "log.grad_variance=true"
         only = "it needs the gradient of each group on one rank"
-        return [
-            (has_critic != is_gae, mode, critic,
-             "gae needs the section critic={}, which no other mode reads"),
-            (is_gae and self.advantage_options, mode, "advantage_options",
-             "the options of gae are in the section critic"),
-            (self.log.grad_variance and has_critic, variance, "critic", only),
-            (self.log.grad_variance and self.is_sharded, variance,
-             f"distributed={self.distributed}", only),
-        ]  # fmt: skip
-
-    def _loss_conflicts(self) -> list[tuple[object, str, str, str]]:
-        """Return rows (is a conflict, first setting, second setting, reason) about the loss."""
         loss = self.loss
         config = self.loss_config()
         kind = self.reference.kind
@@ -650,7 +638,14 @@ class RunConfig(Section):
         is_custom = of_sampler and corrections != LossConfig.corrections
         corrects = self.rollout.correct_sampling
         return [
-            (in_reward and self.advantages != GAE, into, f"advantages={self.advantages}",
+            (has_critic != is_gae, mode, critic,
+             "gae needs the section critic={}, which no other mode reads"),
+            (is_gae and self.advantage_options, mode, "advantage_options",
+             "the options of gae are in the section critic"),
+            (self.log.grad_variance and has_critic, variance, "critic", only),
+            (self.log.grad_variance and self.is_sharded, variance,
+             f"distributed={self.distributed}", only),
+            (in_reward and not is_gae, into, mode,
              "only gae spreads a token's reward; use kl.into=loss"),
             (needs_beta and not OBJECTIVES[config.loss_type].reference, setting,
              f"loss.loss_type={config.loss_type}", "beta is no weight of this KL in this loss"),

@@ -460,12 +460,9 @@ def _loss_keys() -> dict[str, Any]:
     return {name: (types[name] | None, x) for name, x in defaults.items() if name in own}
 
 
-Arguments: Any = create_model(
-    "Arguments", __base__=Section, __doc__=LossConfig.__doc__, **_loss_keys()
-)
-
-
-class LossSettings(Arguments):  # type: ignore[misc]
+class LossSettings(
+    create_model("Arguments", __base__=Section, __doc__=LossConfig.__doc__, **_loss_keys())  # type: ignore[misc]
+):
     """The objective. All arguments of LossConfig, except OF_THE_RUN, are keys.
 
     Attributes:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from grpo_fast.doctor import attempts as causes
+from grpo_fast.doctor import diagnosis as causes
 from grpo_fast.doctor.diagnosis import shipped_settings
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine

@@ -102,7 +102,7 @@ TASKS = {
         write_data, prompts=8, group=8, length=10, lr=2e-5, steps=20, every=4, questions=180
     ),
     "examples": Task(
-        write_examples, prompts=4, group=8, length=10, lr=6e-5, steps=8, every=2, questions=180
+        write_examples, prompts=4, group=8, length=10, lr=6e-5, steps=6, every=2, questions=180
     ),
 }  # fmt: skip
 

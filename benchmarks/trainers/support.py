@@ -67,15 +67,19 @@ def main() -> None:
 def problem_of(case: Case, options: argparse.Namespace) -> Problem:
     t, h, v, k = case
     generator = torch.Generator().manual_seed(0)
-    half = min(k // 2, FREQUENT)
     order = torch.randperm(v, generator=generator)
-    frequent, others = order[:FREQUENT], order[FREQUENT:]
+    count = min(FREQUENT, v // 2)
+    frequent, others = order[:count], order[count:]
+    half = min(k // 2, count)
 
-    def drawn(part: Tensor, count: int) -> Tensor:  # (count,) different ids
-        return part[torch.randperm(len(part), generator=generator)[:count]]
+    def drawn(part: Tensor, count: int) -> Tensor:  # (T, count)
+        # Draw one id from each of `count` intervals, so that the ids of a row differ.
+        size = len(part) // max(count, 1)
+        offsets = torch.randint(size, (t, count), generator=generator)
+        return part[torch.arange(count) * size + offsets]
 
-    pairs = [torch.cat([drawn(frequent, half), drawn(others, k - half)]) for _ in range(t)]
-    ids = torch.stack([drawn(row, k) for row in pairs])
+    ids = torch.cat([drawn(frequent, half), drawn(others, k - half)], 1)
+    ids = ids.gather(1, torch.rand(t, k, generator=generator).argsort(1))
     hidden = torch.randn(t, h, generator=generator)
     weight = torch.randn(v, h, generator=generator) * (2 / h**0.5)
     advantages = torch.tensor([1.0, -1.0]).repeat(COMPLETIONS // 2)

@@ -55,5 +55,4 @@ SCRIPTS: dict[str, str] = {
     "step": "--rounds 5 --budget 3",
     "support": "--rounds 9 --budget 1",
     "trees": "--rounds 9 --budget 1",
-    "trl": "--models 0.5b --dtype bf16 --rounds 9 --budget 3",
 }

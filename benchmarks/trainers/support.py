@@ -22,9 +22,10 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 
+Case = tuple[int, ...]
 CASES: dict[str, list[Case]] = {
     "quick": [(64, 64, 3000, 20)],
     "cpu": [(512, 896, v, k) for v in (32000, 151936) for k in (8, 50, 512)],
@@ -52,9 +53,19 @@ class Problem(NamedTuple):
         return self.support.ids.view(len(self.hidden), -1)
 
 
+def case_of(text: str) -> Case:
+    numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected T,H,V,K, each at least 1, got {text!r}")
+    return numbers
+
+
 def main() -> None:
     parser = new_parser(__doc__)
-    options = parsed_cases(parser, DEFAULTS, "T,H,V,K", CASES)
+    parser.add_argument("--cases", nargs="+", type=case_of, metavar="T,H,V,K")
+    options = parsed(parser, DEFAULTS)
+    options.cases = options.cases or CASES["quick" if options.quick else options.device]
+    options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     for t, _, v, k in options.cases:
         if t % COMPLETIONS or k > v:
             expected = f"T a multiple of {COMPLETIONS} and K at most V"

@@ -296,9 +296,9 @@ def test_scripts_get_all_other_options(capsys, tmp_path):
         for name, line in zip(SCRIPTS, lines, strict=True):
             assert all(f" {part.replace('NAME', name)}" in line for part in parts), line
     for words in (["--device", "cuda"], ["--device=cuda"]):
-        assert command.main(["trl", *words, "--dry"]) == 0
+        assert command.main(["support", *words, "--dry"]) == 0
         line = capsys.readouterr().out
-        assert "--dtype bf16" in line and "--device cuda" in line  # the default sizes on a GPU
+        assert "--rounds 9" in line and "--device cuda" in line  # the default sizes on a GPU
 
 
 def test_a_gpu_is_used_with_its_sizes_even_if_no_option_names_it(monkeypatch, capsys):

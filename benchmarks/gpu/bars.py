@@ -94,12 +94,12 @@ def bars(card: Card) -> list[Bar]:
     heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
     small = Shape(1024, *MODELS["qwen2.5-0.5b"])
     title = "head forward + backward / three GEMMs"
-    limits = zip((*heads, small), (*RATIOS.values(), 1.6), strict=True)
+    limits = zip((*heads, small), (*RATIOS.values(), 1.35), strict=True)
     found = [ratio(card, "linear_grpo_loss", title, shape, wanted) for shape, wanted in limits]
     found += [over_peer(shape, "TRL", 2.5) for shape in heads]
     found += [over_peer(shape, "peer", 1.0) for shape in (*heads, small)]
     title = "linear_logps without gradient / one GEMM"
-    found += [ratio(card, "linear_logps", title, shape, 1.15) for shape in heads]
+    found += [ratio(card, "linear_logps", title, shape, 1.10) for shape in heads]
     found += [sparse(card, inactive) for inactive in ("masked", "zero-advantage")]
     operations = ("logits_grpo_loss_inplace", "logits_grpo_loss")
     found += [copy_share(card, operation) for operation in operations]

@@ -4,9 +4,8 @@
 
 The flops and bytes are counted by hand from the code in grpo_fast/kernels/head/ and kernels/gpu/,
 for Triton and 16-bit inputs. Matrix products are assumed to run at the rate of the vendor's
-library, and memory traffic at the rate of a copy. Our own GEMM kernel is assumed to reach a fixed
-fraction of the vendor's rate. Bytes that its epilogue moves are added in full, although some of
-these transfers may overlap with the product.
+library, and memory traffic at the rate of a copy. Our own GEMM kernel adds an epilogue, whose time
+was fitted to the kernels measured on an H100. A call takes at least the time of the host.
 """
 
 from __future__ import annotations
@@ -29,11 +28,13 @@ class Card(NamedTuple):
         gemm_flops: rate of a bf16 matrix product of random data, in flop/s.
         copy_bytes: rate of a copy on the device, reads plus writes, in bytes/s.
         memory: size of the memory in bytes.
+        l2: size of the L2 cache in bytes.
     """
 
     gemm_flops: float
     copy_bytes: float
     memory: int
+    l2: float
 
     @property
     def workspace_bytes(self) -> int:
@@ -41,15 +42,22 @@ class Card(NamedTuple):
         return self.memory // GPU_SHARE >> 20 << 20
 
 
-CARDS = {"H100": Card(798e12, 3.0e12, 78 << 30), "H200": Card(785e12, 4.3e12, 139 << 30)}
-TRITON_GEMM = 0.9  # assumed rate of slice_kernel's inner loop / rate of the vendor library
+CARDS = {
+    "H100": Card(798e12, 3.0e12, 78 << 30, 50e6),
+    "H200": Card(785e12, 4.3e12, 139 << 30, 60e6),
+}
 START = 3e-6  # assumed seconds between the start of a program and its first matrix product
 PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
-# Seconds that the epilogue of a tile takes, without and with stored exponentials. Nothing overlaps,
-# and 8 warps run on 4 schedulers at 1.755 GHz. A thread executes 1030 instructions for a tile
-# without target columns, and 2060 for a tile with target columns (19% of the tiles). With stored
-# exponentials, it executes 1320 and 2660. The counts were read from the SASS.
-EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
+# Seconds by which the epilogue lengthens a tile, without and with stored exponentials. Fitted to
+# slice_kernel on an H100 at H = 896: 1.08 and 1.18 times the GEMM (LOG.md, 2026-11-26). The fit
+# gives 1.02 and 1.04 at H = 4096, where 1.02 and 1.08 were measured.
+EPILOGUE, EPILOGUE_STORE = 0.40e-6, 1.38e-6
+# Seconds that the host needs for a call. At N = 1024, an H100 machine took 3.2 and 1.0 ms. Since
+# then, the time has fallen by the factors 0.77 to 0.83 and 0.81 to 0.84 (LOG.md, 2026-11-28).
+HOST = {"linear_grpo_loss": 2.5e-3, "linear_logps": 0.8e-3}
+# Assumed seconds in which a program of the row kernel loads and reduces a block of columns, in the
+# first pass from memory, and in the second pass from L2.
+ROW_BLOCK, ROW_BLOCK_L2 = 1.0e-6, 0.5e-6
 # Bytes of a stored exponential. The epilogue of the forward GEMM writes 16 bits per logit.
 STORED = 2
 MIB = 2**20
@@ -104,7 +112,7 @@ def estimate(card: Card, case: Case) -> Estimate:
     if case.operation.startswith("logits"):
         return logits_loss(card, n, v)
     if case.operation == "linear_logps":
-        seconds = slices(card, n, h, v)
+        seconds = max(slices(card, n, h, v), HOST["linear_logps"])
         partial = 3 * 4 * n * -(-v // SLICE_COLUMNS)
         return Estimate(gemm(card, n, h, v), seconds, partial, {"slice_kernel": seconds})
     # Masked rows never reach the head. Rows with advantage 0 are dropped once their logps are
@@ -123,7 +131,8 @@ def estimate(card: Card, case: Case) -> Estimate:
         parts = {name: seconds for name, seconds in parts.items() if not name.startswith("dW")}
         parts["dH product"] = parts.pop("dH and dW products") / 2
         workspace -= 2 * kept**2  # without dW, no target columns are stored
-    return Estimate(products * gemm(card, n, h, v), sum(parts.values()), workspace, parts)
+    seconds = max(sum(parts.values()), HOST["linear_grpo_loss"])
+    return Estimate(products * gemm(card, n, h, v), seconds, workspace, parts)
 
 
 def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
@@ -175,7 +184,7 @@ def slices(card: Card, n: int, h: int, v: int, epilogue: float = EPILOGUE) -> fl
     starts the next program.
     """
     rows, width = TILE
-    tile = gemm(card, rows, h, width) * PROCESSORS / TRITON_GEMM + epilogue
+    tile = gemm(card, rows, h, width) * PROCESSORS + epilogue
     free = [0.0] * PROCESSORS
     for first in range(0, v, SLICE_COLUMNS):
         seconds = START + -(-min(SLICE_COLUMNS, v - first) // width) * tile
@@ -200,6 +209,19 @@ def logits_loss(card: Card, n: int, v: int) -> Estimate:
     names = ("first read", "second read past the L2", "write")
     parts = {f"row_loss_kernel, {name}": once for name in names}
     return Estimate(2 * once, sum(parts.values()), 0.0, parts)
+
+
+def row_candidate(card: Card, n: int, v: int, block_v: int, per_sm: int) -> float:
+    """Predict the seconds of a row kernel with `per_sm` programs on each multiprocessor.
+
+    The second read hits the L2 cache if it holds the rows of all programs. A program waits for each
+    block of columns, in both passes, so few programs with small blocks are limited by latency.
+    """
+    programs = per_sm * PROCESSORS
+    passes = 2 if programs * STORED * v <= card.l2 else 3
+    blocks = -(-v // block_v) * -(-n // programs)
+    latency = blocks * (ROW_BLOCK + (ROW_BLOCK_L2 if passes == 2 else ROW_BLOCK))
+    return max(passes * STORED * n * v / card.copy_bytes, latency)
 
 
 def command(case: Case) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.gpu import predict
+from benchmarks.gpu import predict, tune
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
+from benchmarks.gpu.candidates import PERSISTENT
 from benchmarks.gpu.parts import BY_NAME, parts
 from benchmarks.gpu.predict import CARDS, Card
 from benchmarks.options import new_parser
@@ -31,6 +32,7 @@ TIME_COLUMNS = (
     "configuration | limit ms | ours ms | besides inputs and gradients, MiB "
     "| predicted parts of ours, ms"
 )
+CANDIDATE_COLUMNS = "configuration | predicted ms | measured ms | of the shipped kernel, measured"
 PART_COLUMNS = "visit | part | limit s | status | took s | finished"
 
 
@@ -58,6 +60,8 @@ def rendered(path: Path) -> str:
         lines += table(f"## Bars on an {name}", BAR_COLUMNS, bar_rows(card, found))
         title = f"## Times on an {name}, predicted / measured"
         lines += table(title, TIME_COLUMNS, time_rows(card, found))
+        title = f"## Candidates of the row kernel on an {name}, (8192, 151936) in bf16"
+        lines += table(title, CANDIDATE_COLUMNS, candidate_rows(card, own))
         lines += profiles(name, own)
     lines += table("## Parts of the session", PART_COLUMNS, session_rows(done))
     return "\n".join(lines).rstrip() + "\n"
@@ -120,6 +124,23 @@ def time_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
             for guess, value in pairs
         )
         yield predict.label(case), *cells, predict.largest(guess.parts)
+
+
+def candidate_rows(card: Card, reports: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the predicted and measured time of each candidate that strides over rows."""
+    n, v = tune.ROWS, tune.ROW_VOCABS[0]
+    wanted = tune.Setting("rows", "bfloat16", 64, v)._asdict()
+    every = (entry for report in reports for entry in report.get("settings", ()))
+    found = [x for x in every if isinstance(x, dict) and x.get("setting") == wanted]
+    rows = found[-1]["rows"] if found else {}
+    for sizes in PERSISTENT:
+        line = f"RowConfig{(*sizes, 'evict_first')}"
+        guess = f"{1e3 * predict.row_candidate(card, n, v, sizes[0], sizes[2]):.1f}"
+        if line not in rows:
+            yield f"`{line}`", guess, NOTHING, ""
+            continue
+        times = [rows[name]["median_ms"] for name in (line, "shipped")]
+        yield f"`{line}`", guess, f"{times[0]:.2f}", f"{times[0] / times[1]:.2f}×"
 
 
 def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:

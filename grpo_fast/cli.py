@@ -192,7 +192,7 @@ def export(
 ) -> None:
     """Export the model of a checkpoint in transformers format. A LoRA adapter is merged."""
     from grpo_fast.errors import RunError
-    from grpo_fast.train.export import export as write
+    from grpo_fast.train.checkpoint import export as write
 
     with print_errors(debug, RunError, OSError):
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
@@ -267,7 +267,7 @@ def config(
     """
     from grpo_fast.data import escape_control
     from grpo_fast.train.config import RunConfig
-    from grpo_fast.train.config.converted import converted
+    from grpo_fast.train.config.recipes import converted
     from grpo_fast.train.config.words import listed_keys
 
     with print_errors(debug):
@@ -332,7 +332,7 @@ def data(
     debug: Debug = False,
 ) -> None:
     """Show how a run reads a data set: row counts, skipped rows, prompts and gold answers."""
-    from grpo_fast.train.evaluation.data_view import data_lines
+    from grpo_fast.train.evaluation.command import data_lines
 
     with print_errors(debug, OSError):
         _print_lines(*data_lines(source, settings or []))

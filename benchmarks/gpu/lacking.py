@@ -12,9 +12,9 @@ from pathlib import Path
 # pytest, rich, typer, pyyaml, matplotlib, safetensors, tokenizers, numpy and pyarrow.
 PACKAGES = (
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "datasets", "dill",
-    "multiprocess", "trl", "liger_kernel", "cut_cross_entropy", "cutlass", "math_verify",
-    "latex2sympy2_extended", "antlr4", "verl", "openrlhf", "vllm", "flash_attn", "bitsandbytes",
-    "httpx2", "httpcore2",
+    "multiprocess", "trl", "liger_kernel", "cut_cross_entropy", "cutlass", "quack", "einops",
+    "math_verify", "latex2sympy2_extended", "antlr4", "verl", "openrlhf", "vllm", "flash_attn",
+    "bitsandbytes", "httpx2", "httpcore2",
 )  # fmt: skip
 
 SOURCE = '''"""Written by benchmarks/gpu/lacking.py."""

@@ -125,12 +125,14 @@ def time_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
 def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
     yield f"## Kernels of one call on an {name}"
     yield ""
-    entries = [entry for report in reports for entry in report.get("profiles", ())]
+    # Show only the newest profile of each shape.
+    found = (entry for report in reports for entry in report.get("profiles", ()))
+    entries = {tuple(entry["shape"]): entry for entry in found}
     if not entries:
         yield f"{NOTHING.capitalize()}: `python -m benchmarks.gpu.kernel_times`."
         yield ""
-    for entry in entries:
-        shape = ", ".join(map(str, entry["shape"]))
+    for sizes, entry in entries.items():
+        shape = ", ".join(map(str, sizes))
         busy, whole = entry["us_in_kernels"] / 1e3, entry["us_without_profiler"] / 1e3
         title = f"({shape}): the GPU works for {busy:.2f} ms of a call of {whole:.2f} ms. "
         title += f"The {len(entry['kernels'])} slowest kernels, copies and fills:"

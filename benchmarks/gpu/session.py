@@ -2,7 +2,7 @@
 
 A visit is one loan of a GPU machine. Its parts (benchmarks and tests) run one after the other.
 gpu_session.json has the status and the reports of each part, and gpu_session.log has the output. A
-part that has passed is skipped in the next visit.
+part that has passed is skipped in the next visit at the same commit and on the same kind of GPU.
 
 The exit status is 0 if every part passed, 1 if a part failed or ran out of time, 2 if nothing could
 be run, and 3 if the smoke test failed and the other parts were therefore not run.
@@ -21,13 +21,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import lacking
-from benchmarks.gpu.parts import VISIT_SECONDS, Part, of_visit, parts
+from benchmarks.gpu.parts import (
+    BY_NAME,
+    EXPECTED,
+    SESSION_SECONDS,
+    START_SECONDS,
+    VISIT_SECONDS,
+    Part,
+    of_visit,
+    parts,
+)
 from benchmarks.measure import COMMIT_VARIABLE, commit
 from benchmarks.options import positive
 from benchmarks.report.files import write
@@ -37,10 +46,14 @@ LEAST = 10  # seconds that must be left to start a part
 
 
 class Session:
-    """Status and reports of the parts of a session, which are also written to files."""
+    """Status and reports of the parts of a session, which are also written to files.
 
-    def __init__(self, out: Path) -> None:
+    `where` is the commit and the GPU of this visit.
+    """
+
+    def __init__(self, out: Path, where: str) -> None:
         out.mkdir(parents=True, exist_ok=True)
+        self.where = where
         self.file = out / "gpu_session.json"
         self.log = out / "gpu_session.log"
         self.parts: dict[str, dict[str, Any]] = {}
@@ -49,11 +62,16 @@ class Session:
                 self.parts |= json.loads(known.read_text())["parts"]
 
     def is_done(self, name: str) -> bool:
-        return self.parts.get(name, {}).get("status") == "done"
+        known = self.parts.get(name, {})
+        return known.get("status") == "done" and known.get("where") == self.where
 
     def record(self, name: str, status: str, seconds: float, reports: list[dict[str, Any]]) -> None:
+        """Record the outcome of a part, and keep its reports of other commits and GPUs."""
+        earlier = self.parts.get(name, {}).get("reports", [])
+        kept = [report for report in earlier if report.get("where") != self.where]
+        kept += [{**report, "where": self.where} for report in reports]
         done = {"status": status, "finished": now(), "seconds": round(seconds, 1)}
-        self.parts[name] = {**done, "reports": reports}
+        self.parts[name] = {**done, "where": self.where, "reports": kept}
         write(self.file, {"benchmark": "gpu session", "parts": self.parts})
 
     def say(self, text: str) -> None:
@@ -135,6 +153,33 @@ def gpu_or_reason() -> tuple[str | None, str]:
         return "no NVIDIA GPU: torch.cuda.is_available() is False", ""
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     return None, f"{torch.cuda.get_device_name()}, {versions}"
+
+
+def clock(every: dict[str, Part], known: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of a whole session, with the expected and the latest end of each part.
+
+    The expected time of a part is the time that it took in a recorded visit, or an assumption.
+    """
+    yield f"# {SESSION_SECONDS} s for both visits, {START_SECONDS} s of them for each machine start"
+    yield f"{'visit':5} {'part':8} {'limit':>6} {'expected':>15} {'ends at':>9} {'latest':>7}"
+    end = latest = 0.0
+    for visit in VISIT_SECONDS:
+        end += START_SECONDS
+        latest += START_SECONDS
+        for name, part in of_visit(every, visit).items():
+            took = known.get(name, {})
+            measured = took.get("status") == "done"
+            seconds = took["seconds"] if measured else EXPECTED.get(name, part.seconds)
+            end += seconds
+            latest += part.seconds
+            source = "measured" if measured else "assumed"
+            expected = f"{seconds:.0f} {source}"
+            yield f"{visit:5} {name:8} {part.seconds:6} {expected:>15} {end:9.0f} {latest:7.0f}"
+    yield f"# slack: {SESSION_SECONDS - latest:.0f} s if every part takes its limit"
+    last = [name for name, part in every.items() if part.visit in VISIT_SECONDS and not part.stops]
+    yield f"# if time is short, parts are cut in this order: {', '.join(reversed(last))}"
+    left_out = [name for name, part in every.items() if part.visit == BY_NAME]
+    yield f"# left out (--part NAME runs them): {', '.join(left_out)}"
 
 
 def dry_run(chosen: dict[str, Part], reason: str | None) -> int:
@@ -221,8 +266,10 @@ def main(arguments: list[str]) -> int:
     if options.commit:
         os.environ[COMMIT_VARIABLE] = options.commit
     reason, gpu = gpu_or_reason()
-    session = Session(Path(os.environ.get("OUT") or RESULTS))
+    session = Session(Path(os.environ.get("OUT") or RESULTS), f"{commit()} on {gpu}")
     chosen = chosen_parts(every, options, session)
+    if options.dry and not (options.part or options.visit):
+        print(*clock(every, session.parts), sep="\n", flush=True)
     limits = ", ".join(f"{name} {part.seconds} s" for name, part in chosen.items())
     total = sum(part.seconds for part in chosen.values())
     print(f"# plan: {limits}; in all at most {total} s", flush=True)

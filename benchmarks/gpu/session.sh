@@ -1,24 +1,28 @@
 #!/usr/bin/env bash
 # A session on a machine with an NVIDIA GPU. Nothing is installed.
 #
-#   benchmarks/gpu_session.sh --commit HASH      the next visit that is not done. Visit 1: smoke test,
-#                                                bars, tests, the long step (300 s). Visit 2: smoke
-#                                                test, peers, profile, frozen heads, row kernels,
-#                                                support, other steps (360 s)
+#   benchmarks/gpu_session.sh --commit HASH      the next visit that is not done at this commit. Visit
+#                                                1: smoke test, bars, peers at N = 1024, profile, two
+#                                                steps, support, tests, row kernels (400 s). Visit 2:
+#                                                smoke test, frozen heads, CuTe-DSL heads, hybrid
+#                                                models, a long vocabulary (200 s)
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part
-#   benchmarks/gpu_session.sh --dry              starts every part far enough to know that it would
-#                                                run; hides the packages that the GPU machine lacks
-#                                                (lacking.py); needs no GPU
+#   benchmarks/gpu_session.sh --dry              prints the clock of both visits, then starts every
+#                                                part far enough to know that it would run; hides the
+#                                                packages that the GPU machine lacks (lacking.py);
+#                                                needs no GPU
 #
 # The first line of the output is the plan with its seconds. Every visit begins with a smoke test and
 # ends there if it fails (--force goes on). RISKS.md says what may go wrong and where to look.
 # The folder ${OUT:-benchmarks/results} gets gpu_session.json (results and the status of each part),
 # gpu_session.log and, with OUT, triton-cache.tgz (compiled kernels). Put these files into
-# benchmarks/results/ before the next visit. That visit then skips finished parts and compiles only
-# changed kernels. `python -m benchmarks.gpu.report` renders the results. A
-# tree that travels without .git has no commit, so pass --commit.
+# benchmarks/results/ before the next visit. That visit then skips the parts that are finished at its
+# commit and compiles only changed kernels. After a mended fault, name --visit 2, because the commit
+# has changed. Give the machine back at once after each visit: its idle time counts.
+# `python -m benchmarks.gpu.report` renders the results. A tree that travels without .git has no
+# commit, so pass --commit.
 # Peers, and the parts that run our trainer, need packages that the machine lacks.
 # benchmarks/gpu/wheels.sh fills wheels/ with them. This script unpacks the wheels into a
 # folder of PYTHONPATH.

@@ -3,10 +3,10 @@
 #
 #   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for both
 #                                       visits
-#   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of Liger SM90. Its large wheel is
-#                                       split into pieces, each in a separate folder (wheels/0/,
-#                                       wheels/1/), because only 64 MiB travel in one call.
-#                                       session.sh joins the pieces.
+#   benchmarks/gpu/wheels.sh --cute     also QuACK, and the CuTe-DSL of QuACK and Liger SM90. Its
+#                                       large wheel is split into pieces, each in a separate folder
+#                                       (wheels/0/, wheels/1/), because only 64 MiB travel in one
+#                                       call. session.sh joins the pieces.
 #
 # Nothing is installed. Versions come from constraints.txt or from this file. PYTHON=... selects a
 # different pip.
@@ -16,8 +16,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
 small=(trl datasets dill multiprocess liger-kernel cut-cross-entropy
     pydantic pydantic-core annotated-types typing-inspection)
-dsl=4.8.1
-cute=(apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
+dsl=4.7.0 # the version that QuACK 0.6.4 requires; Liger takes 4.6 and later
+cute=(quack-kernels==0.6.4 einops==0.8.2 apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
     nvidia-cutlass-dsl{,-libs-core,-libs-base,-libs-cu13}==$dsl)
 piece=$((36 * 1024 * 1024)) # bytes: together with the tree less than 64 MiB
 target=(--only-binary=:all: --python-version 3.12 --implementation cp)

@@ -36,6 +36,9 @@ OPERATIONS: dict[str, Operation] = {
     "linear_grpo_loss": Operation("hidden -> GRPO loss, forward + backward", "loss", flops=6),
     "linear_grpo_loss_frozen": Operation(
         "hidden -> GRPO loss, frozen LM head (LoRA)", "frozen", flops=4),
+    "linear_cross_entropy": Operation(
+        "hidden -> mean cross entropy, forward + backward (no GRPO loss)", "cross_entropy",
+        flops=6),
     "linear_logps": Operation("hidden -> logps, no gradient", "logps", flops=2),
     "linear_logps_backward": Operation(
         "hidden -> logps, forward + backward", "logps_backward", flops=6),
@@ -52,5 +55,4 @@ SCRIPTS: dict[str, str] = {
     "step": "--rounds 5 --budget 3",
     "support": "--rounds 9 --budget 1",
     "trees": "--rounds 9 --budget 1",
-    "trl": "--models 0.5b --dtype bf16 --rounds 9 --budget 3",
 }

@@ -110,7 +110,7 @@ class Problem:
         """Return the exact results for one kind of operation.
 
         Args:
-            kind: "loss", "frozen", "logps", "logps_backward" or "logits_loss".
+            kind: "loss", "frozen", "cross_entropy", "logps", "logps_backward" or "logits_loss".
         """
         return getattr(self, f"_{kind}_truth")
 
@@ -124,6 +124,12 @@ class Problem:
         values = self._loss_truth.values
         kept = {name: x for name, x in values.items() if name != "grad_weight"}
         return dataclasses.replace(self._loss_truth, values=kept)
+
+    @functools.cached_property
+    def _cross_entropy_truth(self) -> exact.Truth:
+        slope = -self.mask.double() / self.count
+        loss = (self.logps * slope).sum()
+        return exact.Truth({"loss": loss, **self._gradients(slope)}, loss_scale=float(loss))
 
     @functools.cached_property
     def frozen(self) -> Problem:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.measure import resident
+from benchmarks.trainers.loop import make_run
 from benchmarks.trainers.trl import make_trainer
 from grpo_fast.data import Example
 from grpo_fast.data.splits import Splits
@@ -27,13 +28,11 @@ from grpo_fast.errors import require
 from grpo_fast.examples.capitals import exact, write_data
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rollout import build_engine, encode_prompts, prompt_texts
-from grpo_fast.train.collect import Advantages, Collector, PromptQueue
+from grpo_fast.train.collect import PromptQueue
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.loop import make_step
 from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.run import Run
 
 TRAINERS = ("grpo_fast", "FastGRPOTrainer", "TRL")
 ROWS = (1, 2, 4, 8, 16)  # rows per forward pass that are tried for TRL
@@ -102,7 +101,7 @@ TASKS = {
         write_data, prompts=8, group=8, length=10, lr=2e-5, steps=20, every=4, questions=180
     ),
     "examples": Task(
-        write_examples, prompts=4, group=8, length=10, lr=2e-5, steps=8, every=2, questions=90
+        write_examples, prompts=4, group=8, length=10, lr=6e-5, steps=6, every=2, questions=180
     ),
 }  # fmt: skip
 
@@ -237,16 +236,9 @@ def work(pipe: Any, job: Job) -> None:
 def run_ours(pipe: Any, job: Job) -> None:
     config = job.config
     policy = load_policy(config.model)
-    rewards = build_rewards(config.rewards)
-    splits = read_examples(config, policy.tokenizer)
-    weights = {reward.name: reward.weight for reward in rewards.rewards}
-    options = config.advantages, config.advantage_options, config.rollout.group_size, weights
+    train = read_examples(config, policy.tokenizer).train
     with build_engine(policy, config.rollout) as engine:
-        collector = Collector(
-            config.rollout, policy, engine, rewards, PromptQueue(splits.train),
-            Advantages(*options), config.seed, config.steps,
-        )  # fmt: skip
-        run = Run(config, policy, Reference(policy, config.reference), None, collector)
+        run = make_run(config, policy, engine, train)
         watch = Watch(pipe, job, policy.model)
         watch.start()
         for number in range(1, config.steps + 1):

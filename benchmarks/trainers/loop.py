@@ -38,7 +38,16 @@ from benchmarks.report.tables import text_table
 from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
 from benchmarks.trainers.step import TINY, k_shot_texts
 from benchmarks.trainers.trl import make_trainer
+from grpo_fast.data import Example
+from grpo_fast.rewards import build_rewards
+from grpo_fast.rollout import Sampling, build_engine, generate
+from grpo_fast.train.collect import Advantages, Collector, PromptQueue
+from grpo_fast.train.config import RewardConfig, RunConfig
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.loop import make_step
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.run import Run
 
 VOCABULARY = 1024
 EOS = VOCABULARY  # This id is outside of the vocabulary, so the model never samples it.
@@ -175,8 +184,6 @@ def our_rollout(
 
     The function returns a list with (prompt ids, completion ids, logps) for each completion.
     """
-    from grpo_fast.rollout import Sampling, generate
-
     options = Sampling(max_new_tokens=new_tokens)
 
     def rollout() -> list:
@@ -219,37 +226,31 @@ def error_of(policy: Any, rows: list) -> float:
     return float(worst)
 
 
+def make_run(config: RunConfig, policy: Policy, engine: Any, examples: Sequence[Example]) -> Run:
+    """Build a run of our trainer without a folder. `make_step(n, run)` makes its step n."""
+    rewards = build_rewards(config.rewards)
+    weights = {reward.name: reward.weight for reward in rewards.rewards}
+    options = config.advantages, config.advantage_options, config.rollout.group_size, weights
+    collector = Collector(
+        config.rollout, policy, engine, rewards, PromptQueue(examples), Advantages(*options),
+        config.seed, config.steps,
+    )  # fmt: skip
+    return Run(config, policy, Reference(policy, config.reference), None, collector)
+
+
 def our_step(policy: Policy, texts: list[str], shape: Shape) -> Callable[[], None]:
     """Return a step of our trainer, with its rollout and rewards."""
-    from grpo_fast.data import Example
-    from grpo_fast.rewards import build_rewards
-    from grpo_fast.rollout import build_engine
-    from grpo_fast.train.collect import Advantages, Collector, PromptQueue
-    from grpo_fast.train.config import RewardConfig
-    from grpo_fast.train.config.recipes import load_recipe
-    from grpo_fast.train.loop import make_step
-    from grpo_fast.train.models.reference import Reference
-    from grpo_fast.train.run import Run
-
     config = load_recipe("gsm8k-tiny", [
         f"rollout.group_size={shape.group}", f"rollout.prompts_per_step={shape.prompts}",
         f"rollout.max_new_tokens={shape.length}", "optim.lr=1e-6", "optim.warmup=0",
     ])  # fmt: skip
-    watched = RewardConfig(name=f"{__name__}:reward", in_process=True)
-    queue = PromptQueue([Example(text, None, None) for text in texts])
-    engine, rewards = build_engine(policy, config.rollout), build_rewards([watched])
-    weights = {each.name: each.weight for each in rewards.rewards}
-    advantages = Advantages(config.advantages, config.advantage_options, shape.group, weights)
-    collector = Collector(
-        config.rollout, policy, engine, rewards, queue, advantages, config.seed, config.steps
-    )
-    run = Run(config, policy, Reference(policy, config.reference), None, collector)
-    count = 0
+    config.rewards = [RewardConfig(name=f"{__name__}:reward", in_process=True)]
+    examples = [Example(text, None, None) for text in texts]
+    run = make_run(config, policy, build_engine(policy, config.rollout), examples)
+    numbers = itertools.count(1)
 
     def one_step() -> None:
-        nonlocal count
-        count += 1
-        make_step(count, run)
+        make_step(next(numbers), run)
 
     return one_step
 

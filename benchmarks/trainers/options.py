@@ -11,10 +11,7 @@ import torch
 
 from benchmarks import measure
 from benchmarks import options as base
-from benchmarks.kernels.exact import TOLERANCE
 from benchmarks.report.files import write
-
-Case = tuple[int, ...]
 
 
 class Defaults(NamedTuple):
@@ -78,63 +75,6 @@ def parsed(parser: argparse.ArgumentParser, defaults: Defaults) -> argparse.Name
         parser.error(f"--clock process: expected --threads 1 on cpu, got {got}")
     measure.clock = options.clock
     return options
-
-
-def parsed_cases(
-    parser: argparse.ArgumentParser, defaults: Defaults, names: str, usual: dict[str, list[Case]]
-) -> argparse.Namespace:
-    """Parse the options of a benchmark whose cases are given as numbers, such as 512,896,32000.
-
-    Args:
-        parser: the parser, to which `--cases` is added.
-        defaults: defaults of the other options.
-        names: meaning of the numbers of a case, separated by commas, such as "N,H,V".
-        usual: cases for a call without `--cases`, under the keys "quick" (for --quick), "cpu" and
-            "cuda".
-
-    Returns:
-        The options. `cases` has the cases, and `dtype` is fp32 on a CPU and bf16 on a GPU.
-    """
-
-    def case(text: str) -> Case:
-        numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
-        if len(numbers) != names.count(",") + 1 or min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"expected {names}, each at least 1, got {text!r}")
-        return numbers
-
-    parser.add_argument("--cases", nargs="+", type=case, metavar=names)
-    options = parsed(parser, defaults)
-    options.cases = options.cases or usual["quick" if options.quick else options.device]
-    options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    return options
-
-
-def compared(steps: dict[str, Any], error: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure two steps with the same results, and return their times and ratios.
-
-    Args:
-        steps: the two steps, keyed by name. The ratios are those of the first to the second step.
-        error: relative L2 difference of their results. If it is too large, nothing is measured and
-            the key `wrong` is returned.
-        options: options of the run.
-    """
-    if not error <= TOLERANCE[options.dtype]:
-        return {"wrong": True}
-    times = measure.measured(steps, options)
-    first, second = times.values()
-    memory_ratio = first["workspace_mib"] / max(second["workspace_mib"], 2**-10)
-    ratio = first["median_ms"] / second["median_ms"]
-    return {"times": times, "ratio": ratio, "memory_ratio": memory_ratio}
-
-
-def described(row: dict[str, Any]) -> str:
-    """Return the text of a row with the fields of `compared`, `tokens_ratio` and `difference`."""
-    difference = f"difference {row['difference']:.1g}"
-    if "wrong" in row:
-        return f"WRONG, not timed: {difference}"
-    times = "  ".join(f"{name} {x['median_ms']:9.2f} ms" for name, x in row["times"].items())
-    ratios = f"ratio {row['ratio']:5.2f} (tokens {row['tokens_ratio']:.2f})"
-    return f"{times}  {ratios}  memory {row['memory_ratio']:.2f}  {difference}"
 
 
 def save(

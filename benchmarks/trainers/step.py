@@ -1,14 +1,19 @@
-r"""Time and memory of a GRPO step without rollout: shared prompts, packed, padded, and TRL.
+r"""Time and memory of a GRPO step without rollout: shared prompts, packed, padded, and in TRL.
 
     python -m benchmarks.trainers.step
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
         --prompt 8192 --completion 512 --group 16
+    python -m benchmarks.trainers.step --prompt 512 --layers 2 \
+        --providers FastGRPOTrainer GRPOTrainer GRPOTrainer-fast-head
     python -m benchmarks.trainers.step --model runs/capitals-data/model --data path/to/gsm8k \
         --clock process --threads 1 --providers shared packed TRL
 
 Without options, the benchmark runs a tiny model with random weights and random prompts on a CPU.
 For a pretrained model, the prompt is a GSM8K question that follows worked examples. A step computes
 the old logps, runs the forward and backward passes, and updates the weights with AdamW.
+
+The provider "TRL" is TRL's fused head with the loss of `GRPOTrainer` in plain torch. The last three
+providers are trainers of TRL: GRPOTrainer, the same with our LM head, and FastGRPOTrainer.
 
 The loss, gradients and metrics of every provider are first compared with those of the padded
 provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It increases for longer prompts,
@@ -27,6 +32,7 @@ a table, and `--json` writes all results to a file.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,8 +43,9 @@ from torch.linalg import vector_norm
 from benchmarks import measure
 from benchmarks.options import positive
 from benchmarks.report.tables import text_table
-from benchmarks.trainers import step_providers
 from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
+from benchmarks.trainers.step_providers import Ours, Padded, StepProblem, Trl, make_problem, step_of
+from benchmarks.trainers.trl import InTrl
 from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
 from grpo_fast.train.plan import KNOWN_MODELS
 
@@ -51,6 +58,15 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
 # Default numbers of prompt tokens, completion tokens and completions.
 SIZES = {"cpu": (2048, 64, 8), "cuda": (4096, 256, 8), "pretrained": (2048, 32, 4)}
 DEFAULTS = Defaults(threads=2, budget=(120.0, 5.0), rounds=(5, 5))
+PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
+    "shared": functools.partial(Ours, shared=True),
+    "packed": functools.partial(Ours, shared=False),
+    "padded": Padded,
+    "TRL": Trl,
+    "GRPOTrainer": InTrl,
+    "GRPOTrainer-fast-head": functools.partial(InTrl, has_fast_head=True),
+    "FastGRPOTrainer": functools.partial(InTrl, is_fast=True),
+}
 
 
 def main() -> None:
@@ -73,10 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--completion", type=count, help=words)
     parser.add_argument("--group", type=count, help="completions (8; with --model 4)")
     parser.add_argument(
-        "--providers",
-        nargs="+",
-        default=["shared", "packed", "padded"],
-        choices=tuple(step_providers.PROVIDERS),
+        "--providers", nargs="+", default=["shared", "packed", "padded"], choices=tuple(PROVIDERS)
     )
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, help="default: on a GPU only"
@@ -113,14 +126,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = build_model(options)
     vocab = model.config.vocab_size
     prompts = build_prompts(options, vocab)
-    problem = step_providers.make_problem(prompts, options.group, options.completion, vocab)
-    providers = {
-        name: step_providers.prepare(name, model, problem, options) for name in options.providers
-    }
+    problem = make_problem(prompts, options.group, options.completion, vocab)
+    providers = {n: PROVIDERS[n](copy.deepcopy(model), problem, options) for n in options.providers}
     del model
     tolerance = TOLERANCE[options.dtype] * max(1.0, options.prompt / 4096)
     errors = verify(providers, problem, tolerance)
-    steps = {name: step_providers.step_of(provider) for name, provider in providers.items()}
+    steps = {name: step_of(provider) for name, provider in providers.items()}
     times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     rows = {}
     for name, step in steps.items():
@@ -186,7 +197,7 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
 
 
 def verify(
-    providers: dict[str, Any], problem: step_providers.StepProblem, tolerance: float
+    providers: dict[str, Any], problem: StepProblem, tolerance: float
 ) -> dict[str, dict[str, float]]:
     """Compare the loss, gradients and metrics of every provider with those of a reference provider.
 

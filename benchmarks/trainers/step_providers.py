@@ -1,4 +1,4 @@
-"""Four providers of the same GRPO step: shared prompts, packed, padded (transformers), and TRL.
+"""Providers of the same GRPO step: shared prompts, packed, padded (transformers), and TRL's loss.
 
 Each provider has a copy of the model. Its method `logps` computes the old logps of all completion
 tokens. Its method `gradients` computes the loss and its gradients. `step_of` calls both, and then
@@ -7,7 +7,6 @@ updates the weights with AdamW.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -91,7 +90,7 @@ class Ours:
         tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
         self.policy, self.problem = Policy(_adapted(model, options.model), tokenizer), problem
         self.model = self.policy.model.train()
-        self.optimizer = _adam(self.model)
+        self.optimizer = adam(self.model)
         self.batch = StepBatch(
             problem.samples, group_size=problem.group_size, shared=shared,
             budget=options.tokens_per_microbatch, device=self.policy.device,
@@ -133,7 +132,7 @@ class Padded:
         apply_options(model, options.model)
         self.prepare(model)
         self.model, self.problem = _adapted(model, options.model).train(), problem
-        self.optimizer = _adam(self.model)
+        self.optimizer = adam(self.model)
         device = next(self.model.parameters()).device
         prompts, completions = problem.samples.prompt_ids, problem.samples.completion_ids
         self.prompt, self.length = max(map(len, prompts)), max(map(len, completions))
@@ -232,23 +231,10 @@ def step_of(provider: Any) -> Callable[[], None]:
     return step
 
 
-PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
-    "shared": lambda model, problem, options: Ours(model, problem, options, shared=True),
-    "packed": lambda model, problem, options: Ours(model, problem, options, shared=False),
-    "padded": Padded,
-    "TRL": Trl,
-}
-
-
-def prepare(name: str, model: Any, problem: StepProblem, options: Any) -> Any:
-    """Create the provider with this name. It gets a copy of the model."""
-    return PROVIDERS[name](copy.deepcopy(model), problem, options)
-
-
 def _adapted(model: Any, config: ModelConfig) -> Any:
     torch.manual_seed(0)  # every provider must get the same random adapter
     return model if config.lora is None else with_new(model, config.lora)
 
 
-def _adam(model: Any) -> torch.optim.Optimizer:
+def adam(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 
+Case = tuple[int, ...]
 CASES: dict[str, list[Case]] = {
     "quick": [(64, 64, 3000, 20)],
     "cpu": [(512, 896, v, k) for v in (32000, 151936) for k in (8, 50, 512)],
@@ -52,9 +53,19 @@ class Problem(NamedTuple):
         return self.support.ids.view(len(self.hidden), -1)
 
 
+def case_of(text: str) -> Case:
+    numbers = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected T,H,V,K, each at least 1, got {text!r}")
+    return numbers
+
+
 def main() -> None:
     parser = new_parser(__doc__)
-    options = parsed_cases(parser, DEFAULTS, "T,H,V,K", CASES)
+    parser.add_argument("--cases", nargs="+", type=case_of, metavar="T,H,V,K")
+    options = parsed(parser, DEFAULTS)
+    options.cases = options.cases or CASES["quick" if options.quick else options.device]
+    options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     for t, _, v, k in options.cases:
         if t % COMPLETIONS or k > v:
             expected = f"T a multiple of {COMPLETIONS} and K at most V"
@@ -67,15 +78,19 @@ def main() -> None:
 def problem_of(case: Case, options: argparse.Namespace) -> Problem:
     t, h, v, k = case
     generator = torch.Generator().manual_seed(0)
-    half = min(k // 2, FREQUENT)
     order = torch.randperm(v, generator=generator)
-    frequent, others = order[:FREQUENT], order[FREQUENT:]
+    count = min(FREQUENT, v // 2)
+    frequent, others = order[:count], order[count:]
+    half = min(k // 2, count)
 
-    def drawn(part: Tensor, count: int) -> Tensor:  # (count,) different ids
-        return part[torch.randperm(len(part), generator=generator)[:count]]
+    def drawn(part: Tensor, count: int) -> Tensor:  # (T, count)
+        # Draw one id from each of `count` intervals, so that the ids of a row differ.
+        size = len(part) // max(count, 1)
+        offsets = torch.randint(size, (t, count), generator=generator)
+        return part[torch.arange(count) * size + offsets]
 
-    pairs = [torch.cat([drawn(frequent, half), drawn(others, k - half)]) for _ in range(t)]
-    ids = torch.stack([drawn(row, k) for row in pairs])
+    ids = torch.cat([drawn(frequent, half), drawn(others, k - half)], 1)
+    ids = ids.gather(1, torch.rand(t, k, generator=generator).argsort(1))
     hidden = torch.randn(t, h, generator=generator)
     weight = torch.randn(v, h, generator=generator) * (2 / h**0.5)
     advantages = torch.tensor([1.0, -1.0]).repeat(COMPLETIONS // 2)

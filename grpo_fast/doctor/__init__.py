@@ -1,6 +1,5 @@
 """Comparison of the log-probabilities of engine and trainer, and self-tests of the machine."""
 
-from grpo_fast.doctor.attempts import Cause
-from grpo_fast.doctor.diagnosis import Diagnosis, diagnose
+from grpo_fast.doctor.diagnosis import Cause, Diagnosis, diagnose
 
 __all__ = ["Cause", "Diagnosis", "diagnose"]

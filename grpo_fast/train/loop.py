@@ -26,9 +26,8 @@ from grpo_fast.train import checkpoint, ranks
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import load_critic
-from grpo_fast.train.evaluation.data_view import asking_lines
+from grpo_fast.train.evaluation.command import asking_lines
 from grpo_fast.train.evaluation.evaluate import build_evaluation
-from grpo_fast.train.export import save_models
 from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.metrics import Clock, finite
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
@@ -152,7 +151,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 summary = run.summary() | kernels | {"seconds": time.perf_counter() - started}
                 ranks.from_main(lambda: report.finish(summary))
                 if config.log.save_model:
-                    save_models(policy, critic, config.model, report.folder)
+                    checkpoint.save_models(policy, critic, config.model, report.folder)
             report.note(*closing_lines(report.folder, config.has_code))
         return summary
 

@@ -300,16 +300,20 @@ def _by_name(value: Any) -> Any:
 
 
 class PlanSettings(Section):
-    """Settings of the command `grpo-fast plan`. All other arguments are settings of the run."""
+    """Settings of the command `grpo-fast plan`. All other arguments are settings of the run.
+
+    Attributes:
+        gpu: GPU memory in GB or a name such as H100; null uses this machine's GPU or main memory.
+        prompt: Length of the prompt in tokens; null means 8,192, or what the model's positions
+            leave.
+        completion: Length of each completion in tokens; null means rollout.max_new_tokens.
+        group: Number of completions per prompt; null means rollout.group_size.
+    """
 
     gpu: Annotated[float | None, BeforeValidator(_by_name)] = Field(None, gt=0, lt=1e9)
-    """GPU memory in GB or a name such as H100; null uses this machine's GPU or main memory."""
     prompt: Positive | None = None
-    """Length of the prompt in tokens; null means 8,192, or what the model's positions leave."""
     completion: Positive | None = None
-    """Length of each completion in tokens; null means rollout.max_new_tokens."""
     group: Positive | None = None
-    """Number of completions per prompt; null means rollout.group_size."""
 
 
 class Plan(NamedTuple):

@@ -55,52 +55,35 @@ def precompute(
     """
     if batch.has_fixed:
         return
+    keep_old = keep_old or reward_beta is not None
+    temperature = float(loss.temperature)
+    following = None  # the critic's values after the last tokens of truncated samples, (samples,)
     with guarded():
-        following = _forward_passes(
-            batch, policy, loss, keep_old or reward_beta is not None, reference, critic
-        )
+        for micro in batch.micro_batches:
+            # 1. Evaluate the reference model. An exact divergence needs the hidden states of the
+            # reference. All other estimators need its log-probs.
+            if reference is not None and loss.kl_estimator in EXACT:
+                micro.write("ref_hidden", reference.hidden(micro.packed))
+            elif reference is not None:
+                logps = reference.logps(micro.packed, temperature, micro.support)
+                micro.write("ref_logps", logps)
+            # 2. Evaluate the policy. A shared critic uses the same hidden states.
+            hidden = None
+            if keep_old or (critic is not None and critic.is_shared):
+                hidden = policy.hidden(micro.packed)
+            if keep_old:
+                logps = policy.logps(micro.packed, temperature, hidden, micro.support)
+                micro.write("old_logps", logps)
+            # 3. Evaluate the critic.
+            if critic is not None:
+                micro.write("values", critic.values(micro.packed, hidden))
+        if critic is not None and critic.config.bootstrap:
+            following = critic.values_after_the_end(batch)
+    # 4. Compute advantages and returns from the values.
     if critic is not None:
         batch.exchange(FIXED)
         critic.estimate_advantages(batch, reward_beta, loss.kl_estimator, following)
     batch.has_fixed = True
-
-
-def _forward_passes(
-    batch: StepBatch,
-    policy: Policy,
-    loss: LossConfig,
-    keep_old: bool,
-    reference: Reference | None,
-    critic: Critic | None,
-) -> Tensor | None:
-    """Write the columns that reference, policy and critic compute.
-
-    Returns:
-        The critic's values after the last tokens of truncated samples, shape (samples,), or None if
-        the advantages do not need them.
-    """
-    temperature = float(loss.temperature)
-    for micro in batch.micro_batches:
-        # 1. Evaluate the reference model. An exact divergence needs the hidden states of the
-        # reference. All other estimators need its log-probs.
-        if reference is not None and loss.kl_estimator in EXACT:
-            micro.write("ref_hidden", reference.hidden(micro.packed))
-        elif reference is not None:
-            logps = reference.logps(micro.packed, temperature, micro.support)
-            micro.write("ref_logps", logps)
-        # 2. Evaluate the policy. A shared critic uses the same hidden states.
-        hidden = None
-        if keep_old or (critic is not None and critic.is_shared):
-            hidden = policy.hidden(micro.packed)
-        if keep_old:
-            logps = policy.logps(micro.packed, temperature, hidden, micro.support)
-            micro.write("old_logps", logps)
-        # 3. Evaluate the critic.
-        if critic is not None:
-            micro.write("values", critic.values(micro.packed, hidden))
-    if critic is None or not critic.config.bootstrap:
-        return None
-    return critic.values_after_the_end(batch)
 
 
 def accumulate(

@@ -41,7 +41,7 @@ FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
 TRAIN_FLOORS = (
     ("config", "ranks"), ("models", "plan", "metrics", "folder"),
     ("batch", "collect", "optimizer"), ("critic", "evaluation", "report"), ("update",), ("run",),
-    ("checkpoint",), ("export",), ("loop",),
+    ("checkpoint",), ("loop",),
 )  # fmt: skip
 MOST_IMPORTS = 66  # maximum number of pairs (part, imported part) in train/; most parts are files
 MAX_LINES = 500

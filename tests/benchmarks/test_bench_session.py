@@ -19,6 +19,7 @@ CALLER = ROOT / "benchmarks" / "gpu_session.sh"
 SCRIPT = ROOT / "benchmarks" / "gpu" / "session.sh"
 PY = sys.executable
 WRITE = "import json, sys; json.dump({'cases': [1], 'name': sys.argv[1]}, open(sys.argv[-1], 'w'))"
+SLOW = "; print('begun', flush=True); import time; time.sleep(60)"
 
 
 def test_the_script_is_sound():
@@ -47,7 +48,26 @@ def test_the_parts_fit_into_both_visits():
         chosen = parts.of_visit(every, visit)
         assert next(iter(chosen.values())).stops, "a visit begins with the smoke test"
         assert sum(part.seconds for part in chosen.values()) <= seconds
-    assert sum(parts.VISIT_SECONDS.values()) + 2 * 120 <= 900, "two machine starts and both visits"
+        expected = {name: parts.EXPECTED.get(name, 0) for name in chosen}
+        assert all(expected[name] <= part.seconds for name, part in chosen.items())
+    starts = len(parts.VISIT_SECONDS) * parts.START_SECONDS
+    most = parts.SESSION_SECONDS - parts.SLACK_SECONDS
+    assert sum(parts.VISIT_SECONDS.values()) + starts <= most, "both visits and machine starts"
+    assert parts.VISIT_SECONDS[1] + parts.START_SECONDS <= 540 and parts.VISIT_SECONDS[2] <= 240
+
+
+def test_the_clock_adds_measured_and_assumed_times():
+    every, known = parts.parts(), {"bars": {"status": "done", "seconds": 31.0}}
+    lines = list(session.clock(every, known))
+    rows = {line.split()[1]: line.split() for line in lines if line.split()[0] in ("1", "2")}
+    assert rows["bars"][3:5] == ["31", "measured"] and rows["small"][4] == "assumed"
+    start, smoke = parts.START_SECONDS, every["smoke"].seconds
+    assert rows["bars"][5:] == [f"{start + smoke + 31}", f"{start + smoke + every['bars'].seconds}"]
+    ends = [int(line.split()[-1]) for line in lines if line.split()[0] in ("1", "2")]
+    assert f"# slack: {parts.SESSION_SECONDS - ends[-1]} s" in "\n".join(lines)
+    assert parts.SESSION_SECONDS - ends[-1] >= parts.SLACK_SECONDS
+    assert "in this order: longest, hybrid, heads, frozen, rows, tests" in lines[-2]
+    assert "left out" in lines[-1] and "step, peers, tune" in lines[-1]
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
@@ -80,7 +100,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
 def small(monkeypatch, tmp_path):
     """Replace the parts of the session with three short ones, and return the output folder.
 
-    One part writes a report, one fails, and one exceeds its time limit.
+    One part writes a report, one fails, and one is killed after it has written a report.
     """
 
     def part(seconds, code, *words, measures=False):
@@ -89,7 +109,7 @@ def small(monkeypatch, tmp_path):
     chosen = {
         "good": part(30, WRITE, "first", measures=True),
         "bad": part(30, "print('a reason'); raise SystemExit(3)"),
-        "slow": part(2, "import time; print('begun', flush=True); time.sleep(60)"),
+        "slow": part(2, WRITE + SLOW, "kept", measures=True),
     }
     monkeypatch.setattr(session, "parts", lambda: chosen)
     monkeypatch.setattr(session, "gpu_or_reason", lambda: (None, "a GPU"))
@@ -106,7 +126,10 @@ def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, monkeypatc
     assert session.main([]) == 1 and time.monotonic() - started < 30
     found = json.loads((small / "gpu_session.json").read_text())["parts"]
     assert [part["status"] for part in found.values()] == ["done", "failed", "failed"]
-    assert found["good"]["reports"] == [{"cases": [1], "name": "first"}]
+    for name, word in (("good", "first"), ("slow", "kept")):
+        (report,) = found[name]["reports"]
+        assert report == {"cases": [1], "name": word, "where": found[name]["where"]}
+        assert report["where"].endswith(" on a GPU")
     log = (small / "gpu_session.log").read_text()
     assert all(x in log for x in ("a reason", "begun", "ended after 2 s", "exit codes [3]"))
     capsys.readouterr()
@@ -117,6 +140,10 @@ def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, monkeypatc
     (small / "gpu_session.json").rename(committed := small / "committed.json")
     monkeypatch.setattr(session, "COMMITTED", committed)
     assert session.main(["--part", "good"]) == 0 and "done before" in capsys.readouterr().out
+    monkeypatch.setattr(session, "gpu_or_reason", lambda: (None, "another GPU"))
+    assert session.main(["--part", "good"]) == 0 and "good: done in" in capsys.readouterr().out
+    found = json.loads((small / "gpu_session.json").read_text())["parts"]["good"]["reports"]
+    assert [x["where"].partition(" on ")[2] for x in found] == ["a GPU", "another GPU"]
 
 
 @pytest.fixture

@@ -77,6 +77,33 @@ def verified(candidate: Provider) -> tuple[dict, Step | None]:
     return runner.verify(candidate, "linear_grpo_loss", problem, FP32, "cpu")
 
 
+def test_quack_computes_a_cross_entropy_and_no_policy_loss(monkeypatch):
+    """Check that QuACK gets masked tokens as -100, is listed if absent, and is in no GRPO table.
+
+    The fake module has the signature of QuACK's function at commit c8ec3170.
+    """
+
+    def chunked_linear_cross_entropy(x, weight, target, chunk_size=4096, ignore_index=-100,
+        reduction="mean", tuned=True, use_scaled_exp=None):  # fmt: skip
+        return torch.nn.functional.cross_entropy(
+            x @ weight.T, target, ignore_index=ignore_index, reduction=reduction
+        )
+
+    operation, name = "linear_cross_entropy", "QuACK cross entropy"
+    quack = provider(operation, name)
+    assert "QuACK" not in " ".join(p.name for p in providers_of("linear_grpo_loss"))
+    assert quack.missing("cpu", torch.bfloat16) in (
+        "quack is not installed", "its CuTe-DSL kernels need an sm_90 GPU",
+    )  # fmt: skip
+    module = SimpleNamespace(chunked_linear_cross_entropy=chunked_linear_cross_entropy)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(linear_cross_entropy=module))
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
+    problem = make_problem(SHAPE, FP32, variant=VARIANTS[1])
+    can_run = quack._replace(needs=None, why_not=lambda *_: None)
+    row, step = runner.verify(can_run, operation, problem, FP32, "cpu")
+    assert row["status"] == "ok" and step is not None, row
+
+
 @pytest.mark.parametrize("wrong", ["loss", "grad_hidden", "grad_weight", "missing", "nan", "shape"])
 def test_a_wrong_result_is_listed_and_not_timed(wrong):
     problem = make_problem(SHAPE, FP32)
@@ -269,9 +296,9 @@ def test_scripts_get_all_other_options(capsys, tmp_path):
         for name, line in zip(SCRIPTS, lines, strict=True):
             assert all(f" {part.replace('NAME', name)}" in line for part in parts), line
     for words in (["--device", "cuda"], ["--device=cuda"]):
-        assert command.main(["trl", *words, "--dry"]) == 0
+        assert command.main(["support", *words, "--dry"]) == 0
         line = capsys.readouterr().out
-        assert "--dtype bf16" in line and "--device cuda" in line  # the default sizes on a GPU
+        assert "--rounds 9" in line and "--device cuda" in line  # the default sizes on a GPU
 
 
 def test_a_gpu_is_used_with_its_sizes_even_if_no_option_names_it(monkeypatch, capsys):

@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_fast.doctor import attempts as causes
-from grpo_fast.doctor.attempts import shipped_settings
+from grpo_fast.doctor.diagnosis import shipped_settings
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from tests.doctor.faulty import PROMPTS, SAMPLING, FaultyEngine, found_by, policy_of

@@ -14,7 +14,6 @@ trl = pytest.importorskip("trl", minversion="1.16")
 theirs = importlib.import_module("trl.trainer.distillation_trainer")
 cases = importlib.import_module("tests.integrations.trl_cases")
 head = importlib.import_module("grpo_fast.integrations.trl.head")
-ours = importlib.import_module("grpo_fast.integrations.trl.divergence")
 run_inside = importlib.import_module("grpo_fast.integrations.fast_head").run_inside
 
 BETAS = (0.0, 0.2, 0.5, 1.0)
@@ -52,7 +51,7 @@ def both(
     a, b = (torch.randn(vocabulary, generator=random) for _ in range(2))
     h[2] = t[2] = torch.nan if mask.any() else 0.0  # the third completion is masked
     found = []
-    for function in (theirs._chunked_divergence_loss, ours.divergence_loss):
+    for function in (theirs._chunked_divergence_loss, head.divergence_loss):
         layer = nn.Linear(width, vocabulary, bias=bias)
         run_inside(layer)
         with torch.no_grad():
@@ -60,7 +59,7 @@ def both(
             if bias:
                 layer.bias.copy_(a)
         hidden = h.clone().requires_grad_()
-        first = (layer,) if function is ours.divergence_loss else ()
+        first = (layer,) if function is head.divergence_loss else ()
         inputs = [hidden, t, layer.weight, u]
         if not first:  # TRL also computes masked rows and would return NaN
             inputs[:2] = [x.nan_to_num() for x in inputs[:2]]
@@ -106,7 +105,7 @@ def folders(tmp_path_factory):
     {"lora": {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}},
 ], ids=["forward", "reverse", "jsd_eval", "checkpointing", "autocast", "lora"])  # fmt: skip
 def test_runs(folders, tmp_path, options, spied):
-    calls = spied(ours, "divergence_loss")
+    calls = spied(head, "divergence_loss")
     one, other = (cases.distillation(folders, tmp_path, **options) for _ in range(2))
     start = {n: x.clone() for n, x in other.model.state_dict().items()}
     head.use_fast_head(other)
@@ -120,7 +119,7 @@ def test_runs(folders, tmp_path, options, spied):
 
 
 def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(ours, "divergence_loss", lambda *a, **k: pytest.fail("ours was called"))
+    monkeypatch.setattr(head, "divergence_loss", lambda *a, **k: pytest.fail("ours was called"))
     made = cases.distillation(folders, tmp_path, max_steps=1)
     with head.use_fast_head(made):
         pass

@@ -13,7 +13,6 @@ trl = pytest.importorskip("trl", minversion="1.16")
 cases = importlib.import_module("tests.integrations.trl_cases")
 tools = importlib.import_module("tests.integrations.trl_tools")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
-rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
@@ -176,7 +175,7 @@ def test_trls_way_is_trls_to_the_bit(model_path, tmp_path, how):
     theirs, ours = pair
     assert ours.drawn == theirs.drawn and set(attention) <= {"sdpa"}
     ours.fast_rollouts = False
-    assert ours._sampling() == rollouts.OFF
+    assert ours._sampling() == fast.OFF
     ours.fast_rollouts = True
     assert (type(ours._sampling()) is not str) == (how == "attribute")
     said = {"attribute": "fast_rollouts is False", "generate": "model.generate is not"}[how]
@@ -210,7 +209,7 @@ def test_a_changed_model_is_sampled_by_trl(model_path, tmp_path, options, monkey
 def test_a_prompt_without_a_token_is_trls_error(model_path, tmp_path):
     classes = trl.GRPOTrainer, fast.FastGRPOTrainer
     theirs, ours = (build(cls, model_path, tmp_path, max_steps=1) for cls in classes)
-    assert isinstance(ours._sampling(), rollouts.Sampling)
+    assert isinstance(ours._sampling(), fast.Sampling)
     with pytest.raises(Exception) as error:  # noqa: PT011
         theirs._generate_single_turn([[], []], None, {}, 1)
     with pytest.raises(type(error.value)):

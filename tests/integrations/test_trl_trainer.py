@@ -17,7 +17,6 @@ cases = importlib.import_module("tests.integrations.trl_cases")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 options_module = importlib.import_module("grpo_fast.integrations.trl.options")
 packed = importlib.import_module("grpo_fast.integrations.trl.packed")
-rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
 
 PACKED = {"forward": "packed", "loss": "single pass"}
@@ -225,7 +224,7 @@ def test_refusals_name_their_option(model_path, tmp_path):
     trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     reason = options_module.forward_reason(trainer, trainer.model)
     assert reason == "lm_head: Linear4bit is no plain linear layer"
-    assert rollouts.unsuited(trainer, trainer.model) == reason
+    assert options_module.unsuited(trainer, trainer.model) == reason
     trainer.model._tp_size = 2  # transformers sets it for tensor parallelism
     assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
 

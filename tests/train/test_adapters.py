@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_fast.train.checkpoint import export
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.evaluation.command import run_eval
-from grpo_fast.train.export import export
 from grpo_fast.train.folder import checkpoints_in, fingerprints
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference

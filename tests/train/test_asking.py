@@ -10,8 +10,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rewards import scorer_for
 from grpo_fast.train.config import DataConfig
-from grpo_fast.train.evaluation.command import run_eval
-from grpo_fast.train.evaluation.data_view import SHOWN_PROMPT, asking_lines, data_lines
+from grpo_fast.train.evaluation.command import SHOWN_PROMPT, asking_lines, data_lines, run_eval
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder

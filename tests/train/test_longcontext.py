@@ -1,5 +1,6 @@
 """Tests that memory options and ways of packing do not change the results of a step."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch.nn import Linear
 
 from benchmarks.trainers import step as bench_step
-from benchmarks.trainers.step_providers import make_problem, prepare
+from benchmarks.trainers.step_providers import make_problem
 from grpo_fast import LossConfig, attention
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
@@ -178,6 +179,10 @@ def options(tokens_per_microbatch=1 << 40, lora=None):
     )
 
 
+def prepared(names, model, *given):
+    return {name: bench_step.PROVIDERS[name](copy.deepcopy(model), *given) for name in names}
+
+
 @pytest.fixture(scope="module")
 def problem():
     prompts = torch.randint(2, VOCAB, (2, 500), generator=torch.Generator().manual_seed(1)).tolist()
@@ -193,7 +198,7 @@ def test_shared_packed_and_padded_are_one_step(problem, family, budget):
     """
     model = tiny_model(family, vocab_size=VOCAB, max_position_embeddings=4096)
     chosen = options(tokens_per_microbatch=budget)
-    providers = {name: prepare(name, model, problem, chosen) for name in NAMES}
+    providers = prepared(NAMES, model, problem, chosen)
     shared, packed, padded = (providers[name].tokens for name in NAMES)
     assert 3 * shared < packed < padded
     errors = bench_step.verify(providers, problem, tolerance=1e-5)
@@ -203,7 +208,7 @@ def test_shared_packed_and_padded_are_one_step(problem, family, budget):
 def test_with_lora_all_providers_train_the_same_adapters(problem):
     model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=4096)
     chosen = options(lora=2)
-    providers = {name: prepare(name, model, problem, chosen) for name in NAMES}
+    providers = prepared(NAMES, model, problem, chosen)
     bench_step.verify(providers, problem, tolerance=1e-5)
     for provider in providers.values():
         trained = [name for name, p in provider.model.named_parameters() if p.requires_grad]
@@ -212,7 +217,7 @@ def test_with_lora_all_providers_train_the_same_adapters(problem):
 
 def test_a_wrong_step_is_not_timed(problem):
     model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=4096)
-    providers = {name: prepare(name, model, problem, options()) for name in ("shared", "padded")}
+    providers = prepared(("shared", "padded"), model, problem, options())
     with torch.no_grad():
         providers["shared"].policy.lm.model.layers[0].mlp.down_proj.weight[0, 0] += 1.0
     with pytest.raises(SystemExit, match="shared differs from padded"):

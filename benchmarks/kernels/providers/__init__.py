@@ -17,6 +17,9 @@ def providers_of(operation: str) -> list[Provider]:
     if operation == "linear_grpo_loss_frozen":
         found = [*limits.gemm_limits(2), *ours.providers(ours.loss), *peers.loss_peers()]
         return [x._replace(prepare=partial(frozen, x)) for x in found]
+    if operation == "linear_cross_entropy":
+        ours_ = ours.providers(ours.cross_entropy)
+        return [*limits.gemm_limits(3), *ours_, *peers.cross_entropy_peers()]
     if operation in ("linear_logps", "linear_logps_backward"):
         gradient = operation.endswith("backward")
         found = limits.gemm_limits(3 if gradient else 1)

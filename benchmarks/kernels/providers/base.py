@@ -138,5 +138,10 @@ def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, cou
     return -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / count
 
 
+def mean_nll(logps: Tensor, problem: Problem) -> Tensor:
+    """Return the mean cross entropy of the unmasked tokens, given their logps (N,)."""
+    return -(logps * problem.mask).sum() / problem.count
+
+
 def dapo_arguments(problem: Problem) -> tuple[Tensor, Tensor, Tensor, int]:
     return problem.old_logps, problem.token_advantages, problem.mask, problem.count

@@ -47,6 +47,14 @@ def logps(problem: Problem, backend: str, gradient: bool) -> Step:
     )
 
 
+def cross_entropy(problem: Problem, backend: str) -> Step:
+    """Return a step that computes a cross entropy from `linear_logps`, and its gradients."""
+    inputs = (problem.hidden, problem.weight, problem.labels)
+    return base.differentiate(
+        problem, lambda: base.mean_nll(linear_logps(*inputs, backend=backend), problem)
+    )
+
+
 def logits_loss(problem: Problem, backend: str, inplace: bool) -> Step:
     """Return a step that runs `logits_grpo_loss` on logits (B, L + 1, V).
 

@@ -91,7 +91,11 @@ def cce(problem: Problem) -> Callable[[], Tensor]:
 
 
 def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with Liger's CuTe-DSL cross entropy for Hopper, which stores no logits."""
+    """Compute logps with Liger's CuTe-DSL cross entropy for Hopper, which stores no logits.
+
+    Its backward pass takes a gradient for each token, so it can compute a GRPO loss. The signature
+    is that of linkedin/Liger-Kernel at ead96b61 and of version 0.8.5.
+    """
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
         LigerFusedLinearScaledCrossEntropyFunction,
     )
@@ -100,6 +104,19 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
     return lambda: (
         -LigerFusedLinearScaledCrossEntropyFunction.apply(problem.hidden, problem.weight, targets)
     )
+
+
+def quack(problem: Problem) -> Step:
+    """Return a step of QuACK's chunked cross entropy, with its default chunk of 4096 rows.
+
+    It returns the sum or the mean over all tokens, and its backward pass takes one scalar. It can
+    therefore not compute a GRPO loss, whose tokens have different coefficients. The signature is
+    that of Dao-AILab/quack at c8ec3170, version 0.6.4.
+    """
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    inputs = (problem.hidden, problem.weight, problem.labels)
+    return base.differentiate(problem, lambda: chunked_linear_cross_entropy(*inputs))
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:
@@ -189,6 +206,11 @@ def as_loss(logps: Logps, problem: Problem) -> Step:
     return base.differentiate(problem, lambda: base.dapo(call(), *arguments))
 
 
+def as_cross_entropy(logps: Logps, problem: Problem) -> Step:
+    call = logps(problem)
+    return base.differentiate(problem, lambda: base.mean_nll(call(), problem))
+
+
 def as_logps(logps: Logps, gradient: bool, problem: Problem) -> Step:
     return base.logps_step(problem, logps(problem), gradient)
 
@@ -219,6 +241,13 @@ def loss_peers() -> list[Provider]:
         prepare = compiled_loss if name == "torch.compile" else partial(as_loss, logps)
         found.append(Provider(name, "peer", prepare, needs, why_not, wide))
     return [*found, Provider("Liger", "peer", liger_loss, needs="liger_kernel")]
+
+
+def cross_entropy_peers() -> list[Provider]:
+    found = [Provider("QuACK cross entropy", "peer", quack, "quack", needs_hopper)]
+    for name, (logps, needs, why_not, wide) in LOGPS.items():
+        found.append(Provider(name, "peer", partial(as_cross_entropy, logps), needs, why_not, wide))
+    return found
 
 
 def logits_peers(inplace: bool) -> list[Provider]:

@@ -1,4 +1,4 @@
-"""Translation of TRL's GRPO options into a `LossConfig`.
+"""Translation of TRL's GRPO options into a `LossConfig` and into settings of our sampler.
 
 No option is ignored. If our code does not support an option, the code of TRL computes everything
 that the option affects, and the trainer's `fast_path` names the option.
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import Pair, shared_prompt_supported
+from grpo_fast.rollout import Sampling
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -257,3 +258,79 @@ def _random_inputs(device: torch.device) -> tuple[dict[str, Tensor], Tensor, Ten
         "ref_per_token_logps": logps + 0.5 * spread, "importance_sampling_ratio": weights.abs(),
     }  # fmt: skip
     return inputs, logps, entropies.abs()
+
+
+# ------------------------------------------------------------------- What our sampler supports
+# Fields of a generation config that our sampler supports, or that do not affect the sampled tokens.
+# If any other field differs from its default, sampling is left to TRL.
+SAMPLER_READS = {
+    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
+    "pad_token_id", "bos_token_id", "max_length", "use_cache", "disable_compile",
+    "transformers_version",
+}  # fmt: skip
+# Packages whose hooks are known not to change the logits of a model.
+KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
+
+
+class SamplingWithoutSupport(Sampling):
+    """Sampling settings for which the sampler does not record which tokens it kept.
+
+    TRL computes log-probabilities over the full vocabulary, so nothing reads the record.
+    """
+
+    @property
+    def needs_support(self) -> bool:
+        return False
+
+
+def foreign_hooks(model: nn.Module) -> list[Callable[..., object]]:
+    """Return the forward hooks that are not from a package in `KNOWN`."""
+    return [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if getattr(getattr(hook, "func", hook), "__module__", "").split(".")[0] not in KNOWN
+    ]
+
+
+def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
+    """Return an option of the trainer or the model that our sampler does not support, or None."""
+    known = {
+        "use_vllm": trainer.use_vllm,
+        "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
+        "rollout_func": trainer.rollout_func is not None,
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "fsdp: the model is sharded": trainer.is_fsdp_enabled
+        or any(isinstance(module, FSDPModule) for module in lm.modules()),
+    }
+    return next((reason for reason, holds in known.items() if holds), unusual_model(trainer, lm))
+
+
+def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
+    """Return the sampling settings, or a sentence that names an unsupported setting."""
+    # As in `generate`, the model's generation config fills in the values that are None in the
+    # trainer's generation config.
+    config = lm._prepare_generation_config(trainer.generation_config)[0]
+    for name, value in vars(config).items():
+        is_usual = value is None or value is False or value == usual().get(name)
+        if not (is_usual or name in SAMPLER_READS or name.startswith("_")):
+            return f"generation_kwargs: {name}={value!r} is not read by our sampler"
+    eos = config.eos_token_id
+    if {*(eos if isinstance(eos, list) else [eos])} != {*trainer.eos_token_ids}:
+        return f"generation_kwargs: eos_token_id={eos!r} differs from {trainer.eos_token_ids}"
+    settings = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
+    settings["temperature"] = config.temperature if config.do_sample else 0
+    try:
+        return SamplingWithoutSupport(**settings, min_p=config.min_p or 0)
+    except ValueError as error:
+        return f"generation_kwargs: {' '.join(str(error).split())}"
+
+
+@functools.cache
+def usual() -> dict[str, object]:
+    """Return the names and default values of all fields of a generation config."""
+    from transformers import GenerationConfig
+
+    plain = GenerationConfig()
+    named: dict[str, object] = getattr(plain, "_get_default_generation_params", dict)()
+    return {**vars(plain), **named}

@@ -5,7 +5,10 @@
 The code of TRL computes rewards, advantages and metrics, calls tools, and writes logs and
 checkpoints. We replace three parts:
 
-- Our loop samples the completions (rollouts.py).
+- Our loop samples the completions. The sampling settings come from `GRPOConfig`, from
+  `generation_kwargs` and from the model's generation config, as in `generate`. If our sampler does
+  not support a setting, if the model has its own `generate`, or if a forward hook was added, TRL
+  samples.
 - A packed forward replaces the padded forward. It computes each shared prompt once and applies the
   LM head to completion tokens only. It runs inside the model's forward, so the hooks of DDP and
   FSDP fire.
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from trl import GRPOTrainer
 
 from grpo_fast.attention import check_tolerance, fast_layers
@@ -35,15 +39,17 @@ from grpo_fast.integrations.trl.packed import (
     packed_forward,
     take_packed_rows,
 )
-from grpo_fast.integrations.trl.rollouts import DTYPES, OwnRollouts
+from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
+OFF = "fast_rollouts is False"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FastGRPOTrainer(OwnRollouts):
+class FastGRPOTrainer(GRPOTrainer):
     """Faster version of TRL's `GRPOTrainer` with the same constructor and the same results.
 
     Attributes:
@@ -51,8 +57,11 @@ class FastGRPOTrainer(OwnRollouts):
             micro-batch. Before the first micro-batch, it contains the plan. "forward" is "packed"
             or "TRL's: <reason>". "loss" is "single pass", "TRL's on our logps: <reason>" or
             "TRL's: <reason>". "rollouts" is "ours" or "TRL's: <reason>".
-        fast_rollouts: If False, TRL samples the completions.
+        fast_rollouts: True samples with our loop, without dropout, if it supports all settings.
+            False always samples with the code of TRL.
     """
+
+    fast_rollouts = True
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -77,6 +86,14 @@ class FastGRPOTrainer(OwnRollouts):
             log.warning("FastGRPOTrainer: TRL's LM head is used: %s", reason)
         self._start_rollouts()
         log.info("FastGRPOTrainer: %s", self.fast_path)
+
+    def _record(self, part: str, reason: str) -> None:
+        """Record in `fast_path` why TRL computes a part of the step. Log each reason once."""
+        said = f"TRL's: {reason}"
+        self.fast_path[part] = said
+        if (part, said) not in self._logged:
+            self._logged.add((part, said))
+            log.warning("%s: %s %s", type(self).__name__, part, said)
 
     def _their_forward(self, reason: str) -> None:
         """Let TRL compute the forward and the loss from now on, and log the reason."""
@@ -209,3 +226,74 @@ class FastGRPOTrainer(OwnRollouts):
             return super()._compute_loss(self.model, inputs)
         finally:
             self._finished = None
+
+    # ---------------------------------------------------------------------------------- Rollouts
+    def _start_rollouts(self) -> None:
+        """Build our sampling engine, or record why TRL must sample."""
+        self._drawn_at: tuple[tuple[str, int], int] | None = None
+        self._known_hooks = options.foreign_hooks(self.model)
+        self.fast_path["rollouts"] = "ours"
+        self._unsuited = options.unsuited(self, self._lm)
+        if self._unsuited is None:
+            accelerator = self.accelerator
+            self._sampled = SampledModel(
+                accelerator.unwrap_model(self.model), eos_ids=self.eos_token_ids,
+                attn=self._own_attention,
+                autocast=DTYPES.get(accelerator.native_amp and accelerator.mixed_precision),
+            )  # fmt: skip
+            self._engine = build_engine(self._sampled)
+            self._unsuited = self._engine.fallback
+        if self._unsuited is not None or not self.fast_rollouts:
+            self._record("rollouts", self._unsuited or OFF)
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *others: object, **more: object
+    ) -> tuple[object, ...]:
+        sampling = self._sampling()
+        if any(others[:2]):  # images, multimodal_fields
+            sampling = "images need TRL's own inputs"
+        elif not all(map(len, prompt_ids)):
+            sampling = "a prompt has no token"
+        if isinstance(sampling, str):
+            self._record("rollouts", sampling)
+            # Sample with the model's original attention. transformers' `generate` checks the name
+            # of the attention, for example to detect flash attention, and does not know our name.
+            prepared = self._lm.config._attn_implementation
+            self._lm.set_attn_implementation(self._own_attention)
+            try:
+                return super()._generate_single_turn(prompt_ids, *others, **more)
+            finally:
+                self._lm.set_attn_implementation(prepared)
+        self.fast_path["rollouts"] = "ours"
+        self._sampled.eos_ids = frozenset(self.eos_token_ids)
+        drawn = self._engine.generate(prompt_ids, sampling, group_size=1, seed=self._seed())
+        return [one.ids for one in drawn], None
+
+    def _sampling(self) -> Sampling | str:
+        """Return the settings of our sampler, or the reason why TRL must sample."""
+        if not self.fast_rollouts:
+            return OFF
+        if self._unsuited is not None:
+            return str(self._unsuited)
+        model = self.accelerator.unwrap_model(self.model)
+        own = getattr(self._lm.generate, "__func__", None) is GenerationMixin.generate
+        if "generate" in vars(model) or not own:
+            return "model.generate is not transformers' own"
+        return self._changed() or options.sampling_of(self, self._lm)
+
+    def _changed(self) -> str | None:
+        """Return a change of the model since the trainer was built, or None if there is none."""
+        model = self.accelerator.unwrap_model(self.model)
+        if options.is_compiled(model):
+            return options.COMPILED
+        if any(hook not in self._known_hooks for hook in options.foreign_hooks(model)):
+            return "a forward hook was added after the trainer was built"
+        return None
+
+    def _seed(self) -> tuple[int | str, ...]:
+        """Return a seed that differs between steps, between turns of a step, and between ranks."""
+        when = "train" if self.model.training else "eval", self.state.global_step
+        known, turn = self._drawn_at or (None, 0)
+        turn = turn + 1 if known == when else 0
+        self._drawn_at = when, turn
+        return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)

@@ -16,26 +16,30 @@ LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[?::1\]?)(:[0-9]+)?")
 
 
 class VLLMOptions(BaseModel):
-    """The section `rollout.vllm` of a configuration."""
+    """The section `rollout.vllm` of a configuration.
 
-    model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    Attributes:
+        options: Arguments of the class vllm.LLM for engine: vllm, such as {gpu_memory_utilization:
+            0.4}.
+        urls: Servers for engine: vllm-server, each as http://host:port.
+        transfer: How servers receive weights. auto is nccl if the policy is on a GPU, otherwise
+            gloo.
+        address: Address of the trainer's machine at which the servers can reach it.
+        timeout: Seconds for one of three tries to sample a step, and for one transfer of weights.
+        patience: Seconds to wait for a server that does not respond.
+        tolerance: Mean gap to the policy after a transfer, in nats a token. null allows rounding of
+            dtypes.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the class vllm.LLM for engine: vllm, such as {gpu_memory_utilization: 0.4}."""
     urls: list[str] = Field(default_factory=list)
-    """Servers for engine: vllm-server, each as http://host:port."""
     transfer: Literal["auto", "nccl", "gloo"] = "auto"
-    """How servers receive weights. auto is nccl if the policy is on a GPU, otherwise gloo."""
     address: str = Field("127.0.0.1", min_length=1)
-    """Address of the trainer's machine at which the servers can reach it."""
     timeout: float = Field(600.0, gt=0, le=1e6)
-    """Seconds for one of three tries to sample a step, and for one transfer of weights."""
     patience: float = Field(300.0, ge=0, le=1e6)
-    """Seconds to wait for a server that does not respond."""
     tolerance: float | None = Field(None, ge=0)
-    """Mean gap to the policy after a transfer, in nats a token. null allows rounding of dtypes."""
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,6 @@ defaults of the section `loss` come from `LossConfig`.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -48,14 +47,6 @@ Positive = Annotated[int, Interval(ge=1, lt=LIMIT)]
 Size = Annotated[int, Interval(ge=1, le=1 << 20)]  # number of items in memory at the same time
 
 
-def described(kind: type) -> dict[str, str]:
-    """Return the descriptions of a class's fields, which its docstring lists as `name: text`."""
-    found = re.findall(r"^ +(\w+): (.*(?:\n {12}.*)*)", kind.__doc__ or "", re.M)
-    # LossConfig names the type of an option before its description.
-    texts = {name: re.sub(r"^(str|bool|int|float)( or [a-z ]+)?\. ", "", x) for name, x in found}
-    return {name: " ".join(text.split()) for name, text in texts.items()}
-
-
 class Section(BaseModel):
     """Base class of configuration sections. It rejects unknown keys and non-finite numbers.
 
@@ -67,12 +58,6 @@ class Section(BaseModel):
         extra="forbid", strict=True, validate_assignment=True, protected_namespaces=(),
         allow_inf_nan=False,
     )  # fmt: skip
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        for name, text in described(cls).items():
-            if name in cls.model_fields:
-                cls.model_fields[name].description = text
 
 
 @contextmanager
@@ -471,17 +456,18 @@ def _loss_keys() -> dict[str, Any]:
     types |= {"temperature": float, "corrections": list[dict[str, Any]]}
     defaults = {field.name: field.default for field in fields(LossConfig)} | {"temperature": None}
     defaults["corrections"] = [asdict(correction) for correction in LossConfig.corrections]
-    descriptions = described(LossConfig)
-    descriptions["temperature"] = "Temperature of the log-probs; null uses rollout.temperature."
-    return {
-        name: (types[name] | None, Field(default, description=descriptions[name]))
-        for name, default in defaults.items()
-        if name not in OF_THE_RUN
-    }
+    own = defaults.keys() - {*OF_THE_RUN}
+    return {name: (types[name] | None, x) for name, x in defaults.items() if name in own}
 
 
-class LossSettings(create_model("Arguments", __base__=Section, **_loss_keys())):  # type: ignore[misc]
-    """The objective. All arguments of LossConfig, except OF_THE_RUN, are keys."""
+class LossSettings(
+    create_model("Arguments", __base__=Section, __doc__=LossConfig.__doc__, **_loss_keys())  # type: ignore[misc]
+):
+    """The objective. All arguments of LossConfig, except OF_THE_RUN, are keys.
+
+    Attributes:
+        temperature: Temperature of the log-probs; null uses rollout.temperature.
+    """
 
 
 # ------------------------------------------------------------------------------ The whole run
@@ -603,7 +589,7 @@ class RunConfig(Section):
         by_symbol = self.model.tokenizer == "symbols" and self.data.task == "sort"
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
             self.rollout.max_new_tokens = self.data.digits
-        for clashes, one, other, why in (*self._advantage_conflicts(), *self._loss_conflicts()):
+        for clashes, one, other, why in self._conflicts():
             if clashes:
                 raise conflict(one, other, why)
         if self.advantages != GAE:
@@ -628,26 +614,14 @@ class RunConfig(Section):
         require(fits, "distributed_replicas", expected, self.distributed_replicas)
         return self
 
-    def _advantage_conflicts(self) -> list[tuple[object, str, str, str]]:
-        """Return rows (is a conflict, first setting, second setting, reason) about advantages."""
+    def _conflicts(self) -> list[tuple[object, str, str, str]]:
+        """Return rows (is a conflict, first setting, second setting, reason)."""
         mode = f"advantages={self.advantages}"
         is_gae = self.advantages == GAE
         has_critic = self.critic is not None
         critic = "critic" if has_critic else "critic=null"
         variance = "log.grad_variance=true"
         only = "it needs the gradient of each group on one rank"
-        return [
-            (has_critic != is_gae, mode, critic,
-             "gae needs the section critic={}, which no other mode reads"),
-            (is_gae and self.advantage_options, mode, "advantage_options",
-             "the options of gae are in the section critic"),
-            (self.log.grad_variance and has_critic, variance, "critic", only),
-            (self.log.grad_variance and self.is_sharded, variance,
-             f"distributed={self.distributed}", only),
-        ]  # fmt: skip
-
-    def _loss_conflicts(self) -> list[tuple[object, str, str, str]]:
-        """Return rows (is a conflict, first setting, second setting, reason) about the loss."""
         loss = self.loss
         config = self.loss_config()
         kind = self.reference.kind
@@ -661,7 +635,14 @@ class RunConfig(Section):
         is_custom = of_sampler and corrections != LossConfig.corrections
         corrects = self.rollout.correct_sampling
         return [
-            (in_reward and self.advantages != GAE, into, f"advantages={self.advantages}",
+            (has_critic != is_gae, mode, critic,
+             "gae needs the section critic={}, which no other mode reads"),
+            (is_gae and self.advantage_options, mode, "advantage_options",
+             "the options of gae are in the section critic"),
+            (self.log.grad_variance and has_critic, variance, "critic", only),
+            (self.log.grad_variance and self.is_sharded, variance,
+             f"distributed={self.distributed}", only),
+            (in_reward and not is_gae, into, mode,
              "only gae spreads a token's reward; use kl.into=loss"),
             (needs_beta and not OBJECTIVES[config.loss_type].reference, setting,
              f"loss.loss_type={config.loss_type}", "beta is no weight of this KL in this loss"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -108,6 +108,15 @@ def write_yaml(data: Any, path: str | Path) -> None:
     part = Path(f"{path}.tmp")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each setting in nested settings."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 # --------------------------------------------------------------------- Parsing of key=value words
@@ -284,13 +293,14 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     return f"{where}: {message}, got {shown}{nearest_hint(str(value), choices)}"
 
 
-def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted key and the pydantic field of every setting.
+def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Yield the dotted key, the pydantic field and the description of every setting.
 
     If a field is a list of sections, its keys have the index 0, for example `rewards.0.name`.
     """
+    texts = described(kind)
     for name, field in kind.model_fields.items():
-        yield above + name, field
+        yield above + name, field, texts.get(name, "")
         section = section_of(field.annotation)
         if section is not None:
             first = "0." if get_origin(field.annotation) is list else ""
@@ -298,7 +308,19 @@ def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, Fie
 
 
 def dotted_keys(kind: type[BaseModel]) -> Iterator[str]:
-    return (key for key, _ in fields_of(kind))
+    return (key for key, _, _ in fields_of(kind))
+
+
+def described(kind: type) -> dict[str, str]:
+    """Return the descriptions of a class's fields, which its docstring lists as `name: text`.
+
+    A description in a subclass replaces that of its base class.
+    """
+    documents = "\n".join(base.__doc__ or "" for base in reversed(kind.__mro__))
+    found = re.findall(r"^ +(\w+): (.*(?:\n {12}.*)*)", documents, re.M)
+    # LossConfig names the type of an option before its description.
+    texts = {name: re.sub(r"^(str|bool|int|float)( or [a-z ]+)?\. ", "", x) for name, x in found}
+    return {name: " ".join(text.split()) for name, text in texts.items()}
 
 
 def section_of(annotation: Any) -> Any:
@@ -357,14 +379,13 @@ def listed_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
     Raises:
         ValueError: no key or section has the name `prefix`.
     """
-    fields = dict(fields_of(kind))
     lines = []
-    for key, field in fields.items():
+    for key, field, text in fields_of(kind):
         if not prefix or key == prefix or key.startswith(f"{prefix}."):
             lines.append(f"{key}: {_type_words(field.annotation)}{_default(field)}")
-            lines.append(f"    {field.description}")
+            lines.append(f"    {text}")
     if not lines:
-        hint = nearest(prefix, list(kind.model_fields), list(fields))
+        hint = nearest(prefix, list(kind.model_fields), list(dotted_keys(kind)))
         raise ValueError(f"config: no key or section {prefix!r}{hint}")
     return lines
 

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import require
 from grpo_fast.train.config import LogConfig, RolloutConfig
+from grpo_fast.train.config.words import flat
 from grpo_fast.train.folder import JsonLines, check_regular, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import (
@@ -73,20 +74,12 @@ def start_trackers(
         )
     run = Path(folder).name
     options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
-    accelerator.init_trackers(PROJECT, config=_flat(settings), init_kwargs=options)
+    texts = {  # trackers accept no lists and no nulls
+        key: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for key, value in flat(settings)
+    }
+    accelerator.init_trackers(PROJECT, config=texts, init_kwargs=options)
     return accelerator.trackers
-
-
-def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys. Convert lists and nulls to text."""
-    flattened: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flattened |= _flat(value, f"{above}{key}.")
-        else:
-            is_plain = isinstance(value, (bool, int, float, str))
-            flattened[f"{above}{key}"] = value if is_plain else str(value)
-    return flattened
 
 
 # --------------------------------------------------------------------- The lines and files of a run

@@ -33,7 +33,7 @@ from grpo_fast.attention.packing import (
     trunk_tokens,
 )
 from grpo_fast.kernels.agree import Pair
-from grpo_fast.kernels.cpu.modules import fast_layers
+from grpo_fast.kernels.cpu.layers import fast_layers
 
 __all__ = [
     "NAME", "Head", "PackedGroups", "PackedTree", "Pair", "Share", "TreeLayout", "check_rope",

@@ -128,7 +128,7 @@ def kernel_module(rows: str, backend: str) -> ModuleType:
     support_reference.py and divergence_reference.py document the kernels. These two modules are the
     torch implementation, which is also used if the C++ library is unavailable.
     """
-    name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
+    name = {"cpu": "cpu.rows", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
     # This C++ library is built separately from that of the row kernels, so it may be missing even
     # if the backend is "cpu". Use torch then.
     if backend == "cpu" and loader.unavailable(rows) is not None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fast.errors import RankError, Stopped, require
-from grpo_fast.kernels.cpu.modules import Observer
+from grpo_fast.kernels.cpu.layers import Observer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

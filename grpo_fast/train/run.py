@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast import LossConfig
-from grpo_fast.kernels.cpu.layers import shared_copies
+from grpo_fast.kernels.cpu.gemm import shared_copies
 from grpo_fast.rollout import Samples
 from grpo_fast.train import ranks
 from grpo_fast.train.batch import StepBatch, TokenBudget

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.cpu.modules import fast_layers
+from grpo_fast.kernels.cpu.layers import fast_layers
 from tests.kernels.formulas import draw
 
 NEEDS_KERNELS = pytest.mark.skipif(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grpo_fast.kernels.cpu import decode, gemm, linear, loader, rows, support
+from grpo_fast.kernels.cpu import decode, gemm, linear, loader, rows
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import AddedRows, LogitTransform
 
@@ -39,7 +39,7 @@ def head(target_ids=IDS, bias=None, out=X):
 
 def sets(index=None, **changes):
     given = HIDDEN, index, WEIGHT, None, SETS._replace(**changes), TRANSFORM
-    return support.head_rows(*given, return_entropy=False, return_slopes=False)
+    return rows.head_rows(*given, return_entropy=False, return_slopes=False)
 
 
 def step(lengths=17, counts=3, time=0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.cpu.modules import fast_layers
+from grpo_fast.kernels.cpu.layers import fast_layers
 from tests.tiny import tiny_model
 
 MISSING = gemm.unavailable(torch.float32) or loader.unavailable("layers")

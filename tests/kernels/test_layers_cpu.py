@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from grpo_fast.kernels.cpu import gemm, layers
-from grpo_fast.kernels.cpu.layers import BF16, linear, rms_norm, rotary, swiglu
-from grpo_fast.kernels.cpu.modules import fast_layers
+from grpo_fast.kernels.cpu.layers import BF16, fast_layers, linear, rms_norm, rotary, swiglu
 from tests.kernels.formulas import draw, torch_threads
 from tests.kernels.layer_cases import NEEDS_KERNELS, TinyRMSNorm, is_fused
 from tests.pairs import pairs
@@ -126,16 +125,16 @@ def test_bf16_norms_and_gates_round_once():
 @NEEDS_BF16
 def test_a_shared_bf16_copy_follows_its_weight():
     x, weight = draw(3, 8), nn.Parameter(draw(6, 8, seed=1))
-    with torch.autocast("cpu", BF16), layers.shared_copies():
+    with torch.autocast("cpu", BF16), gemm.shared_copies():
         first = linear(x, weight)
-        assert layers.narrow_copy(weight) is layers.narrow_copy(weight)
+        assert gemm.narrow_copy(weight) is gemm.narrow_copy(weight)
         with torch.no_grad():
             weight.neg_()
         assert torch.equal(linear(x, weight), -first)
         weight.data = -weight.data
         assert torch.equal(linear(x, weight), first)
-    assert layers._copies.get() is None
-    assert layers.narrow_copy(weight) is not layers.narrow_copy(weight)
+    assert gemm._copies.get(None) is None
+    assert gemm.narrow_copy(weight) is not gemm.narrow_copy(weight)
 
 
 def test_a_nan_is_seen(calls):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from grpo_fast.kernels.cpu.modules import fast_layers
+from grpo_fast.kernels.cpu.layers import fast_layers
 from tests.kernels.formulas import draw
 from tests.kernels.layer_cases import NEEDS_KERNELS, SIZES, TinyRMSNorm, is_fused, pair_of
 

@@ -14,7 +14,7 @@ import torch
 from grpo_fast.attention import pack_groups
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.cpu.modules import Observer
+from grpo_fast.kernels.cpu.layers import Observer
 from grpo_fast.rollout import Sampling, generate
 from grpo_fast.rollout.own import decode, decoder
 from grpo_fast.rollout.own import engine as hf

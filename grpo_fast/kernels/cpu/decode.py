@@ -138,8 +138,7 @@ def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, pac
     is rounded to bf16, too.
     """
     operator = loader.operator("decoder", "linear")
-    out: Tensor = operator(x.contiguous(), weight, width, uses_tiles(weight))
-    return out
+    return operator(x.contiguous(), weight, width, uses_tiles(weight))
 
 
 def decode_layer_(

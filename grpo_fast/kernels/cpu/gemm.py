@@ -1,9 +1,15 @@
-"""Matrix product for the CPU (csrc/api/gemm.cpp). route.py selects the products that use it."""
+"""Matrix product for the CPU (csrc/api/gemm.cpp), and bf16 copies of weights for it.
+
+route.py selects the products that use it.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -32,7 +38,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
-        return "this CPU has neither AVX512_BF16 nor AMX"
+        return "this CPU has neither AVX512_torch.bfloat16 nor AMX"
     # Compare in a new thread, because the result is cached. It must not depend on the autocast mode
     # or the default device of the first caller.
     difference = in_fresh_thread(_bf16_difference)
@@ -138,3 +144,35 @@ def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     return (x.t(), True) if x.stride(0) == 1 else (x.contiguous(), False)
+
+
+# ---- bf16 copies of fp32 weights
+
+# Cached bf16 copies of weights, as id(weight) -> (weight, (version, address), copy). The variable
+# has a value only inside `shared_copies`.
+_copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]]] = ContextVar("_copies")
+
+
+@contextmanager
+def shared_copies() -> Iterator[None]:
+    """Convert each weight to bf16 only once while this context is open.
+
+    The copies take 2 bytes per element until the context ends. Do not write to `weight.data` while
+    the context is open, because the layers would still use the old copies.
+    """
+    token = _copies.set({})
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def narrow_copy(weight: Tensor) -> Tensor:
+    """Return a bf16 copy of a weight. Inside `shared_copies`, the copy is cached and reused."""
+    stored = _copies.get({})
+    state = weight._version, weight.data_ptr()
+    if id(weight) not in stored or stored[id(weight)][1] != state:
+        # Copy outside of inference mode, because autograd cannot save tensors created in it.
+        with torch.inference_mode(False):
+            stored[id(weight)] = weight, state, weight.detach().to(torch.bfloat16)
+    return stored[id(weight)][2]

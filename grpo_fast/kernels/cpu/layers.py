@@ -1,4 +1,9 @@
-"""Fast CPU layers of a model, with first-order reverse-mode gradients.
+"""Fast CPU layers, with first-order reverse-mode gradients, and their installation in a model.
+
+`fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
+class, weights, names, hooks and submodules do not change. The attributes of a module must fit the
+fast layer, and `agree` must find no difference between the outputs and gradients of both layers for
+random inputs and weights. Each later call only checks for hooks and a replaced activation.
 
 Linear layers use the csrc matrix product, except in fp32 on Intel CPUs, where torch's is faster.
 RMSNorm, SwiGLU and rotary embeddings run in C++. They read and write each tensor once in the
@@ -11,9 +16,10 @@ fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import copy
+import types
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,14 +28,25 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from grpo_fast.kernels import route
+from grpo_fast.kernels.agree import agree, draw, in_fresh_thread
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.types import Context, contiguous_rows
+from grpo_fast.kernels.types import contiguous_rows
 
 # Minimum number of rows for the csrc product. With fewer rows, packing the weight takes longer than
 # the faster product saves.
 LEAST_ROWS = 24
 BF16 = torch.bfloat16
 PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
+CLOSE = 1e-5  # largest relative difference of two fp32 results of the same formula
+# Name of the function that rotates queries and keys in the attention modules of transformers.
+ROTARY = "apply_rotary_pos_emb"
+MLP = "gate_proj", "up_proj", "down_proj"  # linear layers of a SwiGLU MLP
+# Scales of the random input rows of a comparison. In the smallest rows, the eps of a norm is
+# larger than the mean square. The largest rows reach the bounds of an MLP that clamps.
+SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
+
+
+# ---- formulas
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,10 +64,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, N).
     """
-    if in_bf16() and is_plain(weight) and (is_plain(x) or is_plain(x, dtype=BF16)):
-        return _Linear.apply(x, weight, bias, True)
+    narrow = in_bf16() and is_plain(weight) and (is_plain(x) or is_plain(x, dtype=BF16))
     # Check the cheapest conditions first. In a rollout, a product takes only tens of microseconds.
-    if (
+    if not narrow and (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
         or x.shape[-1] != weight.shape[-1]
@@ -58,10 +74,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not route.layers_use_csrc_gemm(weight)
     ):
         return F.linear(x, weight, bias)
-    # If no gradient is needed, skip the overhead of an autograd Function.
-    if _needs_grad(x, weight, bias):
-        return _Linear.apply(x, weight, bias, False)
-    return _product(x, weight, bias, narrow=False)[0]
+    shape, dtype = x.shape, x.dtype
+    learns_bias = bias is not None and bias.requires_grad
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        rows = x.reshape(-1, shape[-1]).to(BF16 if narrow else dtype)
+        stored = gemm.narrow_copy(weight) if narrow else weight
+        # An autograd Function must not return a view, because models may modify it in place. The
+        # bias is added in fp32 before the result is rounded.
+        out = _product(rows, stored.t(), rows.dtype if bias is None else torch.float32, shape[:-1])
+        if bias is not None:
+            out = out.add_(bias.to(rows.dtype)).to(rows.dtype)
+        return out, (rows if weight.requires_grad else None, stored if x.requires_grad else None)
+
+    def backward(grad: Tensor, rows: Tensor | None, weight: Tensor | None) -> Any:
+        grad = grad.reshape(-1, grad.shape[-1])
+        dx = None if weight is None else _product(grad, weight, dtype, shape[:-1])
+        dw = None if rows is None else _product(grad.t(), rows, torch.float32, grad.shape[1:])
+        return dx, dw, grad.float().sum(0) if learns_bias else None
+
+    return _run(forward, backward, x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,8 +110,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    y: Tensor = _run(_norm, _norm_gradients, x, weight, eps)
-    return y.view(x.shape)
+
+    def forward(x: Tensor, weight: Tensor) -> Any:
+        y, scales = _operator("rms_norm")(_rows(x), weight.detach(), eps, in_bf16())
+        return y, (x, weight, scales)
+
+    def backward(grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> Any:
+        dx, dw = _operator("rms_norm_backward")(_rows(grad), _rows(x), weight.detach(), scales)
+        return dx.view(x.shape), dw
+
+    return _run(forward, backward, x, weight).view(x.shape)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -87,11 +127,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     The C++ pass needs CPU tensors of equal shape, both in fp32 or both in bf16.
     """
-    is_supported = is_plain(gate, up) or is_plain(gate, up, dtype=BF16)
-    if not is_supported or gate.shape != up.shape or loader.unavailable("layers"):
+    if gate.shape != up.shape or not (is_plain(gate, up) or is_plain(gate, up, dtype=BF16)):
         return F.silu(gate) * up
-    y: Tensor = _run(_gated, _gated_gradients, gate, up)
-    return y.view(gate.shape)
+
+    def forward(gate: Tensor, up: Tensor) -> Any:
+        return _operator("swiglu")(_rows(gate), _rows(up)), (gate, up)
+
+    def backward(grad: Tensor, gate: Tensor, up: Tensor) -> Any:
+        found = _operator("swiglu_backward")(_rows(grad), _rows(gate), _rows(up))
+        return tuple(d.view(gate.shape) for d in found)
+
+    return _run(forward, backward, gate, up).view(gate.shape)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +154,19 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
     """
-    return _run(_rotated, _rotated_gradients, q, k, cos, sin)
+
+    def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Any:
+        # The kernel requires that the heads of a token are adjacent, so move the token axis to the
+        # front. Models compute q and k in this layout, so usually nothing is copied.
+        by_token = [contiguous_rows(x.transpose(1, 2).flatten(0, 1)) for x in (q, k)]
+        angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
+        rotated = _operator("rotary")(*by_token, *angles, inverse)
+        return tuple(x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in rotated), (cos, sin)
+
+    def backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return *forward(dq, dk, cos, sin, inverse=True)[0], None, None
+
+    return _run(forward, backward, q, k, cos, sin)
 
 
 def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -140,88 +198,56 @@ def is_plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return not (torch.compiler.is_compiling() or _in_transform())
 
 
+def in_bf16() -> bool:
+    """Return whether the fast layers of fp32 models multiply in bf16.
+
+    They do so under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
+    Otherwise, a model under autocast uses its original layers.
+    """
+    is_on = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == BF16
+    return is_on and route.gemm_choice() != "vendor" and gemm.unavailable(BF16) is None
+
+
 def _in_transform() -> bool:
     """Return whether tensors may be batched by vmap or carry forward-mode tangents.
 
     The C++ operators would ignore the batch dimension and the tangents.
     """
     # `torch.func` wraps tensors, and custom operators do not handle the wrappers.
-    in_func: bool = torch._C._are_functorch_transforms_active()
-    return in_func or forward_ad._current_level >= 0
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _refuse_transforms(*grads: Tensor) -> None:
-    """Raise RuntimeError if upstream gradients are batched or carry forward-mode tangents."""
-    if _in_transform() or any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
-        raise RuntimeError(
-            "grad: the fast CPU layers expect one plain gradient, got batched gradients or "
-            "tangents (is_grads_batched, torch.func, forward-mode AD); "
-            "call torch.autograd.grad once for each gradient"
-        )
-
-
-def _needs_grad(*inputs: Any) -> bool:
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
+_operator = partial(loader.operator, "layers")
 
 
 def _rows(x: Tensor) -> Tensor:
     return contiguous_rows(x.reshape(-1, x.shape[-1]))
 
 
-# ---- RMSNorm, SwiGLU and rotary embeddings: a forward function returns the outputs and the tensors
-# ---- that the backward function needs.
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return the product of a (M, K) and b (K, N) with the shape (*shape, N)."""
+    out = a.new_empty(*shape, b.shape[1], dtype=dtype)
+    gemm.mm_(a, b, out.view(-1, b.shape[1]))
+    return out
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-    y, scales = loader.operator("layers", "rms_norm")(_rows(x), weight.detach(), eps, in_bf16())
-    return y, (x, weight, scales)
+def _run(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor | None) -> Any:
+    """Return the outputs of a layer.
 
-
-def _norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor, None]:
-    operator = loader.operator("layers", "rms_norm_backward")
-    dx, dw = operator(_rows(grad), _rows(x), weight.detach(), scales)
-    return dx.view(x.shape), dw, None
-
-
-def _gated(gate: Tensor, up: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    y = loader.operator("layers", "swiglu")(_rows(gate), _rows(up))
-    return y, (gate, up)
-
-
-def _gated_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    found = loader.operator("layers", "swiglu_backward")(_rows(grad), _rows(gate), _rows(up))
-    return tuple(d.view(gate.shape) for d in found)
-
-
-def _rotated(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    # The kernel requires that the heads of a token are adjacent, so move the token axis to the
-    # front. Models compute q and k in this layout, so usually nothing is copied.
-    by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
-    by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
-    angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
-    rotated = loader.operator("layers", "rotary")(*by_token, *angles, inverse)
-    return tuple(x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in rotated), (cos, sin)
-
-
-def _rotated_gradients(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
-    return *_rotated(dq, dk, cos, sin, inverse=True)[0], None, None
-
-
-def _run(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
-    if _needs_grad(*inputs):
+    Args:
+        forward: function of the inputs. It returns the outputs, and the tensors for `backward`.
+        backward: function of the outputs' gradients and these tensors. It returns the gradients
+            of the inputs.
+    """
+    # If no gradient is needed, skip the overhead of an autograd Function.
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _Fused.apply(forward, backward, *inputs)
     return forward(*inputs)[0]
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Context, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any
-    ) -> Any:
+    def forward(ctx: Any, forward: Any, backward: Any, *inputs: Tensor | None) -> Any:
         outputs, saved = forward(*inputs)
         ctx.save_for_backward(*saved)
         ctx.gradients = backward
@@ -229,108 +255,151 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Any, ...]:
-        _refuse_transforms(*grads)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if _in_transform() or any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
+            expected = "the fast CPU layers expect one plain gradient, got batched ones or tangents"
+            raise RuntimeError(f"grad: {expected}; call torch.autograd.grad once for each gradient")
         return None, None, *ctx.gradients(*grads, *ctx.saved_tensors)
 
 
-# ---- linear layers
+# ---- installation
 
 
-def _mm(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
+class Observer(partial):
+    """Forward pre-hook that does not change the module or its inputs.
 
-
-def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x·weightᵀ + bias with the operands of the product, in bf16 if `narrow` is True.
-
-    The bias is added in fp32 before the result is rounded.
+    Code that evaluates a module without calling it, such as the C++ decoder, may call the hook
+    directly.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if narrow:
-        rows, weight = rows.to(BF16), narrow_copy(weight)
-    # An autograd Function must not return a view, because models may modify the output in place.
-    dtype = rows.dtype if bias is None else torch.float32
-    out = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
-    gemm.mm_(rows, weight.t(), out.view(-1, len(weight)))
-    if bias is not None:
-        out = out.add_(bias.to(rows.dtype)).to(rows.dtype)
-    return out, rows, weight
 
 
-class _Linear(torch.autograd.Function):
-    """Linear layer of fp32 or bf16 inputs. The gradients of weight and bias are summed in fp32."""
+def fast_layers(model: nn.Module) -> None:
+    """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
 
-    @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool
-    ) -> Tensor:
-        needs_dx, needs_dw, *_ = ctx.needs_input_grad
-        out, rows, weight = _product(x, weight, bias, narrow)
-        ctx.save_for_backward(rows if needs_dw else None, weight if needs_dx else None)
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        return out
+    def install() -> None:
+        for module in model.modules():
+            device = next((p.device.type for p in module.parameters()), None)
+            # Skip a module whose `forward` attribute was set by the user, and a module on a GPU.
+            # Accept the meta device, because the weights of the module are loaded later.
+            if "forward" in vars(module) or device not in ("cpu", "meta"):
+                continue
+            if layer := _layer_of(module):
+                vars(module)["forward"] = partial(_forward, layer, module)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _refuse_transforms(grad)
-        rows = grad.reshape(-1, grad.shape[-1])
-        dx = None if weight is None else _mm(rows, weight, ctx.dtype).view(ctx.shape)
-        dw = None if x is None else _mm(rows.t(), x, torch.float32)
-        return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None, None
+    if loader.unavailable("layers") is None:
+        with torch.random.fork_rng(devices=[]):  # a forward of the model may draw numbers
+            in_fresh_thread(install)
 
 
-# ---- bf16 autocast
+def _layer_of(module: Any) -> Callable[..., Any] | None:
+    """Return the fast layer of a module, or None if its attributes or its results do not fit."""
+    kind = type(module)
+    children = module._modules
+    own = {*module._parameters, *module._buffers}
+    # A decorated forward has the global variables of its decorator, and keeps its own rotary.
+    rotate = getattr(kind.forward, "__globals__", {}).get(ROTARY)
+    if kind is nn.Linear:  # not a subclass, which may override forward
+        return _linear_layer
+    if kind.__name__.endswith("Attention") and rotate is not None:
+        return _attention if _rotates_halves(rotate) else None
+    if own == {"weight"} and not children and module.weight.dim() == 1:
+        layer: Callable[..., Any] = _norm_layer
+        inputs = [_rows_of(len(module.weight)), draw(len(module.weight), seed=9)]
+    elif not own and children.keys() == {*MLP, "act_fn"} and is_untouched(module.act_fn):
+        layer = partial(_swiglu_mlp, module.act_fn)
+        inputs = [_rows_of(8)]
+        # Replace the linear layers by small ones, which have no hooks.
+        small = {name: draw(8, 8, seed=seed) for seed, name in enumerate(MLP)}
+        children = {name: partial(F.linear, weight=weight) for name, weight in small.items()}
+        children["act_fn"] = module.act_fn
+    else:
+        return None
 
-# Cached bf16 copies. The dict maps id(weight) to (weight, (version, address), copy). Outside
-# `shared_copies`, the variable is None and no copies are cached.
-_copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]] | None]
-_copies = ContextVar("_copies", default=None)
+    def run(forward: Callable[..., Any], x: Tensor, weight: Tensor | None = None) -> Any:
+        twin = copy.copy(module)  # so that the parameters of the original module do not change
+        vars(twin).update(_parameters={"weight": weight}, _modules=children, training=True)
+        return forward(twin, x)
+
+    ours, theirs = (partial(run, forward) for forward in (layer, kind.forward))
+    return layer if agree(ours, theirs, inputs, CLOSE, gradients=True) is None else None
 
 
-@contextmanager
-def shared_copies() -> Iterator[None]:
-    """Convert each weight to bf16 only once while this context is open.
+def _rotates_halves(rotate: Callable[..., Any]) -> bool:
+    """Return whether a model's rotary embedding has the results of `rotary`."""
+    angles = {"cos": draw(1, 3, 8, seed=3), "sin": draw(1, 3, 8, seed=4)}
+    ours, theirs = (partial(function, **angles) for function in (rotary, rotate))
+    inputs = [draw(1, heads, 3, 8, seed=heads) for heads in (2, 1)]
+    return agree(ours, theirs, inputs, CLOSE, gradients=True) is None
 
-    The copies take 2 bytes per element until the context ends. Do not write to `weight.data` while
-    the context is open, because the layers would still use the old copies.
+
+def _rows_of(width: int) -> Tensor:
+    """Return ten random rows of different scales."""
+    return torch.cat([scale * draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether a module has no hooks and no `forward` that the user patched."""
+    # A fused layer does not call its submodules, so it would skip their hooks.
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+        module._backward_pre_hooks, nn.modules.module._has_any_global_hook(),
+    )  # fmt: skip
+    forward = vars(module).get("forward")
+    return not any(hooks) and (forward is None or getattr(forward, "func", None) is _forward)
+
+
+def epsilon_of(norm: nn.Module) -> Any:
+    """Return the attribute `variance_epsilon` or `eps` of a norm, or None if it has neither."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+# ---- forward functions of modules
+
+
+def _forward(layer: Callable[..., Any], module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Call a fast layer, or the original forward if the layer returns None for these inputs.
+
+    torch.compile traces the original forward, and fuses it. It cannot trace the check of an
+    activation, and cannot guard an attention whose globals do not belong to a Python module.
     """
-    token = _copies.set({})
-    try:
-        yield
-    finally:
-        _copies.reset(token)
+    out = None if torch.compiler.is_compiling() else layer(module, *inputs, **options)
+    return type(module).forward(module, *inputs, **options) if out is None else out
 
 
-def in_bf16() -> bool:
-    """Return whether the fast layers of fp32 models multiply in bf16.
-
-    They do so under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
-    Otherwise, a model under autocast uses its original layers.
-    """
-    return (
-        torch.is_autocast_enabled("cpu")
-        and torch.get_autocast_dtype("cpu") == BF16
-        and route.gemm_choice() != "vendor"
-        and gemm.unavailable(BF16) is None
-    )
+def _linear_layer(module: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias)
 
 
-def narrow_copy(weight: Tensor) -> Tensor:
-    """Return a bf16 copy of a weight. Inside `shared_copies`, the copy is cached and reused."""
-    stored = _copies.get()
-    state = weight._version, weight.data_ptr()
-    if stored is not None and id(weight) in stored:
-        _, stored_state, copy = stored[id(weight)]
-        if stored_state == state:
-            return copy
-    # Copy outside of inference mode, because autograd cannot save tensors that were created in it.
-    with torch.inference_mode(False):
-        copy = weight.detach().to(BF16)
-    if stored is not None:
-        stored[id(weight)] = weight, state, copy
-    return copy
+def _norm_layer(module: Any, x: Tensor, *rest: Any, **options: Any) -> Tensor | None:
+    if rest or options or x.shape[-1:] != module.weight.shape or not is_plain(x, module.weight):
+        return None
+    return rms_norm(x, module.weight, epsilon_of(module))
+
+
+def _swiglu_mlp(act: nn.Module, module: Any, *inputs: Any, **options: Any) -> Tensor | None:
+    if options or len(inputs) != 1 or module.act_fn is not act or not is_untouched(act):
+        return None
+    return module.down_proj(swiglu(module.gate_proj(*inputs), module.up_proj(*inputs)))
+
+
+def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    return _with_our_rotary(type(module).forward)(module, *inputs, **options)
+
+
+@cache
+def _with_our_rotary(forward: Any) -> Callable[..., Any]:
+    """Return a copy of an attention's forward whose global rotary function is `rotary`."""
+    theirs = forward.__globals__[ROTARY]
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+        if in_bf16():  # the angles are fp32, so the formula computes in fp32
+            q, k = q.float(), k.float()
+        if rest or options or not can_rotate(q, k, cos, sin):
+            return theirs(q, k, cos, sin, *rest, **options)
+        return rotary(q, k, cos, sin)
+
+    names = {**forward.__globals__, ROTARY: rotate}
+    rest = forward.__name__, forward.__defaults__, forward.__closure__
+    ours = types.FunctionType(forward.__code__, names, *rest)
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours

@@ -1,4 +1,4 @@
-"""Compiler and loader of the C++ kernels.
+"""Compiler, cache and loader of the C++ kernels.
 
 Each `csrc/api/<name>.cpp` compiles in seconds into one library in a cache folder. The libraries use
 torch's stable ABI, so one build works with every torch >= 2.11. A wheel for Linux also contains
@@ -14,6 +14,7 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -22,6 +23,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 
 from grpo_fast.kernels import NAMESPACE
-from grpo_fast.kernels.cpu import cache, loss_codegen
+from grpo_fast.kernels.cpu import loss_codegen
 
 logger = logging.getLogger("grpo_fast")
 
@@ -211,26 +213,34 @@ def compile_library(
         (path, None), or (None, reason) if the library cannot be compiled.
     """
     try:
-        # 1. Compute the file name of the library from everything on which the library depends.
+        # 1. Find the cache folder, the sources and the compiler.
+        folder = cache_folder() if folder is None else folder
         if platform.machine() not in ("x86_64", "AMD64"):
             raise CsrcUnavailable(f"the machine is {platform.machine()}, expected x86_64")
-        source, printed, texts = _read_sources(library)
+        sources = source_folder()
+        if sources is None:
+            places = f"neither in {_PACKAGE / 'csrc'} nor in {_PACKAGE.parent / 'csrc'}"
+            raise CsrcUnavailable(f"the C++ sources are {places}")
         command = compiler()
         if command is None:
             tried = "install g++ or clang++, or set CXX; neither they nor c++ are on the PATH"
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
+        # 2. Compute the file name of the library from everything on which the library depends.
+        source = sources / "api" / f"{library}.cpp"
+        printed = loss_codegen.header()
+        texts = [path.read_bytes() for path in [source, *sorted(sources.rglob("*.h"))]]
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
         flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")
         # Hash the repr of the tuple. Joining the strings could give the same text for different
         # inputs.
         machine = cpu_flags(), platform.libc_ver(), torch.__version__
-        parts = repr((texts, flags, command, machine))
+        parts = repr(([printed.encode(), *texts], flags, command, machine))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
-        # 2. Define the build, which runs only if the cache does not contain the library.
+        # 3. Define the build, which runs only if the cache does not contain the library.
         def build(output: Path) -> None:
             (output.parent / "loss_functions.h").write_text(printed, encoding="utf-8")
-            includes = f"-I{source.parents[1]}", f"-I{output.parent}"
+            includes = f"-I{sources}", f"-I{output.parent}"
             # A warning, because the default level hides an INFO line, and the user has to wait.
             logger.warning("grpo_fast: compiling %s once (up to a minute) …", source.name)
             reason = _run_compiler(command, [*flags, *includes], source, output)
@@ -239,33 +249,14 @@ def compile_library(
             by = shlex.join(command)
             logger.info("grpo_fast: compiled %s for %s with %s", library, instruction_set, by)
 
-        # 3. Take the library from the cache, or build it.
-        folder = cache.cache_folder() if folder is None else folder
-        return cache.find_or_build(folder, stem, build), None
+        # 4. Take the library from the cache, or build it.
+        return find_or_build(folder, stem, build), None
     except (CsrcUnavailable, ValueError) as error:
         return None, str(error)
     except OSError as error:
         hint = "GRPO_FAST_CACHE chooses another"
-        return None, f"cannot write to the cache folder {folder} ({hint}): {error}"
-
-
-def _read_sources(library: str) -> tuple[Path, str, list[bytes]]:
-    """Return the file to compile, the generated header, and the contents of all source files."""
-    folder = source_folder()
-    if folder is None:
-        places = f"neither in {_PACKAGE / 'csrc'} nor in {_PACKAGE.parent / 'csrc'}"
-        raise CsrcUnavailable(f"the C++ sources are {places}")
-    try:
-        printed = loss_codegen.header()
-    except (ValueError, OSError) as error:
-        what = "the losses of objective/losses.py and kl.py"
-        raise CsrcUnavailable(f"{what} cannot be printed as C++: {error}") from error
-    source = folder / "api" / f"{library}.cpp"
-    try:
-        texts = [path.read_bytes() for path in [source, *sorted(folder.rglob("*.h"))]]
-        return source, printed, [printed.encode(), *texts]
-    except OSError as error:
-        raise CsrcUnavailable(f"the C++ sources cannot be read: {error}") from error
+        failed = f"cannot read the C++ sources, or cannot write to the cache folder {folder}"
+        return None, f"{failed} ({hint}): {error}"
 
 
 def _run_compiler(command: list[str], flags: list[str], source: Path, output: Path) -> str | None:
@@ -287,3 +278,78 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     errors = [text for text in said.splitlines() if "error" in text.lower()]
     outcome = f"status {done.returncode}: {errors[0] if errors else 'it names no error'}"
     return f"the compiler failed with {outcome}\n{shlex.join(line)}\n{said[-4000:]}"
+
+
+# ---- Cache folder of the compiled libraries. The file name of a library ends with the sha256 of
+# ---- its content. The hash is checked before the library is loaded, because loading a truncated
+# ---- file (after a crash or on a full disk) would kill the process with SIGBUS.
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: $GRPO_FAST_CACHE if it is set, otherwise ~/.cache/grpo_fast.
+
+    Raises:
+        ValueError: the user has no home folder.
+    """
+    wanted = os.environ.get("GRPO_FAST_CACHE") or "~/.cache/grpo_fast"
+    try:
+        return Path(wanted).expanduser()
+    except RuntimeError as error:  # neither HOME nor a passwd entry exists
+        expected = "expected a folder for compiled libraries"
+        raise ValueError(f"GRPO_FAST_CACHE: {expected}, got {wanted}: {error}") from error
+
+
+def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Path:
+    """Return the library whose name begins with `stem`, building it if necessary.
+
+    A finished build is moved into the folder by an atomic rename, so several processes may build at
+    the same time.
+
+    Args:
+        folder: the cache folder.
+        stem: beginning of the file name, which identifies the sources, flags, compiler and CPU.
+        build: function that compiles the library and writes it to the path that it receives.
+
+    Raises:
+        OSError: the folder cannot be created, read or written.
+        ValueError: the folder belongs to another user, whose code would then run in this process.
+    """
+    # Give only this user access to the folder (mode 0700), because code in the folder is executed.
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_trusted(folder):
+        came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
+        raise ValueError(f"GRPO_FAST_CACHE: expected a folder of this user, got {came}")
+    libraries = list(folder.glob(f"{stem}-*.so"))
+    for path in libraries:
+        if _is_intact(path, stem):
+            return path
+        logger.warning("grpo_fast: %s is damaged or another user's, compiling again", path)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="grpo-fast-build-") as scratch:
+        output = Path(scratch) / f"{stem}.so"
+        build(output)
+        target = folder / _name(output, stem)
+        # os.replace is atomic, so other processes see either no file or the complete file.
+        os.replace(output, target)
+    # Remove damaged libraries after the build, so that a build that fails removes nothing.
+    for path in libraries:
+        if path != target and not _is_intact(path, stem):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return target
+
+
+def _is_intact(path: Path, stem: str) -> bool:
+    """Return whether a library has a trusted owner and its content matches the hash in its name."""
+    try:
+        return path.name == _name(path, stem) and _is_trusted(path)
+    except OSError:  # removed by another process, or not readable
+        return False
+
+
+def _name(path: Path, stem: str) -> str:
+    return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()}.so"
+
+
+def _is_trusted(path: Path) -> bool:
+    # Trust files that belong to root or to this user.
+    return path.stat().st_uid in (0, os.geteuid())

@@ -157,7 +157,8 @@ def body(
     try:
         pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{formula.__name__}: {error}") from error
+        failed = f"this function cannot be printed as C++: {formula.__name__}"
+        raise ValueError(f"{failed}: {error}") from error
     return "\n".join([*lines, f"      return {{{pair}}};\n"])
 
 

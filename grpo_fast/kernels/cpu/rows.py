@@ -1,4 +1,7 @@
-"""Row kernels in C++ for the CPU (csrc/api/rows.cpp), with the interface of reference.py.
+"""Row kernels in C++ for the CPU: log-probabilities, losses, divergences and token sets.
+
+csrc/api/rows.cpp has the interface of reference.py, csrc/api/divergence.cpp that of
+divergence_reference.py, and csrc/api/support.cpp that of support_reference.py.
 
 `row_logps` reads each logit once. `row_grad_` and `row_loss_` read and write each logit once. Each
 pass computes one exponential per logit, or two with a soft cap. The bits of a row depend on that
@@ -9,19 +12,24 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader, loss_codegen
+from grpo_fast.kernels.support import HeadRows, SupportRows
+from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import (
     LogitTransform,
     RowLoss,
     RowStats,
+    contiguous_rows,
     detached,
     transform_arguments,
     vector,
 )
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -111,3 +119,91 @@ def row_loss_(
         *loss_arguments(config), *transform_arguments(transform), return_entropy,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)
+
+
+def row_divergence_(
+    logits: Tensor,  # (C, V) fp32
+    teacher: Tensor,  # (C, V) fp32
+    weights: Tensor,  # (C,)
+    divergence: Divergence,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
+    *,
+    out: Tensor | None = None,  # (C, V), which may be `teacher`
+    known: DivergenceRows | None = None,
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
+) -> DivergenceRows:
+    """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
+
+    `out` must not be the student's logits.
+    """
+    of_rows = None if known is None else torch.cat(known)
+    kind = list(DIVERGENCES).index(divergence.kind)
+    sums = loader.operator("divergence", "row_divergence_")(
+        logits, teacher, out, vector(weights), of_rows, kind, divergence.beta,
+        *transform_arguments(transform), *transform_arguments(teacher_transform)[:3], offsets,
+    )  # fmt: skip
+    return DivergenceRows(*sums.view(4, -1))
+
+
+# ---- LM head restricted to token sets, with the interface of support_reference.py
+
+
+def target_places(
+    ids: Tensor,  # (nnz,) int64 in [0, V)
+    offsets: Tensor,  # (R+1,) int64
+    target_ids: Tensor,  # (R,) int64
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Find the position of each target in its token set, in C++.
+
+    `support_reference.target_places` documents the arguments and results.
+    """
+    operator = loader.operator("support", "support_places")
+    found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
+    return found
+
+
+def head_rows(
+    hidden: Tensor,  # (N, H) fp32, bf16 or fp16
+    index: Tensor | None,  # (R,) int64
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None,  # (V,)
+    rows: SupportRows,
+    transform: LogitTransform,
+    *,
+    return_entropy: bool,
+    return_slopes: bool,
+) -> HeadRows:
+    """Compute logits and statistics over token sets in C++, like `support_reference.head_rows`.
+
+    Each weight row is read from memory once.
+    """
+    raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
+        contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
+        rows.places, index, *transform_arguments(transform), return_entropy, return_slopes,
+    )  # fmt: skip
+    stats = lse, logps, entropy if return_entropy else None
+    return HeadRows(raw, stats, slopes if return_slopes else None)
+
+
+def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
+    """Compute dH in C++ from d-logits of token sets, like `support_reference.head_hidden`."""
+    operator = loader.operator("support", "support_hidden")
+    out: Tensor = operator(d, contiguous_rows(weight), rows.ids, rows.offsets)
+    return out
+
+
+def head_weight(
+    d: Tensor,  # (nnz,) fp32
+    hidden: Tensor,  # (N, H)
+    index: Tensor | None,  # (R,) int64
+    rows: SupportRows,
+    out: Tensor,  # (V, H)
+    *,
+    add: bool,
+) -> None:
+    """Compute dW in C++ from d-logits of token sets, like `support_reference.head_weight`."""
+    loader.operator("support", "support_weight_")(
+        d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
+    )

@@ -26,7 +26,7 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import agree
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.modules import SETTINGS, Observer, epsilon_of, is_untouched, settings_of
+from grpo_fast.kernels.cpu.layers import Observer, epsilon_of, is_untouched
 from grpo_fast.rollout.own.cache import RolloutCache
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # A function (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states.
 Step = Callable[["PreTrainedModel", Tensor, Tensor, RolloutCache], Tensor]
 
+# Attributes of these types are the settings of a module. They may change its formula.
+SETTINGS = frozenset((bool, int, float, str, type(None)))
 # Largest accepted difference between decoder and modules, relative to the largest entry of a hidden
 # state. The two add fp32 numbers in different orders, so in bf16 they sometimes round differently.
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -159,6 +161,12 @@ def configuration_of(trunk: PreTrainedModel) -> Hashable:
     """Return the key under which the result of a model's comparison is cached."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
+
+
+def settings_of(module: nn.Module) -> Hashable:
+    """Return the class, the forward function and the settings of a module."""
+    kind = type(module)
+    return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
 
 
 def is_llama_layer(layer: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fast.attention import NAME, Head, head_of
 from grpo_fast.errors import require
-from grpo_fast.kernels.cpu.layers import shared_copies
+from grpo_fast.kernels.cpu.gemm import shared_copies
 
 if TYPE_CHECKING:
     from peft import PeftModel

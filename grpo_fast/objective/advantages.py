@@ -349,15 +349,11 @@ def _cells(
     if isinstance(groups, Tensor):
         is_flat = groups.dim() == 1 and not groups.is_floating_point()
         require(is_flat, "groups", f"{expected}: integers of shape ({count},)", kind_of(groups))
-    ids: object = groups.tolist() if isinstance(groups, Tensor) else groups
-    if (
-        not isinstance(ids, Sequence)
-        or isinstance(ids, str)
-        or not all(isinstance(x, Hashable) for x in ids)
-    ):
-        raise argument_error(
-            "groups", f"{expected}: a 1-D tensor or a sequence of ids", kind_of(groups)
-        )
+    ids: Any = groups.tolist() if isinstance(groups, Tensor) else groups
+    is_listed = isinstance(ids, Sequence) and not isinstance(ids, str)
+    if not is_listed or not all(isinstance(x, Hashable) for x in ids):
+        expected += ": a 1-D tensor or a sequence of ids"
+        raise argument_error("groups", expected, kind_of(groups))
     require(len(ids) == count, "groups", expected, len(ids))
     members: dict[Hashable, list[int]] = {}
     for place, group in enumerate(ids):

@@ -32,11 +32,6 @@ RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("max_completion_length", "group_size"), "a whole number > 0",
      lambda x: x > 0 and x == int(x)),
 )  # fmt: skip
-NULLABLE = (
-    "aggregation", "delta", "softcap", "max_completion_length", "kl_clamp", "kl_input_clamp",
-    "group_size",
-)  # fmt: skip
-
 # Options that only some losses use. Changing one of them for a loss that ignores it is an error.
 # epsilon_low and epsilon_high are not in the list, for two reasons. Users keep one clip range while
 # they try several losses. And `replace` cannot know whether epsilon_high was set by the user.
@@ -187,7 +182,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) is not None or name not in NULLABLE:
+            if not (getattr(self, name) is None and getattr(LossConfig, name) is None):
                 choice(name, getattr(self, name), choices)
         # Set the field through `object`, because assignment raises an error in a frozen dataclass.
         object.__setattr__(self, "corrections", corrections_of(self.corrections))
@@ -222,7 +217,7 @@ class LossConfig:
         for names, expected, holds in RANGES:
             for name in names:
                 value = getattr(self, name)
-                kind = "None or " if name in NULLABLE else ""
+                kind = "None or " if getattr(LossConfig, name) is None else ""
                 if not (value is None and kind):
                     number(name, value, kind + expected, holds)
         for name in ("kl_times_ratio", "compute_entropy"):
@@ -251,24 +246,20 @@ class LossConfig:
             if self.aggregation == aggregation and getattr(self, name) is None:
                 why = f"the mean needs this number; pass {name}"
                 raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
-        # 3. Reject options of the KL estimators if the KL is exact.
-        for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
-            value = getattr(self, name)
-            default = getattr(LossConfig, name)
-            if value != default and self.kl_estimator in EXACT:
-                why = "an exact KL is not estimated from the sampled token's logps"
-                raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
-        # 4. Reject options that this loss does not use, unless they have their default values.
+        # 3. Reject options that have no effect, unless they have their default values.
         for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)
             default = getattr(LossConfig, name)
-            if value != default and not reads_option(objective, name):
+            if value == default:
+                continue
+            if name.startswith("kl_") and name != "kl_estimator" and self.kl_estimator in EXACT:
+                why = "an exact KL is not estimated from the sampled token's logps"
+                raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
+            if not reads_option(objective, name):
                 readers = ", ".join(loss for loss, x in OBJECTIVES.items() if reads_option(x, name))
-                why = (
-                    f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
-                )
-                raise conflict(f"{name}={value!r}", loss, why)
-        # 5. Reject corrections by a ratio with the current policy if the loss contains this ratio.
+                why = f"this loss does not read it; leave it at {default!r}"
+                raise conflict(f"{name}={value!r}", loss, f"{why} (it is read by {readers})")
+        # 4. Reject corrections by a ratio with the current policy if the loss contains this ratio.
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
         if of_current and objective.ratio_kind == "sum":
             why = "the loss weighs current/old itself; use 'old/sampling'"

@@ -12,12 +12,11 @@ from grpo_fast.rewards import rules
 from grpo_fast.rewards.columns import check_examples, score
 from grpo_fast.rewards.conventions import (
     OURS,
-    Loaded,
+    Function,
     Modules,
     RewardFailure,
     RewardFunction,
     import_function,
-    load,
 )
 from grpo_fast.rewards.isolated import IsolatedReward, Worker, built_in, path_of
 from grpo_fast.rewards.reward_model import RewardModel
@@ -83,32 +82,29 @@ def _resolve(spec: Any, modules: Modules, processes: dict[str, Worker]) -> Weigh
         custom = "a custom function 'package.module:function' or 'file.py:function'"
         raise argument_error("rewards", f"{', '.join(KNOWN)}, or {custom}", f"{name!r}{hint}")
     convention = spec.convention if is_custom else OURS
-    if name in WORKERS or (is_custom and not spec.in_process):
-        path = name if is_custom else path_of(f"{WORKERS[name]}:{name}")
-        isolated = IsolatedReward(
-            path, timeout=spec.timeout, options=spec.options, bounded=name in BOUNDED,
-            convention=convention, worker=processes[path.rpartition(":")[0]],
-        )  # fmt: skip
-        loaded = _load_in_worker(name, isolated)
-    elif name == "reward_model":
-        loaded = load(RewardModel, OURS, {"path": spec.path, **spec.options})
-    else:
+    needed = None  # the worker that the function needs
+    remedy = ""
+    function: Function | IsolatedReward
+    if name == "reward_model":
+        function = Function(RewardModel, OURS, {"path": spec.path, **spec.options})
+    elif name in REWARDS or (is_custom and spec.in_process):
+        called = REWARDS.get(name) or import_function(name, modules)
+        function = Function(called, convention, spec.options)
         if name in ("math_equal", "math_close"):
-            _load_in_worker(name, built_in(EXPRESSIONS), " (pip install 'grpo_fast[math]')")
-        loaded = load(REWARDS.get(name) or import_function(name, modules), convention, spec.options)
-    function, convention, parameters = loaded
-    # A custom function with `answers` and `**columns` may have been written for TRL. If the data
-    # has a column `answers`, TRL would pass this column instead of the gold answers.
-    is_unsure = is_custom and spec.convention is None and parameters.takes_all
-    label = spec.label or name.rpartition(":")[2]
-    weight = float(spec.weight)
-    return WeightedReward(label, weight, function, parameters.needs, convention, is_unsure)
-
-
-def _load_in_worker(name: str, function: IsolatedReward, remedy: str = "") -> Loaded:
+            needed = built_in(EXPRESSIONS)
+            remedy = " (pip install 'grpo_fast[math]')"
+    else:
+        path = name if is_custom else path_of(f"{WORKERS[name]}:{name}")
+        worker = processes[path.rpartition(":")[0]]
+        function = needed = IsolatedReward(
+            path, spec.timeout, spec.options, convention, name in BOUNDED, worker
+        )
     try:
-        return function.load()
+        if needed is not None:
+            needed.load()
     except RewardFailure as error:
         # Remove the prefix from the worker's message, because the new message begins with it, too.
         message = str(error).removeprefix("ValueError: rewards: ")
         raise ValueError(f"rewards: {name} cannot be used: {message}{remedy}") from None
+    label = spec.label or name.rpartition(":")[2]
+    return WeightedReward(label, float(spec.weight), function)

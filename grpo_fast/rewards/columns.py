@@ -57,7 +57,9 @@ def score(
     columns: dict[str, Any] = {
         name: [example.fields.get(name) for example in examples] for name in names
     }
-    if "tests" not in names and any("tests" in reward.needs for reward in rewards.rewards):
+    if "tests" not in names and any(
+        "tests" in reward.function.signature.needs for reward in rewards.rewards
+    ):
         columns["tests"] = [tests_of(example) for example in examples]
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
@@ -110,15 +112,16 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
         ValueError: an example lacks a column.
     """
     for reward in rewards.rewards:
-        if reward.is_unsure and any("answers" in e.fields for e in examples):
+        signature = reward.function.signature
+        if signature.is_unsure and any("answers" in e.fields for e in examples):
             words = "{trl: FUNCTION} or {grpo_fast: FUNCTION}"
             got = "a column 'answers', which TRL passes under this name"
             raise argument_error(f"rewards: {reward.name}", f"to be written as {words}", got)
-        gold = GOLD[reward.convention]
-        for name in reward.needs:
-            if name in GIVEN[reward.convention] and name != gold:
+        gold = GOLD[signature.convention]
+        for name in signature.needs:
+            if name in GIVEN[signature.convention] and name != gold:
                 continue
-            missing = [e for e in examples if not _has(e, name, name == gold, reward.convention)]
+            missing = [e for e in examples if not _has(e, name, name == gold, signature.convention)]
             if missing:
                 field = "an answer" if name == gold else f"a field {name!r}"
                 expected = f"{field} in every {split} example"

@@ -15,11 +15,14 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import numbers
 import os
 import select
 import signal
+import struct
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -33,11 +36,13 @@ Modules = dict[str, ModuleType]  # the modules of reward files, by path
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
 # Columns that a function for grpo_fast can request, in addition to those of the data.
-SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
+SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills",
+           "chat_prompts")  # fmt: skip
 # Parameters by which a convention is recognised, because no other convention has them.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
+OPENRLHFS = ("queries", "prompts", "labels")
 # Fields of TRL's `trainer_state` that reward functions read.
 STATE = {"global_step": 0, "max_steps": 0, "epoch": 0.0, "log_history": [],
          "is_local_process_zero": True, "is_world_process_zero": True}  # fmt: skip
@@ -114,19 +119,35 @@ def _run_file(path: str) -> ModuleType:
 
 
 # ------------------------------------------------------------------ adapt a function's arguments
-class Parameters(NamedTuple):
-    """Names of the columns that a function accepts, and of the columns that it requires."""
+class Signature(NamedTuple):
+    """How a reward function is called.
+
+    Attributes:
+        takes: names of the columns that the function accepts.
+        needs: names of the columns that the function requires.
+        takes_all: True for a function with `**columns`, which accepts all columns.
+        convention: one of CONVENTIONS.
+        per_sample: True if the function has a true attribute `per_sample`. With this attribute, it
+            declares that each value depends on only one completion. If a call of it fails, it is
+            called again for each sample. Other functions are not called again.
+        is_unsure: True if the convention was detected, and a function with `answers` and
+            `**columns` may have been written for TRL. If the data has a column `answers`, TRL would
+            pass this column instead of the gold answers.
+    """
 
     takes: list[str]
     needs: list[str]
-    takes_all: bool  # True for a function with `**columns`, which accepts all columns
+    takes_all: bool
+    convention: str = OURS
+    per_sample: bool = False
+    is_unsure: bool = False
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns that the function accepts."""
         return {name: x for name, x in columns.items() if self.takes_all or name in self.takes}
 
 
-def parameters_of(function: RewardFunction) -> Parameters:
+def signature_of(function: RewardFunction) -> Signature:
     """Return the columns that a function accepts and requires.
 
     Raises:
@@ -142,10 +163,10 @@ def parameters_of(function: RewardFunction) -> Parameters:
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needs = [p.name for p in by_name if p.default is p.empty]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return Parameters([p.name for p in by_name], needs, takes_all)
+    return Signature([p.name for p in by_name], needs, takes_all)
 
 
-def convention_of(parameters: Parameters) -> str:
+def convention_of(signature: Signature) -> str:
     """Return OURS or TRL, depending on the parameters of a function.
 
     A function with `**kwargs` is assumed to be written for TRL, which passes all columns to every
@@ -156,27 +177,35 @@ def convention_of(parameters: Parameters) -> str:
             configuration must then name the convention.
     """
     for name, word in (("solution_str", VERL), ("queries", OPENRLHF)):
-        if name in parameters.takes:
+        if name in signature.takes:
             conflict = f"{name!r} is a parameter of {word}'s convention"
             raise ValueError(f"rewards: {conflict}; write {{{word}: FUNCTION}} instead of FUNCTION")
-    ours = [name for name in parameters.takes if name in ONLY_OURS]
-    trls = [name for name in parameters.takes if name in ONLY_TRL]
+    ours = [name for name in signature.takes if name in ONLY_OURS]
+    trls = [name for name in signature.takes if name in ONLY_TRL]
     if ours and trls:
         conflict = f"{ours[0]!r} is a parameter of our convention, and {trls[0]!r} of TRL's"
         raise ValueError(f"rewards: {conflict}; write {{trl: FUNCTION}} or {{grpo_fast: FUNCTION}}")
-    return TRL if trls or (parameters.takes_all and not ours) else OURS
+    return TRL if trls or (signature.takes_all and not ours) else OURS
 
 
-class Loaded(NamedTuple):
-    """Reward function that accepts lists as keyword arguments, and how it must be called."""
+class Reply(NamedTuple):
+    """Result of a call of a reward function.
 
-    function: RewardFunction
-    convention: str
-    parameters: Parameters
+    Attributes:
+        scores: for each completion its score, or as a string the reason why it has none.
+        note: what is wrong with the first value that is not a score, or "".
+        extra: columns that the function logged through TRL's `log_extra`.
+        metrics: values that the function logged through TRL's `log_metric`.
+    """
+
+    scores: list[Score | str]
+    note: str
+    extra: dict[str, list[Any]]
+    metrics: dict[str, list[float]]
 
 
-def load(function: RewardFunction, convention: str | None, options: Mapping[str, Any]) -> Loaded:
-    """Adapt a function of any convention, so that it accepts lists as keyword arguments.
+class Function:
+    """Reward function of any convention that runs in this process.
 
     Args:
         function: a function, or a class whose instances can be called.
@@ -186,107 +215,77 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
     Raises:
         ValueError: the function does not accept an option, or its convention must be named.
     """
-    takes, _, takes_all = parameters_of(function)
-    unknown = [option for option in options if option not in takes]
-    if unknown and not takes_all:
-        names = [name for name in takes if name not in (*SAMPLED, "answers")]
-        expected = f"expected options among {', '.join(names) or 'none'}"
-        got = f"unexpected keyword argument {unknown[0]!r}"
-        raise ValueError(f"rewards: {getattr(function, '__name__', 'f')}: {got}, {expected}")
-    bound: Any = functools.partial(function, **options)
-    if inspect.isclass(function):
-        bound = bound()
-    convention = convention or convention_of(parameters_of(bound))
-    if convention == VERL:
-        bound = _of_verl(bound)
-    elif convention == OPENRLHF:
-        bound = _of_openrlhf(bound)
-    return Loaded(bound, convention, parameters_of(bound))
 
+    def __init__(
+        self, function: RewardFunction, convention: str | None, options: Mapping[str, Any]
+    ) -> None:
+        given = signature_of(function)
+        unknown = [option for option in options if option not in given.takes]
+        if unknown and not given.takes_all:
+            names = [name for name in given.takes if name not in (*SAMPLED, "answers")]
+            expected = f"expected options among {', '.join(names) or 'none'}"
+            got = f"unexpected keyword argument {unknown[0]!r}"
+            raise ValueError(f"rewards: {getattr(function, '__name__', 'f')}: {got}, {expected}")
+        self.function = functools.partial(function, **options)
+        if inspect.isclass(function):
+            self.function = functools.partial(self.function())
+        signature = signature_of(self.function)
+        is_unsure = convention is None and signature.takes_all
+        convention = convention or convention_of(signature)
+        if convention == OPENRLHF:  # passes its arguments by position
+            signature = Signature([*OPENRLHFS], [*OPENRLHFS], False)
+        per_sample = convention == VERL or bool(getattr(self.function.func, "per_sample", False))
+        self.signature = Signature(*signature[:3], convention, per_sample, is_unsure)
 
-def _of_verl(compute_score: RewardFunction) -> RewardFunction:
-    """Wrap verl's `compute_score`, which scores one completion, so that it accepts lists."""
+    def call(
+        self, count: int, columns: Mapping[str, Any], lengths: list[int] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Reply:  # fmt: skip
+        """Call the function with lists as arguments and check its result.
 
-    async def one(**arguments: Any) -> Any:
-        result = compute_score(**arguments)
-        result = await result if inspect.isawaitable(result) else result
-        return float(result["score"] if isinstance(result, Mapping) else result)
+        Args:
+            count: number of completions.
+            columns: the columns that the function accepts.
+            lengths: number of tokens of each completion. None: no rewards per token are accepted.
+            state: fields of TRL's `trainer_state`. None passes no such object.
 
-    @functools.wraps(compute_score)
-    async def of_batch(**columns: Any) -> list[Any]:
-        rows = zip(*columns.values(), strict=True)
-        each = [one(**dict(zip(columns, row, strict=True))) for row in rows]
-        return await asyncio.gather(*each)
-
-    of_batch.per_sample = True  # type: ignore[attr-defined]
-    return of_batch
-
-
-def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
-    """Wrap OpenRLHF's `reward_func` so that its positional arguments can be passed by name."""
-
-    async def of_batch(queries: Any, prompts: Any, labels: Any) -> Any:
-        result = reward_func(queries, prompts, labels)
-        result = await result if inspect.isawaitable(result) else result
-        return result["rewards"] if isinstance(result, Mapping) else result
-
-    return of_batch
-
-
-def is_per_sample(function: RewardFunction) -> bool:
-    """Return True if a function has a true attribute `per_sample`.
-
-    With this attribute, a function declares that each value depends on only one completion. If a
-    call of it fails, it is called again for each sample. Other functions are not called again.
-    """
-    if isinstance(function, functools.partial):  # binds the options
-        function = function.func
-    return bool(getattr(function, "per_sample", False))
-
-
-class RunLog:
-    """Columns and metrics that reward functions logged through the functions that TRL passes."""
-
-    def __init__(self) -> None:
-        self.extra: dict[str, list[Any]] = {}  # columns of the table of completions
-        self.metrics: dict[str, list[float]] = {}
-
-    def log_extra(self, column: str, values: Any) -> None:
-        self.extra.setdefault(str(column), []).extend(values)
-
-    def log_metric(self, name: str, value: Any) -> None:
-        self.metrics.setdefault(str(name), []).append(float(value))
-
-    def objects(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `trainer_state`, `log_extra` and `log_metric`, which TRL passes to functions."""
-        values = (SimpleNamespace(**{**STATE, **state}), self.log_extra, self.log_metric)
-        return dict(zip(ONLY_TRL, values, strict=True))
-
-
-# -------------------------------------------------------------------------------- call a function
-def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> list[Score | str]:
-    """Call a reward function and check its result.
-
-    Args:
-        function: the reward function, or a functools.partial that binds its options. It may return
-            an awaitable.
-        count: number of completions.
-        arguments: keyword arguments of the call.
-
-    Returns:
-        For each completion a number, a list of numbers (one per token), or None if the function
-        does not apply. Any other value is replaced by a string that describes it.
-
-    Raises:
-        RewardFailure: the function did not return one value per completion.
-        BaseException: an error of any class that the function raised.
-    """
-    # A column of the data must not replace an option that has the same name.
-    options = function.keywords if isinstance(function, functools.partial) else {}
-    result = function(**{**arguments, **options})
-    if inspect.isawaitable(result):
-        result = _awaited(result)
-    return [_score_or_text(value) for value in _values(result, count)]
+        Raises:
+            RewardFailure: the function did not return one value per completion.
+            BaseException: an error of any class that the function raised.
+        """
+        # 1. Pass the objects of TRL. A column must not replace an option of the same name.
+        extra: dict[str, list[Any]] = defaultdict(list)
+        metrics: dict[str, list[float]] = defaultdict(list)
+        if state is not None:
+            objects = {
+                "trainer_state": SimpleNamespace(**{**STATE, **state}),
+                "log_extra": lambda column, values: extra[str(column)].extend(values),
+                "log_metric": lambda name, value: metrics[str(name)].append(float(value)),
+            }
+            columns = {**columns, **self.signature.select(objects)}
+        columns = {name: x for name, x in columns.items() if name not in self.function.keywords}
+        # 2. Call the function.
+        result: Any
+        if self.signature.convention == VERL:  # scores one completion
+            rows = zip(*columns.values(), strict=True)
+            calls = [self.function(**dict(zip(columns, row, strict=True))) for row in rows]
+            each = _awaited(calls)
+            result = [float(x["score"] if isinstance(x, Mapping) else x) for x in each]
+        elif self.signature.convention == OPENRLHF:
+            [result] = _awaited([self.function(*(columns[name] for name in OPENRLHFS))])
+            result = result["rewards"] if isinstance(result, Mapping) else result
+        else:
+            [result] = _awaited([self.function(**columns)])
+        # 3. Check the values.
+        scores: list[Score | str] = []
+        notes: list[str] = []
+        for value, length in zip(_values(result, count), lengths or [None] * count, strict=True):
+            try:
+                scores.append(_score(value, length))
+            except RewardFailure as failure:
+                scores.append(failure.why)
+                notes.append(str(failure))
+        return Reply(scores, (*notes, "")[0], extra, metrics)
 
 
 def why_of(error: BaseException) -> str:
@@ -310,10 +309,17 @@ def text_of(value: Any, longest: int = 500) -> str:
         return f"<{type(value).__name__} without a text>"
 
 
-def _awaited(awaitable: Any) -> Any:
-    async def wait() -> Any:
-        return await awaitable
+def _awaited(results: list[Any]) -> list[Any]:
+    """Return results of calls. If some are awaitable, they are awaited together."""
 
+    async def one(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
+
+    async def wait() -> list[Any]:
+        return await asyncio.gather(*map(one, results))
+
+    if not any(map(inspect.isawaitable, results)):
+        return results
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -340,19 +346,30 @@ def _values(result: Any, count: int) -> list[Any]:
     return listed
 
 
-def _score_or_text(value: Any) -> Score | str:
+def _score(value: Any, length: int | None) -> Score:
+    """Return the reward of a completion of `length` tokens, or raise a RewardFailure."""
     values = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(values, (list, tuple)):
-        scores = [_number_or_text(item) for item in values]
-        return next((item for item in scores if isinstance(item, str)), scores)  # type: ignore
-    return None if values is None else _number_or_text(values)
+    if values is None:
+        return None
+    if not isinstance(values, (list, tuple)) or length is None:
+        return _number(values)
+    if len(values) != length:
+        got = f"expected a reward for each of {length} tokens, got {len(values)}"
+        raise RewardFailure(got, WRONG_LENGTH)
+    numbers = [_number(item) for item in values]
+    _number(sum(numbers))
+    return numbers
 
 
-def _number_or_text(value: Any) -> float | str:
+def _number(value: Any) -> float:
+    number = math.nan
     if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a string
         with contextlib.suppress(Exception):
-            return float(value)
-    return text_of(value, 60)
+            number = float(value)
+            struct.pack("<f", number)  # fails for a number that would be infinite in fp32
+            if math.isfinite(number):
+                return number
+    raise RewardFailure(f"not a finite number: {text_of(value, 60)!r}", NO_NUMBERS)
 
 
 # ------------------------------------------------------------------------------------ the worker
@@ -363,43 +380,20 @@ def serve(pipe: Connection) -> None:
         EOFError: the caller has closed the pipe.
     """
     modules: Modules = {}
-    functions: dict[str, Loaded] = {}
+    functions: dict[str, Function] = {}
     while True:
-        request = json.loads(pipe.recv_bytes())
+        given, call = json.loads(pipe.recv_bytes())
         try:
-            reply = _reply(modules, functions, **request)
+            key = json.dumps(given)
+            if key not in functions:
+                path, convention, options = given
+                functions[key] = Function(import_function(path, modules), convention, options)
+            function = functions[key]
+            # Without arguments, describe the function.
+            reply: Any = function.call(*call) if call else function.signature
         except BaseException as error:  # a user's function may raise anything
             reply = {"error": describe(error), "why": why_of(error)}
         pipe.send_bytes(json.dumps(reply, default=text_of).encode())
-
-
-def _reply(
-    modules: Modules, functions: dict[str, Loaded], given: list[Any], count: int = 0,
-    arguments: dict[str, Any] | None = None, state: dict[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Call a function, or describe its parameters if there are no arguments.
-
-    Args:
-        modules: the modules that were imported for earlier requests.
-        functions: the functions of earlier requests.
-        given: the function's path, convention and options.
-        count: number of completions.
-        arguments: keyword arguments of the call.
-        state: fields of TRL's `trainer_state`.
-    """
-    key = json.dumps(given)
-    if key not in functions:
-        path, convention, options = given
-        functions[key] = load(import_function(path, modules), convention, options)
-    loaded = functions[key]
-    if arguments is None:
-        per_sample = is_per_sample(loaded.function)
-        return {**loaded._asdict(), "function": None, "per_sample": per_sample}
-    log = RunLog()
-    if state is not None:
-        arguments |= loaded.parameters.select(log.objects(state))
-    scores = call(loaded.function, count, arguments)
-    return {"scores": scores, "extra": log.extra, "metrics": log.metrics}
 
 
 def _end_with_the_caller(lifeline: int) -> None:

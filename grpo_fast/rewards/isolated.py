@@ -12,6 +12,7 @@ main script and torch in each worker, and would not kill the programs that a fun
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -20,12 +21,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.rewards import conventions, workers
-from grpo_fast.rewards.conventions import ONLY_TRL, OURS, TRL, Loaded, Parameters, RewardFailure
+from grpo_fast.rewards.conventions import OURS, Reply, RewardFailure, Signature
 
 START_LIMIT_S = 120.0  # time limit for importing the user's module before the first call
 
@@ -61,13 +63,13 @@ class Worker:
                 start_new_session=True,  # Ctrl-C does not reach it; killpg ends its children, too
             )
 
-    def request(self, name: str, limit: float, request: dict[str, Any]) -> dict[str, Any]:
+    def request(self, name: str, limit: float, request: list[Any]) -> list[Any]:
         """Send a request to the process and return its reply.
 
         Args:
             name: the function, for error messages.
             limit: time limit in seconds.
-            request: keyword arguments of `conventions._reply`.
+            request: what `conventions.serve` expects.
 
         Raises:
             RewardFailure: the function raised an error, took too long, or ended the process.
@@ -95,9 +97,9 @@ class Worker:
             timer.cancel()
         if time.monotonic() >= end:  # the timer may have killed the worker after its reply
             self.close()
-        if "error" in reply:
+        if isinstance(reply, dict):
             raise RewardFailure(reply["error"], reply["why"])
-        return reply
+        return reply  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the process and all programs that it has started. The next call starts a new one."""
@@ -113,6 +115,7 @@ class Worker:
             os.killpg(self.child.pid, signal.SIGKILL)
 
 
+@dataclasses.dataclass(eq=False)
 class IsolatedReward:
     """Reward function that runs in a worker process.
 
@@ -121,71 +124,49 @@ class IsolatedReward:
         timeout: time limit for a call in seconds.
         options: arguments of every call, or of the constructor if `path` names a class. They must
             be JSON values.
-        bounded: if True, `timeout` is multiplied by the number of completions of a call.
         convention: one of `conventions.CONVENTIONS`. None detects it from the parameters.
-        worker: the process, which functions of one module share. None creates one.
+        bounded: if True, `timeout` is multiplied by the number of completions of a call.
+        worker: the process, which functions of one module share.
 
     Raises:
         RewardFailure: the function raised an error, a call took longer than the time limit, or the
             worker ended.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        timeout: float,
-        options: dict[str, Any] | None = None,
-        bounded: bool = False,
-        convention: str | None = OURS,
-        worker: Worker | None = None,
-    ) -> None:
-        self.path = path
-        self.timeout = float(timeout)
-        self.bounded = bounded
-        self.per_sample = False  # set by the worker; see `conventions.is_per_sample`
-        self.worker = worker or Worker()
-        self._given = [path, convention, options or {}]
-        self._known_by: subprocess.Popen | None = None  # the process that imported the function
+    path: str
+    timeout: float
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    convention: str | None = OURS
+    bounded: bool = False
+    worker: Worker = dataclasses.field(default_factory=Worker)
+    known_by: subprocess.Popen | None = None  # the process that imported the function
 
     def __call__(self, **columns: Any) -> list[Any]:
-        with self.worker.lock:
-            loaded = self.load()
-            # TRL's objects cannot be sent to the worker. The worker replaces them, and returns all
-            # that the function has logged.
-            is_trl = loaded.convention == TRL
-            objects = {name: columns.pop(name) for name in ONLY_TRL if is_trl and name in columns}
-            count = len(next(iter(columns.values())))
-            limit = self.timeout * max(1, count) if self.bounded else self.timeout
-            request = {
-                "given": self._given, "count": count,
-                "arguments": loaded.parameters.select(columns),
-                "state": vars(objects["trainer_state"]) if objects else None,
-            }  # fmt: skip
-            reply = self.worker.request(self.path, limit, request)
-        for column, values in reply["extra"].items():
-            objects["log_extra"](column, values)
-        for name, values in reply["metrics"].items():
-            for value in values:
-                objects["log_metric"](name, value)
-        return reply["scores"]
+        """Return the scores of completions, given all columns of the function."""
+        return self.call(len(next(iter(columns.values()))), columns).scores
 
-    def load(self) -> Loaded:
-        """Start the worker. Return the function with its convention and parameters.
+    def call(self, count: int, columns: Mapping[str, Any], *others: Any) -> Reply:
+        """Call the function in the worker; see `conventions.Function.call`."""
+        limit = self.timeout * max(1, count) if self.bounded else self.timeout
+        with self.worker.lock:
+            self.load()
+            return Reply(*self._request(limit, [count, columns, *others]))
+
+    def load(self) -> None:
+        """Start the worker if it does not run, and let it import the function.
 
         Raises:
             RewardFailure: the function cannot be imported.
         """
         with self.worker.lock:
             self.worker.start()
-            if self._known_by is not self.worker.child:
-                reply = self.worker.request(self.path, START_LIMIT_S, {"given": self._given})
-                self._known_by = self.worker.child
-                self.per_sample = reply["per_sample"]
-                self._convention = reply["convention"]
-                self._parameters = Parameters(*reply["parameters"])
-        # Do not store a reference to self, because a cycle would delay the end of the worker.
-        return Loaded(self, self._convention, self._parameters)
+            if self.known_by is not self.worker.child:
+                self.signature = Signature(*self._request(START_LIMIT_S, None))
+                self.known_by = self.worker.child
+
+    def _request(self, limit: float, call: list[Any] | None) -> list[Any]:
+        given = [self.path, self.convention, self.options]
+        return self.worker.request(self.path, limit, [given, call])
 
     def close(self) -> None:
         """End the worker and all programs that it has started. The next call starts a new one."""

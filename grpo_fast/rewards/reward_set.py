@@ -14,9 +14,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import reprlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,21 +23,10 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import FP32_MAX, RewardError, require
+from grpo_fast.errors import RewardError, require
 from grpo_fast.rewards import conventions
-from grpo_fast.rewards.conventions import (
-    OPENRLHF,
-    OURS,
-    STATE,
-    TRL,
-    VERL,
-    RewardFailure,
-    RewardFunction,
-    RunLog,
-    Score,
-    is_per_sample,
-    parameters_of,
-)
+from grpo_fast.rewards.conventions import OPENRLHF, OURS, STATE, TRL, VERL, Function, Reply, Score
+from grpo_fast.rewards.isolated import IsolatedReward
 
 logger = logging.getLogger(__name__)
 
@@ -54,18 +42,13 @@ class WeightedReward(NamedTuple):
     Attributes:
         name: name of the function in the metrics.
         weight: weight in the total reward. With weight 0, the function is only logged.
-        function: the function, which accepts lists as keyword arguments.
-        needs: columns that the function requires.
-        convention: one of `conventions.CONVENTIONS`.
-        is_unsure: True if the function may have been written for a different convention.
+        function: the function. A plain function of our convention accepts lists as keyword
+            arguments.
     """
 
     name: str
     weight: float
-    function: RewardFunction
-    needs: Sequence[str] = ()
-    convention: str = OURS
-    is_unsure: bool = False
+    function: Any
 
 
 class RewardResult(NamedTuple):
@@ -110,6 +93,10 @@ class RewardSet:
             require(math.isfinite(weight), "rewards", f"a finite weight for {name}", weight)
         require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
+        for i, reward in enumerate(rewards):
+            if not isinstance(reward.function, Function | IsolatedReward):
+                function = Function(reward.function, OURS, {})
+                self.rewards[i] = reward._replace(function=function)
         self.max_failures = max_failures
         # For each function and each of its latest calls, the number of samples without a reward and
         # the number of all samples.
@@ -153,17 +140,38 @@ class RewardSet:
         require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
         count = len(completions)
         # 1. Call every function with the arguments of its convention.
-        run_log = RunLog()
-        raw = answers if labels is None else labels
-        texts = prompt_texts or [""] * count
-        given = columns_of_others(prompts, completions, answers, columns, raw, texts)
-        given[OURS] = lists
+        gold = answers if labels is None else labels
+        sent = prompt_texts or [""] * count
+        none = [None] * count
+        # For a chat prompt, TRL passes the completion as a list with one message.
+        turns = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        given: dict[str, dict[str, Sequence[Any]]] = {
+            OURS: {**lists, "chat_prompts": chats or prompts},
+            # As in TRL, a column of the data replaces our column of the same name.
+            TRL: {"answers": answers, "answer": gold, **columns, "prompts": prompts,
+                  "completions": turns},
+            VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
+                   "ground_truth": gold,
+                   "extra_info": [info or {} for info in columns.get("extra_info", none)]},
+            OPENRLHF: {"queries": [a + b for a, b in zip(sent, completions, strict=True)],
+                       "prompts": sent, "labels": gold},
+        }  # fmt: skip
+        extra: dict[str, list[str]] = defaultdict(list)
+        metrics: dict[str, list[float]] = defaultdict(list)
         scores: dict[str, list[Score | str]] = {}
         for reward in self.rewards:
-            arguments = given[reward.convention]
-            if getattr(reward.function, "reads_chats", False):
-                arguments = {**arguments, "prompts": chats or prompts}
-            scores[reward.name] = self._scores(reward, arguments, prompts, run_log)
+            scores[reward.name] = []
+            for reply in self._replies(reward, given, prompts):
+                scores[reward.name] += reply.scores
+                if reply.note:
+                    self._note(reward.name, reply.note)
+                for name, texts in reply.extra.items():
+                    extra[name] += map(str, texts)
+                for name, values in reply.metrics.items():
+                    metrics[name] += values
         # 2. A sample has no reward if no function applies. Functions with weight 0 do not count.
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
@@ -175,17 +183,17 @@ class RewardSet:
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
         total = torch.zeros(count)
-        for name, values in scores.items():
-            per_fn[name] = torch.tensor([score_sum(value) for value in values], dtype=torch.float32)
-            reasons[name] = Counter(value for value in values if isinstance(value, str))
+        for name, found in scores.items():
+            per_fn[name] = torch.tensor([score_sum(value) for value in found], dtype=torch.float32)
+            reasons[name] = Counter(value for value in found if isinstance(value, str))
             if name in weights:
-                applies = torch.tensor([value is not None for value in values], dtype=torch.bool)
+                applies = torch.tensor([value is not None for value in found], dtype=torch.bool)
                 total = total + weights[name] * per_fn[name].where(applies, 0.0)
             self._count(name, reasons[name].total(), count)
         scored = [(weight, scores[name]) for name, weight in weights.items()]
         per_token = per_token_rewards(scored, lists.get("completion_lengths"))
-        extra = {n: [str(x) for x in v] for n, v in run_log.extra.items() if len(v) == count}
-        return RewardResult(total, per_fn, reasons, per_token, extra, run_log.metrics)
+        full = {name: texts for name, texts in extra.items() if len(texts) == count}
+        return RewardResult(total, per_fn, reasons, per_token, full, metrics)
 
     def state_dict(self) -> dict[str, list[tuple[int, int]]]:
         return dict(self.recent)
@@ -193,80 +201,60 @@ class RewardSet:
     def load_state_dict(self, state: Mapping[str, list[tuple[int, int]]]) -> None:
         self.recent = {name: state[name] for name in self.recent}
 
-    def _scores(
-        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]],
-        prompts: Sequence[object], run_log: RunLog,
-    ) -> list[Score | str]:  # fmt: skip
-        """Return the score of each completion, or the reason why it has none."""
+    def _replies(
+        self, reward: WeightedReward, given: Mapping[str, Any], prompts: Sequence[object]
+    ) -> Iterator[Reply]:
+        """Call a function for all completions, or after a failure for each completion alone."""
         count = len(prompts)
-        try:
-            return self._call(reward, columns, count, run_log)
-        except RewardFailure as failure:
-            if count < 2 or not is_per_sample(reward.function):
-                what = f"in a call with {count} samples, the first"
-                self._note(reward.name, f"{failure} ({what} with the prompt {_start(prompts[0])})")
-                return [failure.why] * count
-        scores: list[Score | str] = []
+        where = f"in a call with {count} samples, the first"
+        reply, why = self._call(reward, given, prompts, slice(None), where)
+        if not why or count < 2 or not reward.function.signature.per_sample:
+            yield reply
+            return
         timeouts = 0
-        for i, prompt in enumerate(prompts):
+        for i in range(count):
             if timeouts > RETRY_TIMEOUTS:
-                scores.append("timeout")
+                yield Reply(["timeout"], "", {}, {})
                 continue
-            sample = {name: column[i : i + 1] for name, column in columns.items()}
-            try:
-                scores += self._call(reward, sample, 1, run_log)
-            except RewardFailure as failure:
-                timeouts += failure.why == "timeout"
-                what = f"sample {i} of {count}"
-                self._note(reward.name, f"{failure} ({what}, with the prompt {_start(prompt)})")
-                scores.append(failure.why)
-        return scores
+            where = f"sample {i} of {count},"
+            reply, why = self._call(reward, given, prompts, slice(i, i + 1), where)
+            timeouts += why == "timeout"
+            yield reply
 
     def _call(
-        self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
-        run_log: RunLog,
-    ) -> list[Score | str]:  # fmt: skip
-        """Call a reward function. Return the score of each completion, or why it has none.
+        self, reward: WeightedReward, given: Mapping[str, Any], prompts: Sequence[object],
+        part: slice, where: str,
+    ) -> tuple[Reply, str]:  # fmt: skip
+        """Call a reward function for a part of the completions.
+
+        Returns:
+            The function's reply, and "" or the reason why the call failed.
 
         Raises:
-            RewardFailure: the call failed.
             RewardError: the function returned too few or too many values.
         """
-        lists = {name: list(column) for name, column in columns.items()}
+        signature = reward.function.signature
+        columns = given[signature.convention]
+        lists = {name: list(column[part]) for name, column in columns.items()}
+        lengths = lists.get("completion_lengths")
+        state = self.progress if signature.convention == TRL else None
+        count = len(prompts[part])
         try:
-            parameters = parameters_of(reward.function)
-            # Copy the arguments, because a function could modify the messages of a prompt, which
-            # are also passed to later functions.
-            arguments = copy.deepcopy(parameters.select(lists))
-            if reward.convention == TRL:
-                arguments |= parameters.select(run_log.objects(self.progress))
+            # Copy the arguments. A function could modify the messages of a prompt, which are also
+            # passed to later functions.
+            arguments = copy.deepcopy(signature.select(lists))
             # Restore the gradient mode afterwards, because the function could change it.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
-                values = conventions.call(reward.function, count, arguments)
+                return reward.function.call(count, arguments, lengths, state), ""
         except KeyboardInterrupt:  # the user ends the run
             raise
         except BaseException as error:  # includes sys.exit() and a cancelled coroutine
             why = conventions.why_of(error)
             if why == conventions.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
-            raise RewardFailure(conventions.describe(error), why) from None
-        lengths = columns.get("completion_lengths", [None] * count)
-        pairs = zip(values, lengths, strict=True)
-        return [self._checked(reward.name, value, length) for value, length in pairs]
-
-    def _checked(self, name: str, value: Score | str, length: int | None) -> Score | str:
-        if value is None:
-            return None
-        numbers = value if isinstance(value, list) else [value]
-        if isinstance(value, list) and length is not None and length != len(value):
-            self._note(name, f"expected a reward for each of {length} tokens, got {len(value)}")
-            return conventions.WRONG_LENGTH
-        is_odd = isinstance(value, str) or (isinstance(value, list) and length is None)
-        # The trainer computes in fp32, in which a larger value would be infinite.
-        if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, score_sum(value))):
-            self._note(name, f"not a finite number: {reprlib.repr(value)}")
-            return conventions.NO_NUMBERS
-        return value
+            first = str(next(iter(prompts[part]), ""))[:80]
+            note = f"{conventions.describe(error)} ({where} with the prompt {first!r})"
+            return Reply([why] * count, note, {}, {}), why
 
     def _note(self, name: str, message: str) -> None:
         if not self.last_error[name]:
@@ -316,47 +304,3 @@ def per_token_rewards(
             elif score is not None:  # `-1:` also works for an empty completion
                 reward[-1:] += weight * score_sum(score)
     return [reward.float() for reward in rewards]
-
-
-def _start(prompt: object) -> str:
-    """Return the beginning of a prompt for an error message."""
-    return repr(str(prompt)[:80])
-
-
-def columns_of_others(
-    prompts: Sequence[object],
-    completions: Sequence[str],
-    answers: Sequence[str | None],
-    columns: Mapping[str, Sequence[Any]],
-    labels: Sequence[object],
-    prompt_texts: Sequence[str],
-) -> dict[str, dict[str, Sequence[Any]]]:
-    """Build the arguments of functions that were written for TRL, verl or OpenRLHF.
-
-    Args:
-        prompts: N prompts, each a string or a list of messages.
-        completions: N completions.
-        answers: N gold answers as strings.
-        columns: the other columns of the data.
-        labels: N gold answers as they are in the rows of the data.
-        prompt_texts: N prompts as the model received them.
-
-    Returns:
-        For each convention (TRL, verl, OpenRLHF), a dict that maps parameter names to columns.
-    """
-    messages = []
-    for prompt, text in zip(prompts, completions, strict=True):
-        # For a chat prompt, TRL passes the completion as a list with one message.
-        is_text = isinstance(prompt, str)
-        messages.append(text if is_text else [{"role": "assistant", "content": text}])
-    none = [None] * len(messages)
-    queries = [f"{prompt}{text}" for prompt, text in zip(prompt_texts, completions, strict=True)]
-    return {
-        # As in TRL, a column of the data replaces our column of the same name.
-        TRL: {"answers": answers, "answer": labels, **columns, "prompts": prompts,
-              "completions": messages},
-        VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
-               "ground_truth": labels,
-               "extra_info": [info or {} for info in columns.get("extra_info", none)]},
-        OPENRLHF: {"queries": queries, "prompts": prompt_texts, "labels": labels},
-    }  # fmt: skip

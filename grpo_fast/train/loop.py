@@ -250,8 +250,8 @@ def _ask(
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     lines = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
     lines += [
-        f"reward {reward.name}: called as {reward.convention} calls it"
-        for reward in rewards.rewards if reward.convention != OURS
+        f"reward {reward.name}: called as {reward.function.signature.convention} calls it"
+        for reward in rewards.rewards if reward.function.signature.convention != OURS
     ]  # fmt: skip
     return questions, splits, lines
 

@@ -59,7 +59,7 @@ def test_functions_of_trl_give_equal_rewards(model_path, tmp_path, is_chat, here
     assert len(theirs.seen) == 2
     specs = [spec(f"{trl_rewards.__file__}:{name}", in_process=here) for name in names]
     rewards = build_rewards(specs)
-    assert {reward.convention for reward in rewards.rewards} == {"trl"}
+    assert {reward.function.signature.convention for reward in rewards.rewards} == {"trl"}
     try:
         for step, inputs, ids, expected, (metrics, extra) in theirs.seen:
             examples = [parse_record("row", dict(row), gsm8k=False) for row in inputs]

@@ -11,7 +11,7 @@ from grpo_fast.data import Example
 from grpo_fast.data.prompts import Form, in_chat
 from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import build_rewards, check_examples, score
-from grpo_fast.rewards.conventions import convention_of, parameters_of
+from grpo_fast.rewards.conventions import convention_of, signature_of
 from grpo_fast.train.config import DataConfig, RewardConfig
 from grpo_fast.train.config.recipes import load_recipe
 from tests.reward_specs import spec
@@ -267,9 +267,9 @@ def openrlhf(queries, prompts, labels): ...
 def test_a_convention_is_recognised_or_must_be_named(function, expected):
     if "write" in expected:
         with pytest.raises(ValueError, match=expected):
-            convention_of(parameters_of(function))
+            convention_of(signature_of(function))
     else:
-        assert convention_of(parameters_of(function)) == expected
+        assert convention_of(signature_of(function)) == expected
 
 
 def test_a_column_answers_makes_our_convention_unsure(tmp_path):

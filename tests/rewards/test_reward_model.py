@@ -29,8 +29,8 @@ ANSWERS = [" 42", "7", "", " 4 more."]
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
 def test_scores_are_those_of_each_text_alone(tmp_path, scorer, family):
     path = scorer if family == "qwen2" else classifier(tmp_path, "bert")
-    alone = RewardModel(path, batch_size=1)(prompts=PROMPTS, completions=ANSWERS)
-    together = RewardModel(path, batch_size=4)(prompts=PROMPTS, completions=ANSWERS)
+    alone = RewardModel(path, batch_size=1)(chat_prompts=PROMPTS, completions=ANSWERS)
+    together = RewardModel(path, batch_size=4)(chat_prompts=PROMPTS, completions=ANSWERS)
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-4)
     assert len({round(value, 3) for value in alone}) == 4
     reference = RewardModel(path)
@@ -44,9 +44,11 @@ def test_scores_are_those_of_each_text_alone(tmp_path, scorer, family):
 def test_as_a_reward_of_a_set(scorer, tmp_path):
     rewards = build_rewards([spec("reward_model", 2.0, path=scorer, batch_size=2)])
     result = rewards(PROMPTS, ANSWERS, [None] * 4)
-    alone = RewardModel(scorer)(prompts=PROMPTS, completions=ANSWERS)
+    alone = RewardModel(scorer)(chat_prompts=PROMPTS, completions=ANSWERS)
     assert result.total.tolist() == pytest.approx([2 * value for value in alone], rel=1e-4)
-    assert not any(p.requires_grad for p in rewards.rewards[0].function.model.parameters())
+    assert not any(
+        p.requires_grad for p in rewards.rewards[0].function.function.func.model.parameters()
+    )
     path = classifier(tmp_path, max_position_embeddings=32)
     rewards = build_rewards([spec("reward_model", path=path)])
     result = rewards(["a", "a"], ["b", "b" * 200], [None] * 2)

@@ -5,9 +5,12 @@ import os
 
 import pytest
 
+from grpo_fast import rewards as package
 from grpo_fast.data import Example
-from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards, check_examples, isolated
+from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards, check_examples
 from grpo_fast.rewards import score as score_examples
+from grpo_fast.rewards.isolated import IsolatedReward, path_of
+from grpo_fast.rewards.scoring import EXPRESSIONS as EXPRESSIONS_WORKER
 from tests.reward_specs import spec
 
 MODULE = """
@@ -157,14 +160,14 @@ def test_after_three_hanging_samples_the_rest_is_lost_unasked(build, monkeypatch
     request = worker.request
     asked = []
 
-    def counted(name, limit, request_):
-        asked.append(request_.get("count"))
-        return request(name, limit, request_)
+    def counted(name, limit, message):
+        asked.append(message[1] and message[1][0])
+        return request(name, limit, message)
 
     monkeypatch.setattr(worker, "request", counted)
     result = ask(rewards, *["hang"] * 20)
     assert result.reasons == {"moody": {"timeout": 20}}
-    # One call with all samples, and three with one. Requests without a count start a new worker.
+    # One call with all samples, and three with one. Requests without a call start a new worker.
     assert [count for count in asked if count] == [20, 1, 1, 1]
 
 
@@ -265,7 +268,8 @@ def test_without_math_verify_the_reward_says_what_to_install(monkeypatch, tmp_pa
         "raise ModuleNotFoundError(\"No module named 'math_verify'\")"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    isolated.built_in.cache_clear()
+    worker = IsolatedReward(path_of(EXPRESSIONS_WORKER), timeout=20.0)
+    monkeypatch.setattr(package, "built_in", lambda _: worker)
     with pytest.raises(ValueError, match=r"cannot be used: .*pip install 'grpo_fast\[math\]"):
         build_rewards([spec("math_equal")])
-    isolated.built_in.cache_clear()
+    worker.close()

@@ -20,14 +20,14 @@ from grpo_fast.rewards import (
     build_rewards,
     scorer_for,
 )
-from grpo_fast.rewards.conventions import parameters_of
+from grpo_fast.rewards.conventions import signature_of
 from grpo_fast.rewards.scoring import answer_scorer
 from tests.reward_specs import own, spec
 
 
 def score(name, completion, answer, prompt=""):
     given = {"prompts": [prompt], "completions": [completion], "answers": [answer]}
-    return REWARDS[name](**parameters_of(REWARDS[name]).select(given))[0]
+    return REWARDS[name](**signature_of(REWARDS[name]).select(given))[0]
 
 
 # ------------------------------------------------------------- Extraction of the answer from a text

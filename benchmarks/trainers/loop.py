@@ -31,14 +31,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks import measure
 from benchmarks.options import positive
 from benchmarks.report.tables import text_table
 from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
-from benchmarks.trainers.step import TINY, k_shot_texts
+from benchmarks.trainers.step import build_model, k_shot_texts
 from benchmarks.trainers.trl import make_trainer
 from grpo_fast.data import Example
+from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rollout import Sampling, build_engine, generate
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
@@ -50,7 +52,6 @@ from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.run import Run
 
 VOCABULARY = 1024
-EOS = VOCABULARY  # This id is outside of the vocabulary, so the model never samples it.
 TOLERANCE = 1e-3  # nats
 DEFAULTS = Defaults(threads=2, budget=(60.0, 5.0), rounds=(7, 3))
 
@@ -80,12 +81,11 @@ UNUSED_TOKEN = "<file_sep>"  # used as EOS, because SmolLM2's instruct models do
 
 
 class Subject(NamedTuple):
-    """Model, tokenizer, prompts and EOS token id. They are the same for all trainers."""
+    """Model, tokenizer and prompts. They are the same for all trainers."""
 
     model: Any
     tokenizer: Any
     texts: list[str]
-    eos: int
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
@@ -99,6 +99,7 @@ def main() -> None:
     add_pretrained(parser, parser)
     words = "completions that TRL takes at a time, a divisor of their number (default: all)"
     parser.add_argument("--rows", type=positive(int), help=words)
+    parser.set_defaults(dtype="float32", model_config="tiny", layers=None)  # for build_model
     options = parsed(parser, DEFAULTS)
     shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
     for name in options.shapes:
@@ -113,13 +114,10 @@ def main() -> None:
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
     """Verify our rollout, and time all steps and rollouts. Print and return the results."""
-    subject = pretrained(options, shape) if options.pretrained else tiny(options.device, shape)
+    subject = subject_of(options, shape)
     policy = Policy(copy.deepcopy(subject.model), subject.tokenizer)
     sizes = policy, subject.texts, shape.group, shape.length
-    rollouts = {
-        "grpo_fast": our_rollout(*sizes),
-        "transformers": library_rollout(*sizes, subject.eos),
-    }
+    rollouts = {"grpo_fast": our_rollout(*sizes), "transformers": library_rollout(*sizes)}
     error = error_of(policy, rollouts["grpo_fast"]())
     if not error <= TOLERANCE:
         raise SystemExit(f"{name}: sampler logps off by {error} nats; a wrong one is not timed")
@@ -140,41 +138,32 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
     return case
 
 
-def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
-    """Load a pretrained model and GSM8K prompts. Long prompts begin with worked examples."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def subject_of(options: argparse.Namespace, shape: Shape) -> Subject:
+    """Return a pretrained model with GSM8K prompts, or a model with random weights.
 
-    model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(options.pretrained, padding_side="left")
-    tokenizer.eos_token = UNUSED_TOKEN
-    eos = tokenizer.eos_token_id
-    model.config.eos_token_id = eos
-    model.generation_config.eos_token_id = eos
-    texts = k_shot_texts(options.data, shape.tokens, lambda text: len(tokenizer(text).input_ids))
-    chosen = list(itertools.islice(texts, shape.prompts))
-    return Subject(model.to(options.device), tokenizer, chosen, eos)
-
-
-def tiny(device: str, shape: Shape) -> Subject:
-    """Build the model of the recipe gsm8k-tiny with random weights, and prompts of random words.
-
-    Every word is one token. The prompts differ a little in length, so they need padding.
+    Long GSM8K prompts begin with worked examples. The model with random weights is that of the
+    recipe gsm8k-tiny. It gets prompts of random words, each of which is one token. They differ a
+    little in length, so they need padding.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from grpo_fast.data.tokenizer import build_symbol_tokenizer
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**TINY, bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(config).to(device)
-    words = [f"w{i}" for i in range(2, EOS + 1)]
-    tokenizer = build_symbol_tokenizer(words)
-    tokenizer.eos_token = words[-1]
-    generator = torch.Generator().manual_seed(1)
-    lengths = [shape.tokens - i * shape.tokens // 50 for i in range(shape.prompts)]
-    rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-    texts = [" ".join(f"w{token}" for token in row) for row in rows]
-    return Subject(model, tokenizer, texts, EOS)
+    model = build_model(options)
+    if options.pretrained:
+        tokenizer = AutoTokenizer.from_pretrained(options.pretrained, padding_side="left")
+        tokenizer.eos_token = UNUSED_TOKEN
+        texts = k_shot_texts(
+            options.data, shape.tokens, lambda text: len(tokenizer(text).input_ids)
+        )
+        chosen = list(itertools.islice(texts, shape.prompts))
+    else:
+        words = [f"w{i}" for i in range(2, VOCABULARY + 1)]
+        tokenizer = build_symbol_tokenizer(words)
+        tokenizer.eos_token = words[-1]  # its id is outside of the vocabulary, so it is not sampled
+        generator = torch.Generator().manual_seed(1)
+        lengths = [shape.tokens - i * shape.tokens // 50 for i in range(shape.prompts)]
+        rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+        chosen = [" ".join(f"w{token}" for token in row) for row in rows]
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return Subject(model, tokenizer, chosen)
 
 
 def our_rollout(
@@ -194,7 +183,7 @@ def our_rollout(
 
 
 def library_rollout(
-    policy: Policy, texts: list[str], group: int, new_tokens: int, eos: int
+    policy: Policy, texts: list[str], group: int, new_tokens: int
 ) -> Callable[[], None]:
     """Return a function that samples with the `generate` of transformers."""
     repeated = [text for text in texts for _ in range(group)]
@@ -205,7 +194,7 @@ def library_rollout(
         with policy.generation():
             policy.lm.generate(
                 **inputs, max_new_tokens=new_tokens, pad_token_id=policy.pad_id, do_sample=True,
-                eos_token_id=eos,
+                eos_token_id=policy.tokenizer.eos_token_id,
             )  # fmt: skip
 
     return rollout

@@ -97,9 +97,9 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
         compiled.append((kernel.fn.__name__, result))
 
     driver.set_active(TargetOnlyDriver(TARGETS[arch]))
-    launch._architecture.cache_clear()
+    launch.architecture.cache_clear()
     try:
         with patched_launches(warmup):
             yield compiled
     finally:
-        launch._architecture.cache_clear()
+        launch.architecture.cache_clear()

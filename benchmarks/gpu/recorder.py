@@ -165,7 +165,7 @@ def indexed_rows(given: dict[str, Any]) -> int:
     return len(ids) * (ids.element_size() + 4 + row_bytes) + sizes_of(written)
 
 
-UNCOUNTED = ("slice_kernel", "gather_columns_kernel", "column_product_kernel", "scale_kernel")
+UNCOUNTED = ("slice_kernel", "column_product_kernel", "scale_kernel")
 KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     **dict.fromkeys(UNCOUNTED, lambda given: 0),
     "target_kernel": lambda given: 2 * given["hidden_ptr"].nbytes,

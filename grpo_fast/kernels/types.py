@@ -224,6 +224,8 @@ class Exponentials(NamedTuple):
     dominant: Dominant | None  # elements of a 16-bit E whose rounding errors matter
     # (T,) fp32 raw logits of the targets, from which gpu/gradients.py computes both units
     raw_target: Tensor | None = None
+    # If a loss was requested: losses and grad_logps, (T,), and by_row and by_target, (padded T,)
+    loss: tuple[Tensor, ...] | None = None
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:

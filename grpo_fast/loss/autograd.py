@@ -13,7 +13,7 @@ none are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -253,35 +253,37 @@ class LossFunction(torch.autograd.Function):
             again = ctx.run(ctx.call, ctx.saved_tensors)
             stored = again.gradients, again.units
         gradients, units = stored
-        scaled_ones: list[Tensor | None] = []
-        for i, (x, shape, need) in enumerate(zip(gradients, ctx.shapes, needs, strict=True)):
+        results: list[Tensor | None] = [None] * len(needs)
+        factors = []
+        for i, (x, shape) in enumerate(zip(gradients, ctx.shapes, strict=True)):
             # A gradient that is not needed is an empty tensor.
-            if not need or x.shape != shape:
-                scaled_ones.append(None)
-                continue
-            upstream = grad_loss if units is None else grad_loss * units[i]
-            scaled_ones.append(scale_(x.detach(), upstream))
-        return None, None, *scaled_ones
+            if needs[i] and x.shape == shape:
+                results[i] = x.detach()
+                factors.append(grad_loss if units is None else grad_loss * units[i])
+        scale_([x for x in results if x is not None], factors)
+        return None, None, *results
 
 
 apply_loss: Callable[..., LossValues] = LossFunction.apply
 
 
-def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """Multiply a gradient by the upstream scalar in place, without a GPU sync.
+def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply gradients by their scalar factors in place, without a GPU sync.
 
-    The multiplication is skipped if the upstream scalar is a CPU tensor with the value 1.
+    The multiplication is skipped if all factors are CPU tensors with the value 1.
     """
     # Call item() only on plain CPU tensors. On a GPU tensor, it would wait for the GPU. A subclass
     # of Tensor, as autograd passes it while it is traced, has no value.
-    if type(upstream) is Tensor and upstream.is_cpu and upstream.item() == 1.0:
-        return gradient
-    on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
+    if all(type(x) is Tensor and x.is_cpu and x.item() == 1.0 for x in factors):
+        return
+    on_gpu = all(x.is_cuda and x.is_contiguous() and x.dtype.itemsize <= 4 for x in gradients)
     if on_gpu and unavailable("triton", "cuda") is None:
         from grpo_fast.kernels.gpu import gradients as kernels
 
-        return kernels.scale_(gradient, upstream)
-    return gradient.mul_(upstream)
+        kernels.scale_(gradients, factors)
+        return
+    for gradient, factor in zip(gradients, factors, strict=True):
+        gradient.mul_(factor)
 
 
 # ---- Logps

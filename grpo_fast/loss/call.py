@@ -296,7 +296,7 @@ class Call:
             "num_completions_in_batch", self.num_completions_in_batch, device, self.checks
         )
         # 2. Compute the weight of every token.
-        lengths = functools.cache(functools.partial(lengths_of, segments, count))
+        lengths = functools.cache(lambda: lengths_of(segments, count))
         weights = step_weights(
             str(config.aggregation), segments, lengths, count, len(segments),
             max_completion_length=config.max_completion_length, num_items_in_batch=items,

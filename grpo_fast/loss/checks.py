@@ -15,7 +15,6 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from copy import copy
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -363,11 +362,13 @@ class ValueChecks:
         # Copy the bits of all dtypes in one tensor, because each copy takes the host about 10 us.
         tensors = [x for _, each in self.kept for x in each]
         parts = [x.reshape(-1).view(torch.int32) for x in tensors]
-        self.numbers, self.ready = copy_to_host_async(torch.cat(parts))
-        # Keep only the sizes. A second backward pass checks its logps with this object, too. That
-        # pass must not change or repeat the checks that were already sent.
+        # A second backward pass checks its logps with this object, too. That pass must not change
+        # or repeat the checks that were already sent.
+        late = ValueChecks(self.validate)
+        late.kept = self.kept
+        late.numbers, late.ready = copy_to_host_async(torch.cat(parts))
         with _lock:
-            _pending.append(copy(self))
+            _pending.append(late)
         self.kept = []
 
     def messages(self) -> Iterator[str]:

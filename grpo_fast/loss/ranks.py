@@ -40,7 +40,7 @@ def is_sharded(x: object) -> TypeGuard[DTensor]:
     """Return whether x is a DTensor, without importing torch.distributed.tensor."""
     # Look for an attribute that only DTensors have, because importing torch.distributed.tensor is
     # slow.
-    return hasattr(type(x), "full_tensor")
+    return type(x) is not Tensor and hasattr(type(x), "full_tensor")
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:

@@ -53,7 +53,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(f"{gpu}.linear.is_aligned", lambda matrix: True)
     monkeypatch.setattr(f"{gpu}.linear.tiles", lambda p, matrix, *shape: matrix)
     monkeypatch.setattr(f"{gpu}.linear.architecture", lambda device: "sm_90")
-    monkeypatch.setattr(f"{gpu}.gradients.scale_", lambda gradient, factor: gradient)
+    monkeypatch.setattr(f"{gpu}.gradients.scale_", lambda gradients, factors: None)
     # torch.is_autocast_enabled does not support the meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")

@@ -75,9 +75,9 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
     monkeypatch.setattr(triton.runtime, "driver", driver)
-    launch._architecture.cache_clear()
+    launch.architecture.cache_clear()
     found = [launch.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
-    launch._architecture.cache_clear()
+    launch.architecture.cache_clear()
     assert found == ["sm_80", "sm_90", "sm_80"] and gpus.current == 0
 
 

@@ -25,8 +25,6 @@ PLANTS = {
     "grpo_fast/kernels/gpu/gradients.py": [
         ("triton-scale-blocks", "triton_scale", "programs scale each other's elements again",
          "first = tl.program_id(0).to(tl.int64) * BLOCK", "first = tl.program_id(0).to(tl.int64)"),
-        ("triton-weights-far", "triton_weights", "a recomputed row keeps the unit of the first sweep",
-         "tl.where(exceeds_max_nll(lse, z_target), lse, z_target)", "z_target"),
         ("beyond-target", "triton_range", "the target's row of a large transposed head is read from a wrong address",
          "cols.to(tl.int64) * stride_weight_h", "cols * stride_weight_h"),
     ],
@@ -45,6 +43,10 @@ PLANTS = {
          "(offs_c < n_cols - col_start)", "(offs_c <= n_cols - col_start)"),
         ("triton-weights-guard", "triton_weights", "weights of an unlikely target leave the range of bf16",
          "normaliser = tl.where(high_nll, lse, normaliser)", "normaliser = normaliser"),
+    ],
+    "grpo_fast/kernels/gpu/math.py": [
+        ("triton-weights-far", "triton_weights", "a recomputed row keeps the unit of the first sweep",
+         "tl.where(exceeds_max_nll(lse, z_target), lse, z_target)", "z_target"),
     ],
     "grpo_fast/kernels/gpu/rows.py": [
         ("triton-support-ragged", "triton_support", "the target of a row is counted from the start of the first row",

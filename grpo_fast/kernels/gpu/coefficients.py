@@ -5,7 +5,8 @@
 The kernel contains the functions of objective/losses.py and objective/kl.py, which Triton compiles
 from their Python source. `row_coefficients` launches it once instead of about twenty torch
 operations, and causes 24 to 36 bytes of HBM traffic per row. The loss kernel in rows.py calls
-`loss_and_slope` between its two passes over a row.
+`loss_and_slope` between its two passes over a row. If exponentials are stored, the kernel in
+linear.py that adds the sums of the slices calls it, so that no further launch is needed.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import HeadInputs, launch
 from grpo_fast.kernels.gpu.linear import head_inputs, statistics, sweep
 from grpo_fast.kernels.types import Exponentials, LogitTransform, RowStats, vector
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
 
 
 @triton.jit
@@ -87,24 +89,28 @@ def head_exponentials(
     *,
     return_entropy: bool = False,
     known: RowStats | None = None,
+    loss: tuple[RowTerms, LossConfig] | None = None,
 ) -> Exponentials:
     """Compute statistics and write exponentials in bf16, like `cpu/linear.head_exponentials`.
 
     If a target id is outside [0, V), its logit counts as 0. The result has no units, which
     `gradients.times` computes. `dominant` is always None, because the GEMM uses the stored bf16
-    values without further rounding.
+    values without further rounding. With `loss`, the result includes a token-level loss.
     """
     p = head_inputs(hidden, weight, bias, target_ids, transform)
     # 1. Compute the raw logits of the targets. The kernel uses the final logit of the target as s.
     raw_target = target_logits(p)
     # 2. Compute statistics and exponentials in one pass, unless the statistics are known from an
     # earlier pass.
+    found = None
     if known is None:
-        stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
+        stats, found = statistics(
+            p, return_entropy=return_entropy, out=out, raw_target=raw_target, loss=loss
+        )
     else:
         lse, logps, entropy = known
         stats = vector(lse), vector(logps), entropy
     # 3. Recompute the exponentials of the rows that need s = lse. If step 2 computed no
     # exponentials, compute them for all rows.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
-    return Exponentials(stats, None, None, None, raw_target)
+    return Exponentials(stats, None, None, None, raw_target, found)

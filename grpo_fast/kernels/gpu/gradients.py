@@ -4,17 +4,19 @@
     write_hidden_  dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden  by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_   the contribution of the targets to dW (target_rows.py)
-    scale_         gradient *= upstream gradient, in the backward pass
+    scale_         gradients *= upstream gradient, in the backward pass
 
 exponentials.py defines the matrix E of exponentials, unit and target_unit. y_t is the target of row
 t. For each element of a (C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and
 scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN. scale_ reads and
-writes the gradient once. If its factor is 1, as in `loss.backward()`, every program returns
+writes each gradient once. If its factor is 1, as in `loss.backward()`, every program returns
 immediately. The programs check this themselves, because the factor is on the device, and the host
 would have to synchronise to read it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -22,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import ceil_div, launch
-from grpo_fast.kernels.gpu.math import exceeds_max_nll, exp_fp32, expm1, final_logits
+from grpo_fast.kernels.gpu.math import exponential_coefficients
 from grpo_fast.kernels.gpu.target_rows import add_targets_
 from grpo_fast.kernels.types import Exponentials, LogitTransform, transform_arguments, vector
 
@@ -41,10 +43,7 @@ def times_kernel(
     grad_logps_ptr, raw_target_ptr, lse_ptr, logps_ptr, temperature_ptr, by_row_ptr, by_target_ptr,
     n_rows, n_padded, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute the coefficients by_row and by_target of BLOCK_T rows.
-
-    by_row is dL/dlogp·unit, and by_target is dL/dlogp·target_unit.
-    """
+    """Compute the coefficients by_row and by_target of BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
@@ -55,15 +54,15 @@ def times_kernel(
     inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-    z_target, slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
-    normaliser = tl.where(exceeds_max_nll(lse, z_target), lse, z_target)
-    unit = -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature)
-    target_unit = -expm1(tl.load(logps_ptr + rows, mask=in_rows, other=0.0)) * slope
+    lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
+    by_row, by_target = exponential_coefficients(
+        g, lp, lse, raw_target, logit_scale, softcap, inv_temperature
+    )
     # Write coefficients of 0 for padding rows (n_rows <= row < n_padded), whose exponentials are
     # undefined.
     inside = rows < n_padded
-    tl.store(by_row_ptr + rows, tl.where(g == 0.0, 0.0, g * unit), mask=inside)
-    tl.store(by_target_ptr + rows, tl.where(g == 0.0, 0.0, g * target_unit), mask=inside)
+    tl.store(by_row_ptr + rows, by_row, mask=inside)
+    tl.store(by_target_ptr + rows, by_target, mask=inside)
 
 
 @triton.jit
@@ -191,11 +190,12 @@ def scaled_hidden(
     return out
 
 
-@triton.jit(do_not_specialize=["size"])
-def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
+@triton.jit
+def scale_one(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
+    """Multiply a gradient by its factor, or return immediately if the factor is 1."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        # Process several blocks per program, because at most PROGRAMS programs are launched.
+        # Process several blocks per program, because at most SCALE_PROGRAMS programs are launched.
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for start in range(first, tl.cast(size, tl.int64), step):
@@ -207,12 +207,29 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
             )  # fmt: skip
 
 
-def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a contiguous gradient by a one-element factor in place.
+@triton.jit(do_not_specialize=["size_0", "size_1", "size_2"])
+def scale_kernel(
+    gradient_0, factor_0, size_0, gradient_1, factor_1, size_1, gradient_2, factor_2, size_2,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    scale_one(gradient_0, factor_0, size_0, BLOCK)
+    if gradient_1 is not None:
+        scale_one(gradient_1, factor_1, size_1, BLOCK)
+    if gradient_2 is not None:
+        scale_one(gradient_2, factor_2, size_2, BLOCK)
 
-    The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
+
+def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """Multiply up to three contiguous gradients by their one-element factors in place.
+
+    The dtypes of the gradients must have at most 32 bits, because the products are computed in
+    fp32.
     """
-    size = gradient.numel()
-    programs = min(ceil_div(size, SCALE_BLOCK), SCALE_PROGRAMS)
-    launch(scale_kernel, programs, gradient, factor.detach(), size, BLOCK=SCALE_BLOCK, num_warps=8)
-    return gradient
+    arguments: list[object] = []
+    for gradient, factor in zip(gradients, factors, strict=True):
+        arguments += gradient, factor.detach(), gradient.numel()
+    largest = max(x.numel() for x in gradients)
+    launch(
+        scale_kernel, min(ceil_div(largest, SCALE_BLOCK), SCALE_PROGRAMS), *arguments,
+        *(None, None, 0) * (3 - len(gradients)), BLOCK=SCALE_BLOCK, num_warps=8,
+    )  # fmt: skip

@@ -140,6 +140,7 @@ def is_aligned(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
+@functools.cache
 def architecture(device: torch.device) -> str:
     """Return the device architecture, for example "sm_90" or "gfx942".
 
@@ -147,13 +148,9 @@ def architecture(device: torch.device) -> str:
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
-    return _architecture(device.index if device.type == "cuda" and device.index is not None else -1)
-
-
-@functools.cache
-def _architecture(index: int) -> str:
     from triton.runtime import driver
 
+    index = device.index if device.type == "cuda" and device.index is not None else -1
     with torch.cuda.device(index):  # Triton reports the current device
         target = driver.active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
@@ -175,7 +172,7 @@ def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None
 
     Call this for an argument whose value the host would have to read.
     """
-    if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
+    if (isinstance(value, Tensor) or value != expected) and is_capturing(x):
         came = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
             f"{name}: expected {expected!r} while a CUDA graph is recorded, got {came}"

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.launch import (
     SLICE_COLUMNS,
@@ -36,8 +37,24 @@ from grpo_fast.kernels.gpu.launch import (
     launch,
     outputs,
 )
-from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exceeds_max_nll, exp_fp32, finish
-from grpo_fast.kernels.types import LogitTransform, RowStats, transform_arguments
+from grpo_fast.kernels.gpu.math import (
+    FLOOR,
+    capped_logits,
+    exceeds_max_nll,
+    exp_fp32,
+    exponential_coefficients,
+    finish,
+)
+from grpo_fast.kernels.types import (
+    ROW_MULTIPLE,
+    LogitTransform,
+    RowStats,
+    padded,
+    transform_arguments,
+    vector,
+)
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
 
 if TYPE_CHECKING:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -239,10 +256,18 @@ def slice_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "slices"])
 def join_kernel(
-    partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices, raw_target_ptr,
+    temperature_ptr, logit_scale, softcap, temperature, advantages_ptr, policy_weights_ptr,
+    kl_weights_ptr, old_logps_ptr, ref_logps_ptr, losses_ptr, grad_logps_ptr, by_row_ptr,
+    by_target_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr,
+    N_PARAMS: tl.constexpr, KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of all slices for BLOCK_T rows, BLOCK_S slices at a time."""
+    """Add the partial sums of all slices for BLOCK_T rows, BLOCK_S slices at a time.
+
+    If `losses_ptr` is given, also compute a token-level loss, its derivative dL/dlogp and the
+    coefficients of the stored exponentials.
+    """
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
@@ -284,6 +309,28 @@ def join_kernel(
     tl.store(logps_ptr + rows, lp, mask=in_rows)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + rows, entropy, mask=in_rows)
+    if losses_ptr is not None:
+        # 4. Compute the loss and the coefficients. Padding rows get coefficients of 0.
+        loss, g = loss_and_slope(
+            lp, rows, in_rows, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
+            ref_logps_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE, N_PARAMS, KL,
+            KL_TIMES_RATIO,
+        )  # fmt: skip
+        tl.store(losses_ptr + rows, loss, mask=in_rows)
+        tl.store(grad_logps_ptr + rows, g, mask=in_rows)
+        if temperature_ptr is not None:
+            temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
+        raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
+        by_row, by_target = exponential_coefficients(
+            tl.where(in_rows, g, 0.0), lp, lse, raw_target, logit_scale, softcap,
+            tl.div_rn(1.0, temperature),
+        )  # fmt: skip
+        tl.store(by_row_ptr + rows, by_row)
+        tl.store(by_target_ptr + rows, by_target)
+
+
+# The last arguments of `join_kernel` in a launch without a loss, except the block sizes.
+NO_LOSS: dict[str, object] = dict.fromkeys(join_kernel.arg_names[8:-2])
 
 
 def tiles(p: HeadInputs, matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -391,22 +438,37 @@ def statistics(
     return_entropy: bool,
     out: Tensor | None = None,
     raw_target: Tensor | None = None,
-) -> RowStats:
+    loss: tuple[RowTerms, LossConfig] | None = None,
+) -> tuple[RowStats, tuple[Tensor, ...] | None]:
     """Compute the lse, logp and entropy of every row, (T,) fp32 each.
 
-    `out` and `raw_target` are passed to `sweep`.
+    `out` and `raw_target` are passed to `sweep`. With `loss`, also compute a token-level loss. Its
+    results are listed in `Exponentials`.
     """
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
+    found = None
+    more: tuple[object, ...] = ()
+    constants: dict[str, object] = NO_LOSS
+    if loss is not None:
+        terms, config = loss
+        sizes = (rows, rows, padded(rows), padded(rows))
+        found = tuple(torch.empty(x, dtype=torch.float32, device=p.hidden.device) for x in sizes)
+        numbers, constants = loss_arguments(config)
+        *scalars, temperature_ptr = transform_arguments(p.transform)
+        inputs = (vector(x) for x in terms[:5])
+        more = raw_target, temperature_ptr, *scalars, *inputs, *found, *numbers
     if rows:
         slices = slice_count(p)
         sums = (4 if return_entropy else 3, slices, rows)
         partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
+        # A program writes the coefficients of ROW_MULTIPLE rows, so that padding rows get zeros.
         launch(
-            join_kernel, ceil_div(rows, 32), partial, p.target_ids, *stats, rows,
-            p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+            join_kernel, ceil_div(rows, ROW_MULTIPLE), partial, p.target_ids, *stats, rows,
+            p.weight.shape[0], slices, *more, **constants, BLOCK_T=ROW_MULTIPLE, BLOCK_S=32,
+            num_warps=4,
         )  # fmt: skip
-    return stats
+    return stats, found
 
 
 def head_logps(
@@ -427,10 +489,8 @@ def head_logps(
     no logits are stored, the results of these rows are undefined. `hidden` must have the dtype of
     the weight.
     """
-    return statistics(
-        head_inputs(hidden, weight, bias, target_ids, transform), return_entropy=return_entropy,
-        out=logits_out,
-    )  # fmt: skip
+    p = head_inputs(hidden, weight, bias, target_ids, transform)
+    return statistics(p, return_entropy=return_entropy, out=logits_out)[0]
 
 
 def aligned_copy(matrix: Tensor) -> Tensor:

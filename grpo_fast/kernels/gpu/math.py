@@ -124,6 +124,20 @@ def exceeds_max_nll(lse, z_target):
 
 
 @triton.jit
+def exponential_coefficients(g, lp, lse, raw_target, logit_scale, softcap, inv_temperature):
+    """Return the coefficients by_row and by_target of stored exponentials.
+
+    by_row is g·unit, and by_target is g·target_unit, where g is dL/dlogp (see exponentials.py).
+    Both are 0 if g is 0.
+    """
+    z_target, slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
+    normaliser = tl.where(exceeds_max_nll(lse, z_target), lse, z_target)
+    unit = -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature)
+    target_unit = -expm1(lp) * slope
+    return tl.where(g == 0.0, 0.0, g * unit), tl.where(g == 0.0, 0.0, g * target_unit)
+
+
+@triton.jit
 def inverse_temperature(temperature_ptr, temperature, row):
     """Return 1/temperature of a row, from the tensor of temperatures if there is one."""
     if temperature_ptr is not None:

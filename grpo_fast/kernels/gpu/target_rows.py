@@ -39,19 +39,23 @@ SEGMENT_ROWS, SEGMENT_H = 4, 1024
 # For each block of columns, at most this many programs write the recomputed rows. If there are more
 # ids, each program processes several of them, because most ids have no recomputed row.
 REPLACING = 256
+# Number of elements of a column of E that a program copies per step.
+COPIED = tl.constexpr(1024)
 # Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
 
 
-@triton.jit(do_not_specialize=["n_slots"])
+@triton.jit(do_not_specialize=["n_slots", "n_rows"])
 def add_targets_kernel(
-    id_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
-    out_ptr, n_slots, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    id_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr, matrix_ptr,
+    columns_ptr, out_ptr, n_slots, n_rows, H, stride_hidden_t, stride_matrix_t, stride_out_v,
+    ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """For each id, add the hidden rows of its targets to its row of dW, for BLOCK_H columns.
 
     If `place_ptr` is given, it lists positions in the sorted target ids, and only the ids at these
-    positions are processed. Unused entries are -1.
+    positions are processed. Unused entries are -1. If `flag_ptr` is given, rows of dW that must be
+    recomputed are flagged, and their columns of `matrix` are copied to rows of `columns`.
     """
     # 1. Select the ids and the columns of this program.
     blocks = tl.cdiv(H, BLOCK_H)
@@ -92,27 +96,14 @@ def add_targets_kernel(
                 # 4. Flag the row if the product and the added rows nearly cancel.
                 size = tl.sum(start * start, 0)
                 cancels = (size > tl.sum(total * total, 0) * CANCELS).to(tl.int32)
+                # If several blocks of a row copy its column, they write the same values.
+                for row_start in range(0, tl.where(cancels > 0, n_rows, 0), COPIED):
+                    rows = row_start + tl.arange(0, COPIED)
+                    at = matrix_ptr + rows.to(tl.int64) * stride_matrix_t + vocab_row
+                    values = tl.load(at, mask=rows < n_rows, other=0.0)
+                    tl.store(columns_ptr + place * n_rows + rows, values, mask=rows < n_rows)
         if flag_ptr is not None:
             tl.store(flag_ptr + slot * blocks + tl.program_id(0) % blocks, cancels)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def gather_columns_kernel(
-    matrix_ptr, id_ptr, place_ptr, out_ptr, n_rows, stride_matrix_t, BLOCK_T: tl.constexpr
-):
-    """Copy the matrix column of one flagged id to a row: out[slot, t] = matrix[t, id].
-
-    `slot` is the position in `place_ptr`, which lists the flagged ids.
-    """
-    slot = tl.program_id(0).to(tl.int64)
-    place = tl.load(place_ptr + slot)
-    if place >= 0:
-        column = tl.load(id_ptr + place)
-        for start in range(0, n_rows, BLOCK_T):
-            rows = start + tl.arange(0, BLOCK_T)
-            at = matrix_ptr + rows.to(tl.int64) * stride_matrix_t + column
-            values = tl.load(at, mask=rows < n_rows, other=0.0)
-            tl.store(out_ptr + slot * n_rows + rows, values, mask=rows < n_rows)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_slots"])
@@ -120,10 +111,10 @@ def column_product_kernel(
     columns_ptr, scaled_ptr, place_ptr, product_ptr, n_slots, n_rows, H, BLOCK_U: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute the fp32 product of gathered columns of E and the scaled hidden states.
+    """Compute the fp32 product of copied columns of E and the scaled hidden states.
 
-    The result is product[slot] = Σ_t columns[slot, t]·scaled[t], for every slot that is in use. A
-    slot is in use if its place is not -1.
+    The result is product[slot] = Σ_t columns[place, t]·scaled[t], where `place` is the place of the
+    slot. A slot is not in use if its place is -1.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H
@@ -132,10 +123,11 @@ def column_product_kernel(
     # Skip the loop if all slots of this program are unused.
     depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)
     total = tl.zeros([BLOCK_U, BLOCK_H], tl.float32)
+    at = columns_ptr + places.to(tl.int64)[:, None] * n_rows
     for start in tl.range(0, depth, BLOCK_T):
-        a = load_tile(
-            columns_ptr, first, n_slots, n_rows, start, n_rows, 1, BLOCK_U, BLOCK_T, False
-        )
+        rows = start + tl.arange(0, BLOCK_T)
+        mask = (places >= 0)[:, None] & (rows < n_rows)[None, :]
+        a = tl.load(at + rows[None, :], mask=mask, other=0.0)
         b = load_tile(scaled_ptr, start, n_rows, H, column, H, 1, BLOCK_T, BLOCK_H, False)
         total = tl.dot(a, b, total)
     to = product_ptr + slots.to(tl.int64)[:, None] * H + cols[None, :]
@@ -171,35 +163,35 @@ def add_targets_(
     block_h = min(1 << (width - 1).bit_length(), SEGMENT_H)
     blocks, device = ceil_div(width, block_h), ids.device
 
-    def add(places: Tensor | None, products: Tensor | None, flags: Tensor | None) -> None:
+    def add(
+        places: Tensor | None = None, products: Tensor | None = None,
+        flags: Tensor | None = None, columns: Tensor | None = None,
+    ) -> None:  # fmt: skip
         programs = (count if places is None else min(count, REPLACING)) * blocks
         launch(
-            add_targets_kernel, programs, ids, order, by_target, hidden, places, products,
-            flags, d_weight, count, width, hidden.stride(0), d_weight.stride(0),
-            ROWS=SEGMENT_ROWS, BLOCK_H=block_h, num_warps=max(block_h // 256, 1),
+            add_targets_kernel, programs, ids, order, by_target, hidden, places, products, flags,
+            matrix, columns, d_weight, count, rows, width, hidden.stride(0), matrix.stride(0),
+            d_weight.stride(0), ROWS=SEGMENT_ROWS, BLOCK_H=block_h,
+            num_warps=max(block_h // 256, 1),
         )  # fmt: skip
 
     # 1. If d_weight is fp32, its values are not rounded yet, so it is enough to add the targets.
     if d_weight.dtype.itemsize >= 4:
-        add(None, None, None)
+        add()
         return
     # 2. If d_weight is 16-bit, add the targets, and flag the rows in which the product and the
     # added rows nearly cancel.
     flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
-    add(None, None, flags)
+    columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
+    add(flags=flags, columns=columns)
     # 3. Compute the fp32 product of the flagged rows, and add the targets to it. nonzero_static
     # does not synchronise, because its size is fixed. Unused entries are -1.
     is_flagged = flags[:, 0] if blocks == 1 else flags.any(1)
     places = torch.nonzero_static(is_flagged, size=count)[:, 0]
-    columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
     products = torch.empty((count, width), dtype=torch.float32, device=device)
-    launch(
-        gather_columns_kernel, count, matrix, ids, places, columns, rows, matrix.stride(0),
-        BLOCK_T=1024, num_warps=4,
-    )  # fmt: skip
     launch(
         column_product_kernel, ceil_div(count, BLOCK_U) * ceil_div(width, BLOCK_H), columns,
         scaled, places, products, count, rows, width, BLOCK_U=BLOCK_U, BLOCK_H=BLOCK_H,
         BLOCK_T=BLOCK_T, num_warps=8, num_stages=2,
     )  # fmt: skip
-    add(places, products, None)
+    add(places, products)

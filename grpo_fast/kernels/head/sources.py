@@ -406,23 +406,38 @@ class ExponentialHead(DenseHead):
             self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
         return self._workspace[:rows, :vocab]
 
-    def _fill(self, at: Chunk, *, return_entropy: bool, known: RowStats | None = None) -> RowStats:
-        """Write the exponentials of a chunk to the workspace. Return its row statistics."""
+    def _fill(self, at: Chunk, **options: Any) -> Exponentials:
+        """Write the exponentials of a chunk to the workspace."""
         assert at.hidden is not None and self.kernels.head_exponentials is not None
         count = at.target_ids.shape[0]
+        out = self.workspace(at.hidden.shape[0])[:count]
         self._filled = self.kernels.head_exponentials(
-            at.hidden[:count], self.weight, self.bias, at.target_ids, at.transform,
-            self.workspace(at.hidden.shape[0])[:count], known=known, return_entropy=return_entropy,
-        )  # fmt: skip
-        return self._filled.stats
+            at.hidden[:count], self.weight, self.bias, at.target_ids, at.transform, out, **options
+        )
+        return self._filled
 
     def logps(
         self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
     ) -> RowStats:
         """Compute the lse, logp and entropy of the C rows."""
         if stores:
-            return self._fill(at, return_entropy=return_entropy)
+            return self._fill(at, return_entropy=return_entropy).stats
         return super().logps(at, return_entropy=return_entropy, stores=False)
+
+    def loss(
+        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool,
+        cached: bool = False,
+    ) -> tuple[ChunkGradients, RowLoss]:  # fmt: skip
+        """Compute the loss of the C rows, and the coefficients of their exponentials."""
+        if self.kernels.gradients is None:
+            return super().loss(at, terms, config, return_entropy=return_entropy, cached=cached)
+        # One kernel computes the statistics, the loss and the coefficients.
+        found = self._fill(at, return_entropy=return_entropy, loss=(terms, config))
+        assert at.hidden is not None and found.loss is not None
+        losses, g, by_row, by_target = found.loss
+        matrix = self.workspace(at.hidden.shape[0])
+        gradients = ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids))
+        return gradients, RowLoss(*found.stats, losses, g)
 
     def gradients(
         self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
@@ -430,7 +445,7 @@ class ExponentialHead(DenseHead):
         """Return exponentials, and coefficients that convert them to the d-logits of Σ g·logp."""
         assert g_entropy is None and at.hidden is not None
         if not cached:
-            self._fill(at, return_entropy=False, known=known)
+            self._fill(at, known=known)
         filled = self._filled
         assert filled is not None
         matrix = self.workspace(at.hidden.shape[0])

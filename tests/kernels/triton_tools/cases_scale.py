@@ -12,18 +12,21 @@ from tests.pairs import pairs
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pairs(programs=[1, 2, 2048], size=[0, 1, 4095, 4096, 4097, 20000], dtype=DTYPES)
-def test_scaled(dtype, size, programs, monkeypatch):
+@pairs(programs=[1, 2, 2048], size=[0, 1, 4095, 4096, 4097, 20000], dtype=DTYPES, count=[1, 2, 3])
+def test_scaled(dtype, size, programs, count, monkeypatch):
     """Check that `scale_` multiplies each element once, even if a program processes several blocks.
 
-    The product is computed in fp32 and rounded once.
+    The product is computed in fp32 and rounded once. Each gradient has a different factor.
     """
     monkeypatch.setattr(gradients, "SCALE_PROGRAMS", programs)
-    before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
-    x, factor = before.clone(), torch.tensor(-0.3)
-    with only_memory_of(x, factor):
-        assert gradients.scale_(x, factor) is x
-    assert torch.equal(x, (before.float() * factor).to(dtype))
+    generator = torch.Generator().manual_seed(size)
+    before = [torch.randn(size + i, generator=generator).to(dtype) for i in range(count)]
+    x = [y.clone() for y in before]
+    factors = [torch.tensor(-0.3 - i) for i in range(count)]
+    with only_memory_of(*x, *factors):
+        gradients.scale_(x, factors)
+    for found, y, factor in zip(x, before, factors, strict=True):
+        assert torch.equal(found, (y.float() * factor).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -31,5 +34,5 @@ def test_an_upstream_of_one_writes_nothing(dtype):
     x = torch.randn(5000).to(dtype)
     x[7], x[8] = float("nan"), float("inf")
     bits = x.view(torch.uint8).clone()
-    gradients.scale_(x, torch.ones((), dtype=dtype))
+    gradients.scale_([x], [torch.ones((), dtype=dtype)])
     assert torch.equal(x.view(torch.uint8), bits)

@@ -63,13 +63,19 @@ def written(
 ) -> None:
     """Compile the kernels that write 16-bit exponentials.
 
-    If the statistics are `known`, this compiles one pass, and otherwise two.
+    If the statistics are `known`, this compiles one pass. Otherwise, it compiles two, with and
+    without a loss.
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
     v = torch.ones(ROWS)
     stats = (v, v, None) if known else None
     exponentials.head_exponentials(*arguments, out, return_entropy=has_entropy, known=stats)
+    if not known:
+        exponentials.head_exponentials(
+            *arguments, out, return_entropy=has_entropy,
+            loss=(RowTerms(v, v, v, v, v), LossConfig("dapo", beta=0.1, kl_times_ratio=True)),
+        )  # fmt: skip
 
 
 def rows(dtype: torch.dtype, vocab: int) -> None:
@@ -92,7 +98,8 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
 
 
 def scaled(dtype: torch.dtype) -> None:
-    gradients.scale_(torch.empty(10**6, dtype=dtype), torch.ones(()))
+    x = torch.empty(10**6, dtype=dtype)
+    gradients.scale_([x] * 3, [torch.ones(())] * 3)
 
 
 def around_gemms(hidden_size: int) -> None:

@@ -37,6 +37,7 @@ SUITES = {
     "triton_weights": "tests/kernels/triton_tools/cases_launches.py tests/kernels/test_head.py -k 'triton_tools or triton and (far_below or bad_row or values)'",
     "triton_support": "tests/kernels/test_support_kernels.py -k 'triton and not 1030'",
     "triton_support_public": "tests/loss/test_support.py -k 'triton and (one_hidden or logps_entropies or no_row_has)'",
+    "triton_stride": "tests/kernels/triton_tools/cases_launches.py -k several_rows",
     "triton_scale": "tests/kernels/triton_tools/cases_scale.py",
     # Suites for the bugs that are generated with `--library`.
     "python_objective": "tests/objective tests/loss/test_loss_parity.py",

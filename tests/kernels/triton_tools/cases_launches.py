@@ -49,7 +49,7 @@ def test_programs_for_several_rows_change_no_bit(monkeypatch):
     terms = RowTerms(weights, weights, old_logps=-weights)
 
     def results():
-        out = torch.empty_like(logits)
+        out = torch.full_like(logits, torch.nan)  # a row that is not written stays NaN
         found = rows.row_loss_(
             logits, out, targets, terms, LossConfig("dapo"), LogitTransform(), return_entropy=True
         )

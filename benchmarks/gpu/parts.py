@@ -48,11 +48,15 @@ HEADS = (
     "--budget 0.3 --backend auto --providers grpo_fast QuACK SM90",
 )
 # TRL 1.15 reports for gemma-3-1b on 79 GiB that its Triton head raises the longest sequence that
-# can be scored from 28,672 to 114,688 tokens. These are the head's time and peak with random
-# weights.
+# can be scored from 28,672 to 114,688 tokens. This part measures the time and the peak of the head
+# at these lengths, with random weights.
 LONGEST = (
     "linear_logps linear_grpo_loss --model gemma-3-1b --tokens 28672 114688 --budget 0.3 "
     "--backend auto --providers grpo_fast TRL",
+)
+IN_TRL = (
+    "step --prompt 512 --completion 64 --group 8 "
+    "--providers FastGRPOTrainer GRPOTrainer-fast-head GRPOTrainer"
 )
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 # Seconds that a part is expected to take if no recorded visit has finished it. They are assumptions
@@ -110,7 +114,7 @@ def parts() -> dict[str, Part]:
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
         "trees": bench(BY_NAME, 40, "trees"),
         "long": bench(BY_NAME, 60, long),
-        "trl": bench(BY_NAME, 60, "trl"),
+        "trl": bench(BY_NAME, 60, IN_TRL),
     }
 
 

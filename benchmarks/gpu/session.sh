@@ -5,7 +5,7 @@
 #                                                1: smoke test, bars, peers at N = 1024, profile, two
 #                                                steps, support, tests, row kernels (400 s). Visit 2:
 #                                                smoke test, frozen heads, CuTe-DSL heads, hybrid
-#                                                models, a long vocabulary (200 s)
+#                                                models, the longest sequences (200 s)
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part

@@ -16,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
 small=(trl datasets dill multiprocess liger-kernel cut-cross-entropy
     pydantic pydantic-core annotated-types typing-inspection)
-dsl=4.7.0 # the version that QuACK 0.6.4 requires; Liger takes 4.6 and later
+dsl=4.6.2 # the version that QuACK 0.6.4 requires; Liger takes 4.6 and later
 cute=(quack-kernels==0.6.4 einops==0.8.2 apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
     nvidia-cutlass-dsl{,-libs-core,-libs-base,-libs-cu13}==$dsl)
 piece=$((36 * 1024 * 1024)) # bytes: together with the tree less than 64 MiB

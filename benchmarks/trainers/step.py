@@ -4,7 +4,7 @@ r"""Time and memory of a GRPO step without rollout: shared prompts, packed, padd
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
         --prompt 8192 --completion 512 --group 16
     python -m benchmarks.trainers.step --prompt 512 --layers 2 \
-        --providers FastGRPOTrainer GRPOTrainer GRPOTrainer-fast-head
+        --providers FastGRPOTrainer GRPOTrainer-fast-head GRPOTrainer
     python -m benchmarks.trainers.step --model runs/capitals-data/model --data path/to/gsm8k \
         --clock process --threads 1 --providers shared packed TRL
 
@@ -13,15 +13,17 @@ For a pretrained model, the prompt is a GSM8K question that follows worked examp
 the old logps, runs the forward and backward passes, and updates the weights with AdamW.
 
 The provider "TRL" is TRL's fused head with the loss of `GRPOTrainer` in plain torch. The last three
-providers are trainers of TRL: GRPOTrainer, the same with our LM head, and FastGRPOTrainer.
+providers are trainers of TRL: GRPOTrainer, the same with our LM head, and FastGRPOTrainer. They
+compute no metrics that can be compared.
 
-The loss, gradients and metrics of every provider are first compared with those of the padded
-provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It increases for longer prompts,
-because rounding errors accumulate. In bf16, the tolerance starts at 5e-2, because the gradients of
-`shared` and of TRL differ by 2.6% and 2.7% from the gradients in fp32 (24 layers of Qwen2.5-0.5B on
-a CPU). Every ratio is far from the clip bounds, because a rounding error near a bound would change
-the whole gradient of a token. The results of a single provider are not compared with anything. Such
-a run shows whether a long prompt fits into memory.
+The loss, gradients and metrics of every provider are first compared with the results of the padded
+provider, or of the last one if `padded` is not selected. In fp32, the tolerance is 1e-5 up to 4096
+prompt tokens. It increases for longer prompts, because rounding errors accumulate. In bf16, the
+tolerance starts at 5e-2, because the gradients of `shared` and of TRL differ by 2.6% and 2.7% from
+the gradients in fp32 (24 layers of Qwen2.5-0.5B on a CPU). Every ratio is far from the clip bounds,
+because a rounding error near a bound would change the whole gradient of a token. The results of a
+single provider are not compared with anything. Such a run shows whether a long prompt fits into
+memory.
 
 All providers are timed in one process in interleaved rounds. The reported memory is the peak during
 one step minus the memory in use before the step. On a CPU, it is computed from the allocation

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from benchmarks.trainers.step_providers import Padded, StepProblem, adam
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 
 def make_trainer(
     cls: Any, model: Any, tokenizer: Any, prompts: list[str], reward: Callable[..., Any],
@@ -24,6 +22,7 @@ def make_trainer(
 
     `cls` is the class of the trainer. `settings` are further arguments of `GRPOConfig`.
     """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from datasets import Dataset
     from transformers.utils import logging as logging_of_transformers
     from trl import GRPOConfig

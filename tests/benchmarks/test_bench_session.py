@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import bars, kernel_times, parts, predict, report, session, smoke
+from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = ROOT / "benchmarks" / "gpu_session.sh"
@@ -68,6 +69,13 @@ def test_the_clock_adds_measured_and_assumed_times():
     assert parts.SESSION_SECONDS - ends[-1] >= parts.SLACK_SECONDS
     assert "in this order: longest, hybrid, heads, frozen, rows, tests" in lines[-2]
     assert "left out" in lines[-1] and "step, peers, tune" in lines[-1]
+
+
+def test_parts_name_known_benchmarks():
+    """Check that no part names a benchmark that was removed. Some parts run only by name."""
+    commands = [x for part in parts.parts().values() for x in part.commands]
+    lines = [line for x in commands if "benchmarks.gpu.several" in x for line in x[3:]]
+    assert len(lines) > 10 and {line.split()[0] for line in lines} <= {*OPERATIONS, *SCRIPTS}
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):

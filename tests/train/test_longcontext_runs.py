@@ -18,7 +18,7 @@ from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import loading
 from grpo_fast.train.models.policy import Policy
 from tests.data import test_data
-from tests.data.test_data import write_lines
+from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 from tests.tiny import tiny_folder
 from tests.train.tiny_runs import logged, questions, sort
 
@@ -192,6 +192,39 @@ def twins(tmp_path):
     write_lines(tmp_path / "train.jsonl", *lines)
     write_lines(tmp_path / "test.jsonl", {"question": "Three and three?", "answer": "#### 6"})
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory):
+    """Write the first questions of GSM8K, and return their folder. Counting all tokens is slow."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for name, count in (("train", 400), ("test", 20)):
+        lines = (GSM8K / f"{name}.jsonl").read_text().splitlines()
+        write_lines(folder / f"{name}.jsonl", *lines[:count])
+    return folder
+
+
+@needs_gsm8k
+@pytest.mark.parametrize("budget", [1500, 8192])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_real_shots(gsm8k, budget, split):
+    """Check the worked examples that `shots_tokens` puts before each question of GSM8K.
+
+    They must nearly fill the token budget. They must be different training questions, and must not
+    contain the asked question.
+    """
+    pool = {question_key(e.prompt.removeprefix("Question: ").removesuffix("\nAnswer:"))
+            for e in load(gsm8k)}  # fmt: skip
+    examples = load(gsm8k, split, shots_tokens=budget)
+    assert len(examples) == {"train": 400, "test": 20}[split]
+    for i in (0, 7, len(examples) - 1):
+        *shots, asked = questions_in(examples[i].prompt)
+        shot_text = examples[i].prompt.rpartition("Question: ")[0]
+        assert budget - 400 < words(shot_text) <= budget
+        keys = [question_key(text) for text in shots]
+        assert len(set(keys)) == len(keys) and question_key(asked) not in keys and set(keys) <= pool
+        assert (question_key(asked) in pool) == (split == "train")
+        assert shot_text.count("#### ") == len(shots) and "<<" not in shot_text
 
 
 def test_draws_depend_on_seed_and_index_only(tmp_path):

@@ -3,13 +3,15 @@
 import json
 import re
 import shlex
+from inspect import cleandoc
 
 import pytest
 
 from grpo_fast.errors import nearest_name
+from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.config.words import dotted_keys, other_names, own_words, quoted
+from grpo_fast.train.config.words import described, dotted_keys, other_names, own_words, quoted
 from grpo_fast.train.evaluation.command import Source, read_settings
 from grpo_fast.train.plan import PlanSettings
 from tests.command_line import invoke, refused
@@ -197,6 +199,13 @@ def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
     assert "data.task: sort | open" in invoke("config", "data").output
     assert refused(invoke("config", "optm"), "config: no key or section 'optm'; nearest: optim")
     assert "grpo-fast config" in invoke("train", "--help").output
+
+
+def test_descriptions_do_not_depend_on_the_indentation_of_a_docstring(monkeypatch):
+    """Check that descriptions with several lines are whole in Python 3.13, which dedents them."""
+    before = described(VLLMOptions)
+    monkeypatch.setattr(VLLMOptions, "__doc__", cleandoc(VLLMOptions.__doc__))
+    assert described(VLLMOptions) == before and before["transfer"].endswith("otherwise gloo.")
 
 
 @pytest.mark.parametrize(

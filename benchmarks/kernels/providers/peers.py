@@ -111,12 +111,13 @@ def quack(problem: Problem) -> Step:
 
     It returns the sum or the mean over all tokens, and its backward pass takes one scalar. It can
     therefore not compute a GRPO loss, whose tokens have different coefficients. The signature is
-    that of Dao-AILab/quack at c8ec3170, version 0.6.4.
+    from Dao-AILab/quack at c8ec3170, version 0.6.4. Its tuner would try about 44 configurations for
+    each product, so it is off.
     """
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     inputs = (problem.hidden, problem.weight, problem.labels)
-    return base.differentiate(problem, lambda: chunked_linear_cross_entropy(*inputs))
+    return base.differentiate(problem, lambda: chunked_linear_cross_entropy(*inputs, tuned=False))
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:

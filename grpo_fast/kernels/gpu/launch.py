@@ -144,7 +144,8 @@ def is_aligned(matrix: Tensor) -> bool:
 def architecture(device: torch.device) -> str:
     """Return the device architecture, for example "sm_90" or "gfx942".
 
-    The result is "interpreter" if Triton interprets the kernels on the CPU.
+    The result is "interpreter" if Triton interprets the kernels on the CPU. Triton decides
+    this when it is imported, so the result does not change in a process.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"

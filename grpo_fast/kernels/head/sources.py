@@ -431,6 +431,7 @@ class ExponentialHead(DenseHead):
         """Compute the loss of the C rows, and the coefficients of their exponentials."""
         if self.kernels.gradients is None:
             return super().loss(at, terms, config, return_entropy=return_entropy, cached=cached)
+        assert terms.grad_entropy is None  # the fused kernel has no entropy term
         # One kernel computes the statistics, the loss and the coefficients.
         found = self._fill(at, return_entropy=return_entropy, loss=(terms, config))
         assert at.hidden is not None and found.loss is not None

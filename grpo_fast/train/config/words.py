@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import cleandoc
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -314,10 +315,11 @@ def dotted_keys(kind: type[BaseModel]) -> Iterator[str]:
 def described(kind: type) -> dict[str, str]:
     """Return the descriptions of a class's fields, which its docstring lists as `name: text`.
 
-    A description in a subclass replaces that of its base class.
+    A description in a subclass replaces the description in its base class.
     """
-    documents = "\n".join(base.__doc__ or "" for base in reversed(kind.__mro__))
-    found = re.findall(r"^ +(\w+): (.*(?:\n {12}.*)*)", documents, re.M)
+    # Python 3.13 removes the indentation of docstrings, and earlier versions keep it.
+    documents = "\n".join(cleandoc(base.__doc__ or "") for base in reversed(kind.__mro__))
+    found = re.findall(r"^ +(\w+): (.*(?:\n {8}.*)*)", documents, re.M)
     # LossConfig names the type of an option before its description.
     texts = {name: re.sub(r"^(str|bool|int|float)( or [a-z ]+)?\. ", "", x) for name, x in found}
     return {name: " ".join(text.split()) for name, text in texts.items()}

@@ -183,7 +183,7 @@ def table(runs: Runs) -> str:
     every = [record for records in runs.values() for record in records]
     common = min(max(point["accuracy"] for point in x["points"]) for x in every)
     levels = (*LEVELS, common)
-    titles = ["", *(f"{what} to {x:.0%}" for x in levels for what in ("CPU s", "s"))]
+    titles = ["", "seeds", *(f"{what} to {x:.0%}" for x in levels for what in ("CPU s", "s"))]
     rows = []
     for trainer, records in runs.items():
         times = [mean_time(records, level, clock) for level in levels for clock in ("cpu", "wall")]
@@ -191,8 +191,10 @@ def table(runs: Runs) -> str:
         speed, _ = mean_and_error([end["cpu"] / max(1, end["step"]) for end in ends])
         final = with_error([100 * end["accuracy"] for end in ends])
         peak = max(end.get("peak", 0) for end in ends) / GIB
-        rows.append([trainer, *times, f"{speed:.1f}", f"{final}%", f"{peak:.2f}"])
-    title = f"{every[0]['task']}, {len(every) // len(runs)} seed(s), largest gap of two curves: "
+        rows.append(
+            [trainer, str(len(records)), *times, f"{speed:.1f}", f"{final}%", f"{peak:.2f}"]
+        )
+    title = f"{every[0]['task']}, largest gap of two curves: "
     titles += ["CPU s a step", "final accuracy", "GiB"]
     return text_table(f"{title}{gap(runs):.1f} standard errors", titles, rows)
 

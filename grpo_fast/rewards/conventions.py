@@ -120,7 +120,7 @@ def _run_file(path: str) -> ModuleType:
 
 # ------------------------------------------------------------------ adapt a function's arguments
 class Signature(NamedTuple):
-    """How a reward function is called.
+    """Columns and calling convention of a reward function.
 
     Attributes:
         takes: names of the columns that the function accepts.

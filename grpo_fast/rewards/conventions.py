@@ -36,8 +36,7 @@ Modules = dict[str, ModuleType]  # the modules of reward files, by path
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
 # Columns that a function for grpo_fast can request, in addition to those of the data.
-SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills",
-           "chat_prompts")  # fmt: skip
+SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
 # Parameters by which a convention is recognised, because no other convention has them.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
@@ -236,6 +235,7 @@ class Function:
             signature = Signature([*OPENRLHFS], [*OPENRLHFS], False)
         per_sample = convention == VERL or bool(getattr(self.function.func, "per_sample", False))
         self.signature = Signature(*signature[:3], convention, per_sample, is_unsure)
+        self.reads_chats = getattr(self.function.func, "reads_chats", False)  # see RewardModel
 
     def call(
         self, count: int, columns: Mapping[str, Any], lengths: list[int] | None = None,

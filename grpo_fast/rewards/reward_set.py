@@ -149,7 +149,6 @@ class RewardSet:
             for prompt, text in zip(prompts, completions, strict=True)
         ]
         given: dict[str, dict[str, Sequence[Any]]] = {
-            OURS: {**lists, "chat_prompts": chats or prompts},
             # As in TRL, a column of the data replaces our column of the same name.
             TRL: {"answers": answers, "answer": gold, **columns, "prompts": prompts,
                   "completions": turns},
@@ -164,6 +163,8 @@ class RewardSet:
         scores: dict[str, list[Score | str]] = {}
         for reward in self.rewards:
             scores[reward.name] = []
+            reads_chats = getattr(reward.function, "reads_chats", False)
+            given[OURS] = {**lists, "prompts": chats or prompts} if reads_chats else lists
             for reply in self._replies(reward, given, prompts):
                 scores[reward.name] += reply.scores
                 if reply.note:

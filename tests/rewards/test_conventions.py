@@ -14,6 +14,7 @@ from grpo_fast.rewards import build_rewards, check_examples, score
 from grpo_fast.rewards.conventions import convention_of, signature_of
 from grpo_fast.train.config import DataConfig, RewardConfig
 from grpo_fast.train.config.recipes import load_recipe
+from tests.reward_specs import own as own_set
 from tests.reward_specs import spec
 from tests.train.tiny_runs import logged, sort
 
@@ -286,6 +287,15 @@ def test_a_column_answers_makes_our_convention_unsure(tmp_path):
         rewards = build_rewards([spec(f"{file}:f", in_process=True, convention=convention)])
         check_examples(rewards, examples, "training")
         assert score(rewards, examples, ["x"]).total.tolist() == [expected]
+
+
+def test_a_column_chat_prompts_belongs_to_the_data():
+    rewards = own_set(lambda completions, chat_prompts: [float(x) for x in chat_prompts])
+    rows = [{"prompt": "q", "answer": "1", "chat_prompts": 7}, {"prompt": "q", "answer": "1"}]
+    examples = [parse_record("row", row, gsm8k=False) for row in rows]
+    assert score(rewards, examples[:1], ["x"]).total.tolist() == [7.0]
+    with pytest.raises(ValueError, match="a field 'chat_prompts' in every training example"):
+        check_examples(rewards, examples, "training")
 
 
 def test_one_word_in_the_configuration(file, tmp_path):

@@ -268,14 +268,17 @@ class Function:
         result: Any
         if self.signature.convention == VERL:  # scores one completion
             rows = zip(*columns.values(), strict=True)
-            calls = [self.function(**dict(zip(columns, row, strict=True))) for row in rows]
-            each = _awaited(calls)
+            named = [dict(zip(columns, row, strict=True)) for row in rows]
+            each = _in_a_loop([functools.partial(self.function, **one) for one in named])
             result = [float(x["score"] if isinstance(x, Mapping) else x) for x in each]
         elif self.signature.convention == OPENRLHF:
-            [result] = _awaited([self.function(*(columns[name] for name in OPENRLHFS))])
+            given = [columns[name] for name in OPENRLHFS]
+            [result] = _in_a_loop([functools.partial(self.function, *given)])
             result = result["rewards"] if isinstance(result, Mapping) else result
-        else:
-            [result] = _awaited([self.function(**columns)])
+        else:  # is called outside of an event loop, because it may call asyncio.run
+            result = self.function(**columns)
+            if inspect.isawaitable(result):
+                [result] = _in_a_loop([lambda: result])
         # 3. Check the values.
         scores: list[Score | str] = []
         notes: list[str] = []
@@ -309,17 +312,16 @@ def text_of(value: Any, longest: int = 500) -> str:
         return f"<{type(value).__name__} without a text>"
 
 
-def _awaited(results: list[Any]) -> list[Any]:
-    """Return results of calls. If some are awaitable, they are awaited together."""
+def _in_a_loop(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Call functions in an event loop, in which they may start tasks, and await their results."""
 
-    async def one(result: Any) -> Any:
+    async def one(call: Callable[[], Any]) -> Any:
+        result = call()
         return await result if inspect.isawaitable(result) else result
 
     async def wait() -> list[Any]:
-        return await asyncio.gather(*map(one, results))
+        return await asyncio.gather(*map(one, calls))
 
-    if not any(map(inspect.isawaitable, results)):
-        return results
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -36,6 +36,19 @@ async def awaited_score(data_source, solution_str, ground_truth, extra_info=None
     return {"score": float(len(solution_str)), "acc": True}
 
 
+def task_score(data_source, solution_str, ground_truth, extra_info=None):
+    score = awaited_score(data_source, solution_str, ground_truth)
+    return asyncio.create_task(score)
+
+
+def future_rewards(queries, prompts, labels):
+    return asyncio.ensure_future(asyncio.sleep(0, [1.0] * len(queries)))
+
+
+def runs_a_loop(completions):
+    return asyncio.run(asyncio.sleep(0, [2.0] * len(completions)))
+
+
 def short_score(solution_str, ground_truth, method="strict"):
     return float(solution_str == ground_truth and method == "lenient")
 
@@ -111,6 +124,7 @@ def test_verls_compute_score(build):
     check_examples(rewards, EXAMPLES, "training")
     assert found(rewards) == [3 + 10 + 3 + 1, 9 + 10 + 100 + 2]
     assert found(build("awaited_score", "verl")) == [3.0, 9.0]
+    assert found(build("task_score", "verl"), ("abc", "ab")) == [3.0, 2.0]
     assert found(build("any_keyword", "verl")) == [1.0, 1.0]
     lenient = build("short_score", "verl", method="lenient")
     assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # gets the unparsed answer
@@ -137,6 +151,8 @@ def test_openrlhfs_reward_func(build):
     assert found(rewards) == [1.0, 1.0]
     assert found(rewards, ("x", "7")) == [0.0, 0.0]
     assert found(build("other_names", "openrlhf")) == [3 + 2, 9 + 6]
+    assert found(build("future_rewards", "openrlhf")) == [1.0, 1.0]
+    assert found(build("runs_a_loop", "grpo_fast")) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("name", "convention"), [("compute_score", "verl"),

@@ -207,9 +207,14 @@ class RewardSet:
     ) -> Iterator[Reply]:
         """Call a function for all completions, or after a failure for each completion alone."""
         count = len(prompts)
+        try:
+            per_sample = reward.function.signature.per_sample  # may start a worker
+        except Exception as error:
+            yield Reply([conventions.why_of(error)] * count, conventions.describe(error), {}, {})
+            return
         where = f"in a call with {count} samples, the first"
         reply, why = self._call(reward, given, prompts, slice(None), where)
-        if not why or count < 2 or not reward.function.signature.per_sample:
+        if not why or count < 2 or not per_sample:
             yield reply
             return
         timeouts = 0

@@ -145,11 +145,12 @@ class IsolatedReward:
     known_by: subprocess.Popen | None = None  # the process that imported the function
 
     def __call__(self, **columns: Any) -> list[Any]:
-        """Return the scores of completions, given all columns of the function.
+        """Return the scores of completions, given all columns of the data.
 
         A value that is not a score is replaced by NaN, and the first one is logged.
         """
-        reply = self.call(len(next(iter(columns.values()))), columns)
+        count = len(next(iter(columns.values())))
+        reply = self.call(count, self.signature.select(columns))
         if reply.note:
             warn_once("reward %s: %r", self.path, reply.note)
         return [math.nan if isinstance(score, str) else score for score in reply.scores]

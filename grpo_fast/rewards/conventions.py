@@ -36,8 +36,7 @@ Modules = dict[str, ModuleType]  # the modules of reward files, by path
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
 # Columns that a function for grpo_fast can request, in addition to those of the data.
-SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills",
-           "chat_prompts")  # fmt: skip
+SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
 # Parameters by which a convention is recognised, because no other convention has them.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
@@ -236,6 +235,7 @@ class Function:
             signature = Signature([*OPENRLHFS], [*OPENRLHFS], False)
         per_sample = convention == VERL or bool(getattr(self.function.func, "per_sample", False))
         self.signature = Signature(*signature[:3], convention, per_sample, is_unsure)
+        self.reads_chats = getattr(self.function.func, "reads_chats", False)  # see RewardModel
 
     def call(
         self, count: int, columns: Mapping[str, Any], lengths: list[int] | None = None,
@@ -268,14 +268,17 @@ class Function:
         result: Any
         if self.signature.convention == VERL:  # scores one completion
             rows = zip(*columns.values(), strict=True)
-            calls = [self.function(**dict(zip(columns, row, strict=True))) for row in rows]
-            each = _awaited(calls)
+            named = [dict(zip(columns, row, strict=True)) for row in rows]
+            each = _in_a_loop([functools.partial(self.function, **one) for one in named])
             result = [float(x["score"] if isinstance(x, Mapping) else x) for x in each]
         elif self.signature.convention == OPENRLHF:
-            [result] = _awaited([self.function(*(columns[name] for name in OPENRLHFS))])
+            given = [columns[name] for name in OPENRLHFS]
+            [result] = _in_a_loop([functools.partial(self.function, *given)])
             result = result["rewards"] if isinstance(result, Mapping) else result
-        else:
-            [result] = _awaited([self.function(**columns)])
+        else:  # is called outside of an event loop, because it may call asyncio.run
+            result = self.function(**columns)
+            if inspect.isawaitable(result):
+                [result] = _in_a_loop([lambda: result])
         # 3. Check the values.
         scores: list[Score | str] = []
         notes: list[str] = []
@@ -309,17 +312,16 @@ def text_of(value: Any, longest: int = 500) -> str:
         return f"<{type(value).__name__} without a text>"
 
 
-def _awaited(results: list[Any]) -> list[Any]:
-    """Return results of calls. If some are awaitable, they are awaited together."""
+def _in_a_loop(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Call functions in an event loop, in which they may start tasks, and await their results."""
 
-    async def one(result: Any) -> Any:
+    async def one(call: Callable[[], Any]) -> Any:
+        result = call()
         return await result if inspect.isawaitable(result) else result
 
     async def wait() -> list[Any]:
-        return await asyncio.gather(*map(one, results))
+        return await asyncio.gather(*map(one, calls))
 
-    if not any(map(inspect.isawaitable, results)):
-        return results
     try:
         asyncio.get_running_loop()
     except RuntimeError:

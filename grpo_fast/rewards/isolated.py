@@ -15,6 +15,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
+import math
 import os
 import signal
 import subprocess
@@ -29,6 +31,7 @@ from typing import Any
 from grpo_fast.rewards import conventions, workers
 from grpo_fast.rewards.conventions import OURS, Reply, RewardFailure, Signature
 
+warn_once = functools.cache(logging.getLogger(__name__).warning)
 START_LIMIT_S = 120.0  # time limit for importing the user's module before the first call
 
 
@@ -142,8 +145,15 @@ class IsolatedReward:
     known_by: subprocess.Popen | None = None  # the process that imported the function
 
     def __call__(self, **columns: Any) -> list[Any]:
-        """Return the scores of completions, given all columns of the function."""
-        return self.call(len(next(iter(columns.values()))), columns).scores
+        """Return the scores of completions, given all columns of the data.
+
+        A value that is not a score is replaced by NaN, and the first one is logged.
+        """
+        count = len(next(iter(columns.values())))
+        reply = self.call(count, self.signature.select(columns))
+        if reply.note:
+            warn_once("reward %s: %r", self.path, reply.note)
+        return [math.nan if isinstance(score, str) else score for score in reply.scores]
 
     def call(self, count: int, columns: Mapping[str, Any], *others: Any) -> Reply:
         """Call the function in the worker; see `conventions.Function.call`."""
@@ -151,6 +161,12 @@ class IsolatedReward:
         with self.worker.lock:
             self.load()
             return Reply(*self._request(limit, [count, columns, *others]))
+
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """Signature of the function. The first use starts the worker, and may raise an error."""
+        self.load()
+        return self.signature  # set by `load`
 
     def load(self) -> None:
         """Start the worker if it does not run, and let it import the function.

@@ -32,6 +32,8 @@ class RewardModel:
             have exactly one output.
     """
 
+    reads_chats = True  # gets the prompts as messages if the policy's chat template is used
+
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
         is_count = isinstance(batch_size, int) and batch_size >= 1
         require(is_count, "batch_size", "at least 1", repr(batch_size))
@@ -49,10 +51,8 @@ class RewardModel:
             config.pad_token_id = self.tokenizer.pad_token_id
 
     @torch.no_grad()
-    def __call__(
-        self, *, chat_prompts: Sequence[Prompt], completions: Sequence[str]
-    ) -> list[float]:
-        ids = encode_pairs(self.tokenizer, chat_prompts, completions)
+    def __call__(self, *, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
+        ids = encode_pairs(self.tokenizer, prompts, completions)
         room = positions(self.model.config.get_text_config())
         fitting = [i for i in range(len(ids)) if len(ids[i]) <= room]
         fitting.sort(key=lambda i: len(ids[i]))

@@ -149,7 +149,6 @@ class RewardSet:
             for prompt, text in zip(prompts, completions, strict=True)
         ]
         given: dict[str, dict[str, Sequence[Any]]] = {
-            OURS: {**lists, "chat_prompts": chats or prompts},
             # As in TRL, a column of the data replaces our column of the same name.
             TRL: {"answers": answers, "answer": gold, **columns, "prompts": prompts,
                   "completions": turns},
@@ -164,6 +163,8 @@ class RewardSet:
         scores: dict[str, list[Score | str]] = {}
         for reward in self.rewards:
             scores[reward.name] = []
+            reads_chats = getattr(reward.function, "reads_chats", False)
+            given[OURS] = {**lists, "prompts": chats or prompts} if reads_chats else lists
             for reply in self._replies(reward, given, prompts):
                 scores[reward.name] += reply.scores
                 if reply.note:
@@ -206,9 +207,14 @@ class RewardSet:
     ) -> Iterator[Reply]:
         """Call a function for all completions, or after a failure for each completion alone."""
         count = len(prompts)
+        try:
+            per_sample = reward.function.signature.per_sample  # may start a worker
+        except Exception as error:
+            yield Reply([conventions.why_of(error)] * count, conventions.describe(error), {}, {})
+            return
         where = f"in a call with {count} samples, the first"
         reply, why = self._call(reward, given, prompts, slice(None), where)
-        if not why or count < 2 or not reward.function.signature.per_sample:
+        if not why or count < 2 or not per_sample:
             yield reply
             return
         timeouts = 0

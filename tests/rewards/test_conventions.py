@@ -14,6 +14,7 @@ from grpo_fast.rewards import build_rewards, check_examples, score
 from grpo_fast.rewards.conventions import convention_of, signature_of
 from grpo_fast.train.config import DataConfig, RewardConfig
 from grpo_fast.train.config.recipes import load_recipe
+from tests.reward_specs import own as own_set
 from tests.reward_specs import spec
 from tests.train.tiny_runs import logged, sort
 
@@ -33,6 +34,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 async def awaited_score(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.01)
     return {"score": float(len(solution_str)), "acc": True}
+
+
+def task_score(data_source, solution_str, ground_truth, extra_info=None):
+    score = awaited_score(data_source, solution_str, ground_truth)
+    return asyncio.create_task(score)
+
+
+def future_rewards(queries, prompts, labels):
+    return asyncio.ensure_future(asyncio.sleep(0, [1.0] * len(queries)))
+
+
+def runs_a_loop(completions):
+    return asyncio.run(asyncio.sleep(0, [2.0] * len(completions)))
 
 
 def short_score(solution_str, ground_truth, method="strict"):
@@ -110,6 +124,7 @@ def test_verls_compute_score(build):
     check_examples(rewards, EXAMPLES, "training")
     assert found(rewards) == [3 + 10 + 3 + 1, 9 + 10 + 100 + 2]
     assert found(build("awaited_score", "verl")) == [3.0, 9.0]
+    assert found(build("task_score", "verl"), ("abc", "ab")) == [3.0, 2.0]
     assert found(build("any_keyword", "verl")) == [1.0, 1.0]
     lenient = build("short_score", "verl", method="lenient")
     assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # gets the unparsed answer
@@ -136,6 +151,8 @@ def test_openrlhfs_reward_func(build):
     assert found(rewards) == [1.0, 1.0]
     assert found(rewards, ("x", "7")) == [0.0, 0.0]
     assert found(build("other_names", "openrlhf")) == [3 + 2, 9 + 6]
+    assert found(build("future_rewards", "openrlhf")) == [1.0, 1.0]
+    assert found(build("runs_a_loop", "grpo_fast")) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("name", "convention"), [("compute_score", "verl"),
@@ -286,6 +303,15 @@ def test_a_column_answers_makes_our_convention_unsure(tmp_path):
         rewards = build_rewards([spec(f"{file}:f", in_process=True, convention=convention)])
         check_examples(rewards, examples, "training")
         assert score(rewards, examples, ["x"]).total.tolist() == [expected]
+
+
+def test_a_column_chat_prompts_belongs_to_the_data():
+    rewards = own_set(lambda completions, chat_prompts: [float(x) for x in chat_prompts])
+    rows = [{"prompt": "q", "answer": "1", "chat_prompts": 7}, {"prompt": "q", "answer": "1"}]
+    examples = [parse_record("row", row, gsm8k=False) for row in rows]
+    assert score(rewards, examples[:1], ["x"]).total.tolist() == [7.0]
+    with pytest.raises(ValueError, match="a field 'chat_prompts' in every training example"):
+        check_examples(rewards, examples, "training")
 
 
 def test_one_word_in_the_configuration(file, tmp_path):

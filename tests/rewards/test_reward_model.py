@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from grpo_fast.rewards import build_rewards
+from grpo_fast.rewards import RewardSet, WeightedReward, build_rewards
 from grpo_fast.rewards.reward_model import RewardModel, encode_pairs
 from tests.reward_specs import spec
 from tests.tiny import tiny_folder
@@ -29,8 +29,8 @@ ANSWERS = [" 42", "7", "", " 4 more."]
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
 def test_scores_are_those_of_each_text_alone(tmp_path, scorer, family):
     path = scorer if family == "qwen2" else classifier(tmp_path, "bert")
-    alone = RewardModel(path, batch_size=1)(chat_prompts=PROMPTS, completions=ANSWERS)
-    together = RewardModel(path, batch_size=4)(chat_prompts=PROMPTS, completions=ANSWERS)
+    alone = RewardModel(path, batch_size=1)(prompts=PROMPTS, completions=ANSWERS)
+    together = RewardModel(path, batch_size=4)(prompts=PROMPTS, completions=ANSWERS)
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-4)
     assert len({round(value, 3) for value in alone}) == 4
     reference = RewardModel(path)
@@ -44,7 +44,7 @@ def test_scores_are_those_of_each_text_alone(tmp_path, scorer, family):
 def test_as_a_reward_of_a_set(scorer, tmp_path):
     rewards = build_rewards([spec("reward_model", 2.0, path=scorer, batch_size=2)])
     result = rewards(PROMPTS, ANSWERS, [None] * 4)
-    alone = RewardModel(scorer)(chat_prompts=PROMPTS, completions=ANSWERS)
+    alone = RewardModel(scorer)(prompts=PROMPTS, completions=ANSWERS)
     assert result.total.tolist() == pytest.approx([2 * value for value in alone], rel=1e-4)
     assert not any(
         p.requires_grad for p in rewards.rewards[0].function.function.func.model.parameters()
@@ -54,6 +54,18 @@ def test_as_a_reward_of_a_set(scorer, tmp_path):
     result = rewards(["a", "a"], ["b", "b" * 200], [None] * 2)
     assert result.total.isnan().tolist() == [False, True]
     assert result.reasons == {"reward_model": {"not_a_number": 1}}
+
+
+def test_a_set_passes_messages_to_the_model_and_texts_to_other_functions(scorer):
+    def lengths(prompts, completions, answers, **columns):
+        assert sorted(columns) == ["chat_prompts"]  # the data's column
+        return [float(len(prompt)) for prompt in prompts]
+
+    chat, model = [{"role": "user", "content": "Janet?"}], RewardModel(scorer)
+    rewards = RewardSet([WeightedReward("m", 1.0, model), WeightedReward("f", 1.0, lengths)])
+    per_fn = rewards(["q"], ["7"], [""], {"chat_prompts": [1]}, chats=[chat]).per_fn
+    assert per_fn["f"].tolist() == [1.0]
+    assert per_fn["m"].tolist() == pytest.approx(model(prompts=[chat], completions=["7"]))
 
 
 def test_a_completion_cannot_end_its_turn(scorer):

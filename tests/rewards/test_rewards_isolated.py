@@ -1,5 +1,6 @@
 """Tests of `IsolatedReward`, which runs a reward function in a worker process."""
 
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import IsolatedReward
 from tests.pids import alive, wait_until
-from tests.reward_specs import spec
+from tests.reward_specs import own, spec
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = r"""
@@ -62,6 +63,10 @@ def leaves_a_program(completions):
     os._exit(3)
 
 
+def unclear(*, prompts, completions, answers):
+    return ["one", 0.5]
+
+
 def half_a_reply(*, prompts, completions, answers):
     os.write(int(sys.argv[1]), b"\0\0\1\0half")  # of a message of 256 bytes
     time.sleep(15)
@@ -100,6 +105,17 @@ def test_no_reply_is_left_by_an_interrupted_call(isolated):
         signal.signal(signal.SIGALRM, before)
     time.sleep(0.4)  # by now the worker would have written the reply 2.0 to the pipe
     assert [ask(reward, str(i)) for i in (3, 4)] == [[3.0], [4.0]]
+
+
+def test_a_value_that_is_no_score_is_nan(isolated, caplog):
+    one, other = ask(isolated("unclear"), "a", "b")
+    assert math.isnan(one) and other == 0.5 and "not a finite number: 'one'" in caplog.text
+
+
+def test_a_set_starts_the_worker_of_a_reward(isolated):
+    assert own(isolated("value"))(["p"] * 2, ["3", "4"], ["x"] * 2).total.tolist() == [3, 4]
+    lost = own(isolated("absent"))(["p"] * 2, ["3", "4"], ["x"] * 2)
+    assert lost.total.isnan().all() and lost.reasons["f"] == {"error": 2}
 
 
 def test_four_threads_on_one_set(isolated):

@@ -119,6 +119,13 @@ def no_sources(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(csrc_loader, "_PACKAGE", folder / "grpo_fast")
 
 
+def no_python_sources(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def header() -> str:
+        raise OSError("could not get source code")
+
+    patch.setattr(csrc_loader.loss_codegen, "header", header)
+
+
 # Each case prepares a machine, and has the reason that the only log line must contain.
 FALLBACKS: dict[str, tuple[Prepare, str]] = {
     "no_compiler": (variables(PATH="{}"), "no C++ compiler"),
@@ -138,6 +145,7 @@ FALLBACKS: dict[str, tuple[Prepare, str]] = {
         variables(CXX="g++; touch {}/planted; $(touch {}/planted) #"), "the compiler did not run",
     ),
     "no_sources": (no_sources, "the C++ sources are neither in"),
+    "no_python_sources": (no_python_sources, "the losses of objective/losses.py, kl.py and"),
     "nobody": (nobody, "GRPO_FAST_CACHE: expected a folder"),
     "another_users_folder": (another_users_folder, "which belongs to uid"),
     "not_a_folder": (not_a_folder, "cannot write to the cache folder"),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from grpo_fast.kernels.cpu.layers import fast_layers
+from grpo_fast.kernels.cpu import layers, loader
+from grpo_fast.kernels.cpu.layers import fast_layers, swiglu
 from tests.kernels.formulas import draw
 from tests.kernels.layer_cases import NEEDS_KERNELS, SIZES, TinyRMSNorm, is_fused, pair_of
 
@@ -184,6 +188,75 @@ def test_modules_with_different_attributes_have_a_trial_each():
     assert ["forward" in vars(mlp) for mlp in model] == [True, False, True]
 
 
+def test_modules_with_equal_settings_share_a_trial(monkeypatch):
+    def count(*arguments, **options):
+        trials.append(1)
+        return agree(*arguments, **options)
+
+    agree, trials = layers.agree, []
+    monkeypatch.setattr(layers, "agree", count)
+    equal = [TinyRMSNorm(16), TinyRMSNorm(16), PlainMLP(), PlainMLP()]
+    fast = [*equal, TinyRMSNorm(8), PlainMLP(nn.Sequential(nn.SiLU()))]
+    slow = [TinyRMSNorm(16, offset=1), PlainMLP(nn.GELU()), PlainMLP(nn.Sequential(nn.Tanh()))]
+    fast_layers(nn.ModuleList([*fast, *slow]))
+    assert all("forward" in vars(m) for m in fast)
+    assert not any("forward" in vars(m) for m in slow)
+    assert len(trials) == len(fast) - 2 + len(slow)
+
+
+def attention_of(rotate, forward=None):
+    """Return an attention module whose file defines `rotate` as its rotary embedding."""
+    forward = forward or (lambda self, *given: apply_rotary_pos_emb(*given))  # noqa: F821
+    forward = types.FunctionType(forward.__code__, {layers.ROTARY: rotate})
+    attention = type("ToyAttention", (nn.Module,), {"forward": forward})()
+    attention.o_proj = nn.Linear(8, 8)
+    return attention
+
+
+def llama_rotary():
+    return pytest.importorskip("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
+
+
+@pytest.mark.parametrize("order", ["cos sin", "sin cos"])
+def test_the_order_of_the_angles_decides(order):
+    rotate, angles = llama_rotary(), [draw(1, 5, 8, seed=2), draw(1, 5, 8, seed=3)]
+    swapped = lambda q, k, sin, cos: rotate(q, k, cos, sin)  # noqa: E731
+    attention = attention_of(rotate if order == "cos sin" else swapped)
+    fast_layers(attention)
+    assert ("forward" in vars(attention)) == (order == "cos sin")
+    given = draw(1, 2, 5, 8), draw(1, 1, 5, 8, seed=1), *angles
+    for a, b in zip(attention(*given), type(attention).forward(attention, *given), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_rotary_that_gets_keywords_is_the_models():
+    """Check a rotary that accepts queries without keys, as in Qwen4."""
+
+    def rotate(q, k=None, cos=None, sin=None):
+        return plain(q, q, cos, sin)[0] if k is None else plain(q, k, cos, sin)
+
+    plain, angles = llama_rotary(), {"cos": draw(1, 5, 8, seed=2), "sin": draw(1, 5, 8, seed=3)}
+    call = lambda self, q, **angles: apply_rotary_pos_emb(q, **angles)  # noqa: E731, F821
+    attention = attention_of(rotate, call)
+    fast_layers(attention)
+    q = draw(1, 2, 5, 8)
+    assert "forward" in vars(attention) and torch.equal(attention(q, **angles), rotate(q, **angles))
+
+
+def test_an_error_of_a_trial_keeps_the_forward():
+    class Norm(TinyRMSNorm):
+        def __copy__(self):
+            raise TypeError("planted")
+
+    class Lacking(TinyRMSNorm):
+        def forward(self, x):
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    model = nn.ModuleList([Norm(8), Lacking(8), TinyRMSNorm(8)])
+    fast_layers(model)
+    assert ["forward" in vars(m) for m in model] == [False, False, True]
+
+
 @pytest.mark.parametrize("mode", ["meta", "autocast", "inference", "no_grad", "float64"])
 def test_a_trial_does_not_see_the_callers_modes(mode):
     transformers = pytest.importorskip("transformers")
@@ -297,11 +370,23 @@ def test_global_hooks_see_the_activation():
 
 
 def test_a_model_can_be_pickled_and_copied():
-    import pickle
-
     model, plain = pair_of()
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         with torch.no_grad():
             twin.model.norm.weight.mul_(2)
             expected = 2 * plain(input_ids=torch.arange(6)[None]).logits
             assert (twin(input_ids=torch.arange(6)[None]).logits - expected).abs().max() < 1e-3
+
+
+def test_a_pickled_model_runs_where_the_kernels_do_not_load(monkeypatch):
+    def operator(library, name):
+        raise loader.CsrcUnavailable("planted")
+
+    model, plain = pair_of()
+    model = pickle.loads(pickle.dumps(model))
+    monkeypatch.setattr(loader, "unavailable", lambda library: "planted")
+    monkeypatch.setattr(loader, "operator", operator)
+    gate, up = draw(30, 8), draw(30, 8, seed=1)
+    assert torch.equal(swiglu(gate, up), F.silu(gate) * up)
+    ids = torch.arange(30)[None]
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)

@@ -38,7 +38,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
-        return "this CPU has neither AVX512_torch.bfloat16 nor AMX"
+        return "this CPU has neither AVX512_BF16 nor AMX"
     # Compare in a new thread, because the result is cached. It must not depend on the autocast mode
     # or the default device of the first caller.
     difference = in_fresh_thread(_bf16_difference)

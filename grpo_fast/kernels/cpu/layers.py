@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -44,6 +45,8 @@ MLP = "gate_proj", "up_proj", "down_proj"  # linear layers of a SwiGLU MLP
 # Scales of the random input rows of a comparison. In the smallest rows, the eps of a norm is
 # larger than the mean square. The largest rows reach the bounds of an MLP that clamps.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
+FIELDS = vars(nn.Module()).keys() - {"training"}  # weights, hooks and submodules of a module
+SETTINGS = frozenset((bool, int, float, str, type(None)))  # types that are compared by value
 
 
 # ---- formulas
@@ -127,7 +130,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     The C++ pass needs CPU tensors of equal shape, both in fp32 or both in bf16.
     """
-    if gate.shape != up.shape or not (is_plain(gate, up) or is_plain(gate, up, dtype=BF16)):
+    is_supported = is_plain(gate, up) or is_plain(gate, up, dtype=BF16)
+    if not is_supported or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
 
     def forward(gate: Tensor, up: Tensor) -> Any:
@@ -217,7 +221,8 @@ def _in_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-_operator = partial(loader.operator, "layers")
+def _operator(name: str) -> loader.Operator:
+    return loader.operator("layers", name)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -275,6 +280,7 @@ class Observer(partial):
 
 def fast_layers(model: nn.Module) -> None:
     """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
+    verdicts: dict[Hashable, bool] = {}
 
     def install() -> None:
         for module in model.modules():
@@ -283,51 +289,81 @@ def fast_layers(model: nn.Module) -> None:
             # Accept the meta device, because the weights of the module are loaded later.
             if "forward" in vars(module) or device not in ("cpu", "meta"):
                 continue
-            if layer := _layer_of(module):
-                vars(module)["forward"] = partial(_forward, layer, module)
+            # The module keeps its forward if a comparison raises an error. For example, FSDP2's
+            # classes cannot be copied.
+            with suppress(Exception):
+                if layer := _layer_of(module, verdicts):
+                    vars(module)["forward"] = partial(_forward, layer, module)
 
     if loader.unavailable("layers") is None:
         with torch.random.fork_rng(devices=[]):  # a forward of the model may draw numbers
             in_fresh_thread(install)
 
 
-def _layer_of(module: Any) -> Callable[..., Any] | None:
-    """Return the fast layer of a module, or None if its attributes or its results do not fit."""
+def _layer_of(module: Any, verdicts: dict[Hashable, bool]) -> Callable[..., Any] | None:
+    """Return the fast layer of a module, or None if its attributes or its results do not fit.
+
+    Modules share a comparison if everything that decides its result is equal. `verdicts` stores
+    the results of the comparisons.
+    """
     kind = type(module)
     children = module._modules
     own = {*module._parameters, *module._buffers}
     # A decorated forward has the global variables of its decorator, and keeps its own rotary.
-    rotate = getattr(kind.forward, "__globals__", {}).get(ROTARY)
+    rotate: Any = getattr(kind.forward, "__globals__", {}).get(ROTARY)
     if kind is nn.Linear:  # not a subclass, which may override forward
         return _linear_layer
     if kind.__name__.endswith("Attention") and rotate is not None:
-        return _attention if _rotates_halves(rotate) else None
-    if own == {"weight"} and not children and module.weight.dim() == 1:
-        layer: Callable[..., Any] = _norm_layer
-        inputs = [_rows_of(len(module.weight)), draw(len(module.weight), seed=9)]
+        layer: Callable[..., Any] = _attention
+        key: Hashable = id(rotate)
+    elif own == {"weight"} and not children and module.weight.dim() == 1:
+        layer = _norm_layer
+        key = _settings(module), module.weight.shape, module.weight.dtype
     elif not own and children.keys() == {*MLP, "act_fn"} and is_untouched(module.act_fn):
-        layer = partial(_swiglu_mlp, module.act_fn)
+        act = module.act_fn
+        layer = partial(_swiglu_mlp, act)
+        parts = [*act.parameters(), *act.buffers(), *act.children()]
+        key = _settings(module), _settings(act), *map(id, parts)
+    else:
+        return None
+    if key not in verdicts:
+        verdicts[key] = _rotates_halves(rotate) if layer is _attention else _fits(module, layer)
+    return layer if verdicts[key] else None
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Return the class and the attributes of a module, without weights, hooks and submodules."""
+    fields = [(n, v) for n, v in vars(module).items() if n not in FIELDS]
+    # repr distinguishes 1, 1.0 and True, which are equal.
+    return type(module), *((n, repr(v) if type(v) in SETTINGS else id(v)) for n, v in fields)
+
+
+def _fits(module: Any, layer: Callable[..., Any]) -> bool:
+    """Return whether a norm or an MLP has the results of a fast layer."""
+    children: dict[str, Any] = {}
+    if layer is _norm_layer:
+        inputs = [_rows_of(len(module.weight)), draw(len(module.weight), seed=9)]
+    else:
         inputs = [_rows_of(8)]
         # Replace the linear layers by small ones, which have no hooks.
         small = {name: draw(8, 8, seed=seed) for seed, name in enumerate(MLP)}
         children = {name: partial(F.linear, weight=weight) for name, weight in small.items()}
         children["act_fn"] = module.act_fn
-    else:
-        return None
 
     def run(forward: Callable[..., Any], x: Tensor, weight: Tensor | None = None) -> Any:
         twin = copy.copy(module)  # so that the parameters of the original module do not change
         vars(twin).update(_parameters={"weight": weight}, _modules=children, training=True)
         return forward(twin, x)
 
-    ours, theirs = (partial(run, forward) for forward in (layer, kind.forward))
-    return layer if agree(ours, theirs, inputs, CLOSE, gradients=True) is None else None
+    ours, theirs = (partial(run, forward) for forward in (layer, type(module).forward))
+    return agree(ours, theirs, inputs, CLOSE, gradients=True) is None
 
 
 def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     """Return whether a model's rotary embedding has the results of `rotary`."""
-    angles = {"cos": draw(1, 3, 8, seed=3), "sin": draw(1, 3, 8, seed=4)}
-    ours, theirs = (partial(function, **angles) for function in (rotary, rotate))
+    angles = draw(1, 3, 8, seed=3), draw(1, 3, 8, seed=4)
+    # Pass the angles by position, because the order of cos and sin may differ.
+    ours, theirs = (lambda q, k, f=f: f(q, k, *angles) for f in (rotary, rotate))
     inputs = [draw(1, heads, 3, 8, seed=heads) for heads in (2, 1)]
     return agree(ours, theirs, inputs, CLOSE, gradients=True) is None
 
@@ -362,7 +398,9 @@ def _forward(layer: Callable[..., Any], module: nn.Module, *inputs: Any, **optio
     torch.compile traces the original forward, and fuses it. It cannot trace the check of an
     activation, and cannot guard an attention whose globals do not belong to a Python module.
     """
-    out = None if torch.compiler.is_compiling() else layer(module, *inputs, **options)
+    # The module may have been pickled on a machine where the C++ kernels work.
+    is_off = torch.compiler.is_compiling() or loader.unavailable("layers")
+    out = None if is_off else layer(module, *inputs, **options)
     return type(module).forward(module, *inputs, **options) if out is None else out
 
 
@@ -391,12 +429,13 @@ def _with_our_rotary(forward: Any) -> Callable[..., Any]:
     """Return a copy of an attention's forward whose global rotary function is `rotary`."""
     theirs = forward.__globals__[ROTARY]
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+    def rotate(*inputs: Any, **options: Any) -> Any:
+        if options or len(inputs) != 4:
+            return theirs(*inputs, **options)
+        q, k, *angles = inputs
         if in_bf16():  # the angles are fp32, so the formula computes in fp32
             q, k = q.float(), k.float()
-        if rest or options or not can_rotate(q, k, cos, sin):
-            return theirs(q, k, cos, sin, *rest, **options)
-        return rotary(q, k, cos, sin)
+        return (rotary if can_rotate(q, k, *angles) else theirs)(q, k, *angles)
 
     names = {**forward.__globals__, ROTARY: rotate}
     rest = forward.__name__, forward.__defaults__, forward.__closure__

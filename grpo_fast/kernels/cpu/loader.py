@@ -227,7 +227,11 @@ def compile_library(
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         # 2. Compute the file name of the library from everything on which the library depends.
         source = sources / "api" / f"{library}.cpp"
-        printed = loss_codegen.header()
+        try:
+            printed = loss_codegen.header()
+        except OSError as error:  # Python has no source files
+            what = "the losses of objective/losses.py, kl.py and divergences.py"
+            raise CsrcUnavailable(f"{what} cannot be printed as C++: {error}") from error
         texts = [path.read_bytes() for path in [source, *sorted(sources.rglob("*.h"))]]
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
         flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")

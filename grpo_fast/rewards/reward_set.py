@@ -141,23 +141,7 @@ class RewardSet:
         count = len(completions)
         # 1. Call every function with the arguments of its convention.
         gold = answers if labels is None else labels
-        sent = prompt_texts or [""] * count
-        none = [None] * count
-        # For a chat prompt, TRL passes the completion as a list with one message.
-        turns = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, completions, strict=True)
-        ]
-        given: dict[str, dict[str, Sequence[Any]]] = {
-            # As in TRL, a column of the data replaces our column of the same name.
-            TRL: {"answers": answers, "answer": gold, **columns, "prompts": prompts,
-                  "completions": turns},
-            VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
-                   "ground_truth": gold,
-                   "extra_info": [info or {} for info in columns.get("extra_info", none)]},
-            OPENRLHF: {"queries": [a + b for a, b in zip(sent, completions, strict=True)],
-                       "prompts": sent, "labels": gold},
-        }  # fmt: skip
+        given = _arguments(lists, columns, gold, prompt_texts or [""] * count)
         extra: dict[str, list[str]] = defaultdict(list)
         metrics: dict[str, list[float]] = defaultdict(list)
         scores: dict[str, list[Score | str]] = {}
@@ -310,3 +294,34 @@ def per_token_rewards(
             elif score is not None:  # `-1:` also works for an empty completion
                 reward[-1:] += weight * score_sum(score)
     return [reward.float() for reward in rewards]
+
+
+def _arguments(
+    lists: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[Any]],
+    labels: Sequence[object], sent: Sequence[str],
+) -> dict[str, dict[str, Sequence[Any]]]:  # fmt: skip
+    """Return the arguments of functions for TRL, verl and OpenRLHF.
+
+    Args:
+        lists: the lists of N values that our functions can request.
+        columns: the lists that come from the data.
+        labels: N gold answers as they are in the data rows.
+        sent: N prompts as the model received them.
+    """
+    completions = lists["completions"]
+    none = [None] * len(completions)
+    # For a chat prompt, TRL passes the completion as a list with one message.
+    turns = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(lists["prompts"], completions, strict=True)
+    ]
+    return {
+        # As in TRL, a column of the data replaces our column of the same name.
+        TRL: {"answers": lists["answers"], "answer": labels, **columns,
+              "prompts": lists["prompts"], "completions": turns},
+        VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
+               "ground_truth": labels,
+               "extra_info": [info or {} for info in columns.get("extra_info", none)]},
+        OPENRLHF: {"queries": [a + b for a, b in zip(sent, completions, strict=True)],
+                   "prompts": sent, "labels": labels},
+    }  # fmt: skip

@@ -337,8 +337,8 @@ def test_exponentials_in_16_bits(spread: float, is_known: bool, V: int, name: st
     wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=POSITIVE16)
     given = hidden, weight, None, ids, transform
     known = linear_cpu.head_logps(*given, return_entropy=False) if is_known else None
-    stats, *units, nothing, _ = linear_cpu.head_exponentials(*given, wide, known=known)
-    same, *same_units, dominant, _ = linear_cpu.head_exponentials(
+    stats, *units, nothing, _, _ = linear_cpu.head_exponentials(*given, wide, known=known)
+    same, *same_units, dominant, _, _ = linear_cpu.head_exponentials(
         *given, narrow[:, :V], known=known
     )
     assert nothing is None and (narrow[:, V:] == -1).all()

@@ -212,7 +212,7 @@ def as_cross_entropy(logps: Logps, problem: Problem) -> Step:
     return base.differentiate(problem, lambda: base.mean_nll(call(), problem))
 
 
-def as_logps(logps: Logps, gradient: bool, problem: Problem) -> Step:
+def as_logps(logps: Logps, problem: Problem, gradient: bool) -> Step:
     return base.logps_step(problem, logps(problem), gradient)
 
 
@@ -228,27 +228,34 @@ LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | Non
 }
 
 
-def logps_peers(gradient: bool) -> list[Provider]:
-    less = 0 if gradient else 1  # without a gradient, one buffer less
+def from_logps(prepare: Callable[..., Step], less: float = 0.0) -> list[Provider]:
+    """Return a provider for each library in LOGPS. Its step is `prepare(logps, problem)`.
+
+    Args:
+        prepare: function that builds a step from the library's logps.
+        less: number of buffers in LOGPS that the step does not need.
+    """
     return [
-        Provider(name, "peer", partial(as_logps, logps, gradient), needs, why_not, wide - less)
+        Provider(name, "peer", partial(prepare, logps), needs, why_not, wide - less)
         for name, (logps, needs, why_not, wide) in LOGPS.items()
     ]
 
 
+def logps_peers(gradient: bool) -> list[Provider]:
+    return from_logps(partial(as_logps, gradient=gradient), less=0 if gradient else 1)
+
+
 def loss_peers() -> list[Provider]:
-    found = []
-    for name, (logps, needs, why_not, wide) in LOGPS.items():
-        prepare = compiled_loss if name == "torch.compile" else partial(as_loss, logps)
-        found.append(Provider(name, "peer", prepare, needs, why_not, wide))
+    found = [
+        x._replace(prepare=compiled_loss) if x.name == "torch.compile" else x
+        for x in from_logps(as_loss)
+    ]
     return [*found, Provider("Liger", "peer", liger_loss, needs="liger_kernel")]
 
 
 def cross_entropy_peers() -> list[Provider]:
-    found = [Provider("QuACK cross entropy", "peer", quack, "quack", needs_hopper)]
-    for name, (logps, needs, why_not, wide) in LOGPS.items():
-        found.append(Provider(name, "peer", partial(as_cross_entropy, logps), needs, why_not, wide))
-    return found
+    quack_peer = Provider("QuACK cross entropy", "peer", quack, "quack", needs_hopper)
+    return [quack_peer, *from_logps(as_cross_entropy)]
 
 
 def logits_peers(inplace: bool) -> list[Provider]:

@@ -46,7 +46,8 @@ MLP = "gate_proj", "up_proj", "down_proj"  # linear layers of a SwiGLU MLP
 # larger than the mean square. The largest rows reach the bounds of an MLP that clamps.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 FIELDS = vars(nn.Module()).keys() - {"training"}  # weights, hooks and submodules of a module
-SETTINGS = frozenset((bool, int, float, str, type(None)))  # types that are compared by value
+# Attributes of these types are the settings of a module. They may change its formula.
+SETTINGS = frozenset((bool, int, float, str, type(None)))
 
 
 # ---- formulas

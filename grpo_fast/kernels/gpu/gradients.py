@@ -47,17 +47,12 @@ def times_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
-    # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
-    # same 1/temperature, bit for bit.
-    inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
-    raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
     by_row, by_target = exponential_coefficients(
-        g, lp, lse, raw_target, logit_scale, softcap, inv_temperature
-    )
+        g, lp, lse, rows, in_rows, raw_target_ptr, temperature_ptr, logit_scale, softcap,
+        temperature,
+    )  # fmt: skip
     # Write coefficients of 0 for padding rows (n_rows <= row < n_padded), whose exponentials are
     # undefined.
     inside = rows < n_padded

@@ -318,12 +318,9 @@ def join_kernel(
         )  # fmt: skip
         tl.store(losses_ptr + rows, loss, mask=in_rows)
         tl.store(grad_logps_ptr + rows, g, mask=in_rows)
-        if temperature_ptr is not None:
-            temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
-        raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
         by_row, by_target = exponential_coefficients(
-            tl.where(in_rows, g, 0.0), lp, lse, raw_target, logit_scale, softcap,
-            tl.div_rn(1.0, temperature),
+            tl.where(in_rows, g, 0.0), lp, lse, rows, in_rows, raw_target_ptr, temperature_ptr,
+            logit_scale, softcap, temperature,
         )  # fmt: skip
         tl.store(by_row_ptr + rows, by_row)
         tl.store(by_target_ptr + rows, by_target)

@@ -124,12 +124,20 @@ def exceeds_max_nll(lse, z_target):
 
 
 @triton.jit
-def exponential_coefficients(g, lp, lse, raw_target, logit_scale, softcap, inv_temperature):
-    """Return the coefficients by_row and by_target of stored exponentials.
+def exponential_coefficients(
+    g, lp, lse, rows, in_rows, raw_target_ptr, temperature_ptr, logit_scale, softcap, temperature
+):
+    """Return the coefficients by_row and by_target of the stored exponentials of a block of rows.
 
     by_row is g·unit, and by_target is g·target_unit, where g is dL/dlogp (see exponentials.py).
     Both are 0 if g is 0.
     """
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
+    # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
+    # same 1/temperature, bit for bit.
+    inv_temperature = tl.div_rn(1.0, temperature)
+    raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
     z_target, slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
     normaliser = tl.where(exceeds_max_nll(lse, z_target), lse, z_target)
     unit = -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature)

@@ -26,7 +26,7 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import agree
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.layers import Observer, epsilon_of, is_untouched
+from grpo_fast.kernels.cpu.layers import SETTINGS, Observer, epsilon_of, is_untouched
 from grpo_fast.rollout.own.cache import RolloutCache
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 # A function (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states.
 Step = Callable[["PreTrainedModel", Tensor, Tensor, RolloutCache], Tensor]
 
-# Attributes of these types are the settings of a module. They may change its formula.
-SETTINGS = frozenset((bool, int, float, str, type(None)))
 # Largest accepted difference between decoder and modules, relative to the largest entry of a hidden
 # state. The two add fp32 numbers in different orders, so in bf16 they sometimes round differently.
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

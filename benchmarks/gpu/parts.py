@@ -59,10 +59,10 @@ IN_TRL = (
     "--providers FastGRPOTrainer GRPOTrainer-fast-head GRPOTrainer"
 )
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
-# Seconds that a part is expected to take if no recorded visit has finished it. They are assumptions
-# from the visit of 2026-11-26: a process needs 8 s before its first kernel, three shapes with all
-# peers took 115 s, and the long step 82 s. Compiling a CuTe-DSL kernel takes 10 s, and an exact
-# answer of 114,688 rows 10 s.
+# Seconds that a part is expected to take if no recorded visit has finished it. They are estimates.
+# In the visit of 2026-11-26, a process needed 8 s before its first kernel, three shapes with all
+# peers took 115 s, and the long step took 82 s. It is assumed that 10 s compile a CuTe-DSL kernel,
+# and that the exact results of 114,688 rows take 10 s.
 EXPECTED = {
     "small": 30, "steps": 55, "support": 20, "tests": 110, "rows": 35, "frozen": 35, "heads": 45,
     "hybrid": 25, "longest": 30,

@@ -50,10 +50,10 @@ START = 3e-6  # assumed seconds between the start of a program and its first mat
 PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
 # Seconds by which the epilogue lengthens a tile, without and with stored exponentials. Fitted to
 # slice_kernel on an H100 at H = 896: 1.08 and 1.18 times the GEMM (LOG.md, 2026-11-26). The fit
-# gives 1.02 and 1.04 at H = 4096, where 1.02 and 1.08 were measured.
+# gives 1.02 (without) and 1.04 (with) at H = 4096, where 1.02 and 1.08 were measured.
 EPILOGUE, EPILOGUE_STORE = 0.40e-6, 1.38e-6
-# Seconds that the host needs for a call. At N = 1024, an H100 machine took 3.2 and 1.0 ms. Since
-# then, the time has fallen by the factors 0.77 to 0.83 and 0.81 to 0.84 (LOG.md, 2026-11-28).
+# Seconds that the host needs for a call. At N = 1024, an H100 machine took 3.2 ms for the loss and
+# 1.0 ms for linear_logps. Later changes multiplied these times by about 0.8 (LOG.md, 2026-11-28).
 HOST = {"linear_grpo_loss": 2.5e-3, "linear_logps": 0.8e-3}
 # Assumed seconds in which a program of the row kernel loads and reduces a block of columns, in the
 # first pass from memory, and in the second pass from L2.

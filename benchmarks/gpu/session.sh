@@ -9,7 +9,7 @@
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part
-#   benchmarks/gpu_session.sh --dry              prints the clock of both visits, then starts every
+#   benchmarks/gpu_session.sh --dry              prints the schedule of both visits, and starts every
 #                                                part far enough to know that it would run; hides the
 #                                                packages that the GPU machine lacks (lacking.py);
 #                                                needs no GPU
@@ -19,8 +19,8 @@
 # The folder ${OUT:-benchmarks/results} gets gpu_session.json (results and the status of each part),
 # gpu_session.log and, with OUT, triton-cache.tgz (compiled kernels). Put these files into
 # benchmarks/results/ before the next visit. That visit then skips the parts that are finished at its
-# commit and compiles only changed kernels. After a mended fault, name --visit 2, because the commit
-# has changed. Give the machine back at once after each visit: its idle time counts.
+# commit and compiles only changed kernels. If a fault was mended between the visits, the commit has
+# changed, and the next call would repeat visit 1. Pass --visit 2 to skip it. Give the machine back at once after each visit: its idle time counts.
 # `python -m benchmarks.gpu.report` renders the results. A tree that travels without .git has no
 # commit, so pass --commit.
 # Peers, and the parts that run our trainer, need packages that the machine lacks.

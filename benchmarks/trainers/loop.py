@@ -141,9 +141,9 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
 def subject_of(options: argparse.Namespace, shape: Shape) -> Subject:
     """Return a pretrained model with GSM8K prompts, or a model with random weights.
 
-    Long GSM8K prompts begin with worked examples. The model with random weights is that of the
-    recipe gsm8k-tiny. It gets prompts of random words, each of which is one token. They differ a
-    little in length, so they need padding.
+    Long GSM8K prompts begin with worked examples. The model with random weights has the
+    configuration of the recipe gsm8k-tiny. Its prompts consist of random words, each of which is
+    one token. The prompts differ a little in length, so they need padding.
     """
     model = build_model(options)
     if options.pretrained:

@@ -13,8 +13,8 @@ For a pretrained model, the prompt is a GSM8K question that follows worked examp
 the old logps, runs the forward and backward passes, and updates the weights with AdamW.
 
 The provider "TRL" is TRL's fused head with the loss of `GRPOTrainer` in plain torch. The last three
-providers are trainers of TRL: GRPOTrainer, the same with our LM head, and FastGRPOTrainer. They
-compute no metrics that can be compared.
+providers are trainers of TRL: GRPOTrainer, the same with our LM head, and FastGRPOTrainer. Only
+their loss and gradients are compared, because they report no metrics of ours.
 
 The loss, gradients and metrics of every provider are first compared with the results of the padded
 provider, or of the last one if `padded` is not selected. In fp32, the tolerance is 1e-5 up to 4096

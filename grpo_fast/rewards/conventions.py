@@ -129,9 +129,9 @@ class Signature(NamedTuple):
         per_sample: True if the function has a true attribute `per_sample`. With this attribute, it
             declares that each value depends on only one completion. If a call of it fails, it is
             called again for each sample. Other functions are not called again.
-        is_unsure: True if the convention was detected, and a function with `answers` and
-            `**columns` may have been written for TRL. If the data has a column `answers`, TRL would
-            pass this column instead of the gold answers.
+        is_unsure: True if the convention was detected, and the function has `**columns`. With a
+            parameter `answers`, it fits our convention and TRL's. If the data has a column
+            `answers`, TRL passes this column, and we pass the gold answers.
     """
 
     takes: list[str]
@@ -191,7 +191,7 @@ class Reply(NamedTuple):
     """Result of a call of a reward function.
 
     Attributes:
-        scores: for each completion its score, or as a string the reason why it has none.
+        scores: for each completion its score, or a string with the reason why it has no score.
         note: what is wrong with the first value that is not a score, or "".
         extra: columns that the function logged through TRL's `log_extra`.
         metrics: values that the function logged through TRL's `log_metric`.

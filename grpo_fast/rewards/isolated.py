@@ -72,7 +72,7 @@ class Worker:
         Args:
             name: the function, for error messages.
             limit: time limit in seconds.
-            request: what `conventions.serve` expects.
+            request: the request, in the format of `conventions.serve`.
 
         Raises:
             RewardFailure: the function raised an error, took too long, or ended the process.
@@ -129,7 +129,7 @@ class IsolatedReward:
             be JSON values.
         convention: one of `conventions.CONVENTIONS`. None detects it from the parameters.
         bounded: if True, `timeout` is multiplied by the number of completions of a call.
-        worker: the process, which functions of one module share.
+        worker: the worker process. Functions of one module share it.
 
     Raises:
         RewardFailure: the function raised an error, a call took longer than the time limit, or the

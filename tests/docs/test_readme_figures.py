@@ -142,8 +142,8 @@ def test_the_race():
     shown = re.sub(r"[\s*]+", " ", TEXT)
     for task, level, seeds in (("capitals", 0.5, "two seeds"), ("examples", 0.45, "one seed")):
         ours, theirs = (seconds_to(level, task, name) for name in ("grpo_fast", "TRL"))
-        assert re.search(rf"reach {level:.0%} after {ours:.0f}( CPU seconds)? ?, and", shown)
-        assert re.search(rf"with TRL( 1.16)? after {theirs:,.0f} \({seeds}", shown)
+        assert re.search(rf"reaches {level:.0%} after {ours:.0f} CPU seconds ?, and", shown)
+        assert re.search(rf"and TRL( 1.16)? after {theirs:,.0f} \({seeds}", shown)
 
 
 FIGURE = re.compile(r"[\d.,]*\d(?: ± [\d.]+)?(?:×|%| ms\b| MiB\b)")

@@ -113,8 +113,8 @@ def column_product_kernel(
 ):  # fmt: skip
     """Compute the fp32 product of copied columns of E and the scaled hidden states.
 
-    The result is product[slot] = Σ_t columns[place, t]·scaled[t], where `place` is the place of the
-    slot. A slot is not in use if its place is -1.
+    The result is product[slot] = Σ_t columns[place, t]·scaled[t], where `place_ptr` has the place
+    of each slot. An unused slot has the place -1.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H

@@ -174,7 +174,7 @@ def run_eval(
     source = Source.of(model)
     own, config = read_settings(source, words, allow_code)
     out = None if own.out is None else Path(own.out)
-    fits = out is None or (out.parent.is_dir() and not out.exists())
+    fits = out is None or (out.parent.is_dir() and not out.is_file() and not out.is_dir())
     require(fits, "out", "a new file in a folder that exists", repr(own.out))
     trust = allow_code and (not source.run or source.run.model.trust_remote_code)
     asked = config.model.model_copy(update={"path": source.path, "trust_remote_code": trust})

@@ -28,7 +28,6 @@ app = typer.Typer(
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 Words = list[str] | None  # the arguments `key=value` of a command
-LONGEST_MESSAGE = 4000  # maximum characters of an error message, which may quote a whole file
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -94,9 +93,7 @@ def refuse(
 
     if debug:
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
-    text = start + str(error)
-    shown = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "…"
-    shown = "; ".join([shown, *getattr(error, "__notes__", ())])
+    shown = "; ".join([start + str(error), *getattr(error, "__notes__", ())])
     rank = os.environ.get("RANK", "0")
     shown = shown if rank == "0" else f"rank {rank}: {shown}"
     hint = "  (--debug shows where)" if debug is False else ""
@@ -153,12 +150,11 @@ def train(
 @app.command(name="eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
-    words: Annotated[
+    settings: Annotated[
         Words,
-        typer.Argument(
-            metavar="[MODEL] [KEY=VALUE]...",
-            help="A second model to compare with; recipe=NAME data=FILE|FOLDER|HUB_ID task=gsm8k "
-            "n=200 samples=8 temperature=0.7 k=1,4,8 max_new_tokens=300 out=metrics.json",
+        key_values(
+            "recipe=NAME data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 "
+            "k=1,4,8 max_new_tokens=300 out=metrics.json"
         ),
     ] = None,
     allow_code: Annotated[
@@ -166,20 +162,15 @@ def evaluate(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the accuracy of a model on held-out questions, or compare two models.
+    """Measure the accuracy of a model on held-out questions.
 
     The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
-    Two models get the same questions. Their difference is shown with standard error and p-value.
     """
     from grpo_fast.errors import RunError
     from grpo_fast.train.evaluation import command
-    from grpo_fast.train.evaluation.command import is_model
 
     with print_errors(debug, RunError, OSError):
-        words = words or []
-        others = [word for word in words if is_model(word)][:1]
-        rest = [word for word in words if word not in others]
-        command.run_eval([model, *others], rest, allow_code=allow_code, say=_print_lines)
+        command.run_eval(model, settings or [], allow_code=allow_code, say=_print_lines)
 
 
 @app.command()
@@ -332,7 +323,7 @@ def data(
     debug: Debug = False,
 ) -> None:
     """Show how a run reads a data set: row counts, skipped rows, prompts and gold answers."""
-    from grpo_fast.train.evaluation.command import data_lines
+    from grpo_fast.train.evaluation.questions import data_lines
 
     with print_errors(debug, OSError):
         _print_lines(*data_lines(source, settings or []))

@@ -130,8 +130,6 @@ def _from_rows(
     rule = {"temperature": t, "softcap": o.softcap, "logit_scale": o.logit_scale}
     kept = None if kept is None else kept[mask]
     lp, H = logps_and_entropy(rows, ids[mask], kept=kept, **rule)
-    if o.entropy_over == "vocabulary":
-        _, H = logps_and_entropy(rows, ids[mask], **rule)
     lp, H = (torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, x) for x in (lp, H))
     completions = completions_of(lp, advantages, mask, entropy=H, **given)
     out = batch_loss(completions, options, num_items=num_items, num_completions=num_completions)

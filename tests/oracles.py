@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
     "cispo_bound": "raw", "dual_clip_c": 3.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
     "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
-    "entropy_over": "support", "group_size": None, "kl_clamp": None, "kl_input_clamp": None,
+    "group_size": None, "kl_clamp": None, "kl_input_clamp": None,
     "corrections": [{"kind": "truncate", "high": 3.0}],
 }  # fmt: skip
 

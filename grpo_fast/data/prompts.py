@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpo_fast.data import Example, LazySequence, Prompt, text_of
-from grpo_fast.data.records import ANSWERS, CHOICES, SOLUTIONS, choice_lines, column_of, lettered
+from grpo_fast.data.records import ANSWERS, SOLUTIONS, column_of
 from grpo_fast.errors import require
 
 PROMPT_TEMPLATES = {
@@ -19,14 +19,12 @@ PROMPT_TEMPLATES = {
     "answer_tag": "{question}\nThink step by step, then end with: <answer>number</answer>\n",
 }
 
-
-SYSTEM = ("system", "system_prompt")  # columns with the system message of a row
 # Text in braces of a template: a LaTeX command with its argument, {{name}} or {name}.
 _SLOT = re.compile(r"(\\[A-Za-z]+\{\w*\})|\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 # Tokens that begin a turn in the chat templates of common models.
 _TURN = re.compile(
     r"<\|(?:im_start|start_header_id|begin_of_text|start_of_role|user)\|>|<start_of_turn>"
-    r"|<｜(?:User|begin▁of▁sentence)｜>|\[INST\]|\n\nAssistant:\s*\Z"
+    r"|<｜(?:User|begin▁of▁sentence)｜>|\[INST\]"
 )
 
 
@@ -73,8 +71,7 @@ class Form(NamedTuple):
             require(is_column, "prompt_template", expected, ", ".join(example.fields))
             if value is None:  # an empty cell of a table
                 return ""
-            choices = lettered(value) if name.lower() in CHOICES else None
-            return choice_lines(choices) if choices else _as_text(value)
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
         return _SLOT.sub(insert, self.template)
 
@@ -88,64 +85,37 @@ class Form(NamedTuple):
     def apply(self, example: Example, prefix: str = "") -> Example:
         """Return the example with a prompt that is built from the template and the chat settings.
 
-        If the prompt is already a list of chat messages, only a missing system message is added. A
-        prompt that a chat template has rendered is left unchanged. A system message of the row
-        replaces the system message of the settings.
+        If the prompt is already a list of chat messages, only a missing system message is added.
 
         Args:
             example: an example whose prompt is a question or chat messages.
             prefix: worked examples to insert before the question.
 
         Raises:
-            ValueError: the prompt is a list of messages or rendered, but there is a template or a
-                prefix.
+            ValueError: the prompt is a list of messages, but there is a template or a prefix. Or a
+                chat template has already written the prompt.
         """
         prompt = example.prompt
-        own = column_of(example.fields, SYSTEM)
-        require(own is None or isinstance(own, str), "data: column 'system'", "a text", repr(own))
-        system = own if own and own.strip() else self.system
-        rendered = isinstance(prompt, str) and is_rendered(prompt)
-        if rendered or not isinstance(prompt, str):
-            came = "a rendered prompt" if rendered else "rows of messages"
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        if not isinstance(prompt, str):
+            came = "rows of messages"
             is_plain = self.template == "{question}"
             require(is_plain, "data.prompt_template", "none for messages", came)
             require(not prefix, "data.shots_tokens", "none for rows of messages", came)
-            require(not rendered or system is None, "data.system_prompt", "none", came)
-            if isinstance(prompt, str) or system is None:
-                return example
-            if any(message["role"] == "system" for message in prompt):
-                return example
-            return example._replace(prompt=[{"role": "system", "content": system}, *prompt])
+            has_system = any(message["role"] == "system" for message in prompt)
+            return example if has_system else example._replace(prompt=[*system, *prompt])
+        turn = _TURN.search(prompt)
+        came = f"{prompt[:60]!r}, which has the token {turn and turn[0]} of a chat template"
+        require(turn is None, "data", "questions, or lists of chat messages", came)
         text = prefix + self.fill(example)
-        if system is None and not self.chat:
+        if not system and not self.chat:
             return example._replace(prompt=text)
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        return example._replace(prompt=[*messages, {"role": "user", "content": text}], text=text)
-
-
-def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def is_rendered(text: str) -> bool:
-    """Return whether a chat template has written the text, which then has the tokens of turns."""
-    return _TURN.search(text) is not None
-
-
-def check_rendered(examples: Sequence[Example], tokenizer: Any) -> None:
-    """Raise a ValueError if a prompt was rendered by the chat template of a different model."""
-    for example in examples:
-        turn = _TURN.search(example.prompt) if isinstance(example.prompt, str) else None
-        if turn is not None and turn[0].startswith("<"):
-            ids = tokenizer(turn[0], add_special_tokens=False)["input_ids"]
-            came = f"{example.prompt[:60]!r}, a prompt for a different model"
-            require(len(ids) == 1, "data", f"the tokenizer to have the token {turn[0]}", came)
-            return
+        return example._replace(prompt=[*system, {"role": "user", "content": text}], text=text)
 
 
 def in_chat(example: Example) -> Example:
-    """Return the example with its text prompt as a user's message, unless it is rendered."""
-    if not isinstance(example.prompt, str) or is_rendered(example.prompt):
+    """Return the example with its text prompt as a user's message."""
+    if not isinstance(example.prompt, str):
         return example
     messages = [{"role": "user", "content": example.prompt}]
     return example._replace(prompt=messages, text=example.prompt)

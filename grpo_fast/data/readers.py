@@ -1,23 +1,22 @@
 """Readers of files, folders, hub datasets and reasoning-gym, which return rows and locations.
 
-The package `datasets` reads parquet, arrow, its own folders and the hub. Python's json and csv
-modules read text files, because `datasets` 5.2 changes some of their values: it turns "2020-01-01"
-into a timestamp, rounds integers of more than 19 digits, and shifts the columns of a csv file whose
-rows end with a delimiter. All rows of a file are in memory at once.
+Python's json and csv modules read text files, because `datasets` 5.2 changes some of their values:
+it turns "2020-01-01" into a timestamp, and rounds integers of more than 19 digits. The package
+`datasets` reads parquet, arrow, its own folders and the hub. All rows of a file are in memory at
+once.
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
 import functools
-import gzip
 import json
 import os
-import re
+import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from grpo_fast.data import hub, reason
 from grpo_fast.errors import nearest_hint, require
@@ -25,59 +24,52 @@ from grpo_fast.errors import nearest_hint, require
 Rows = list[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
 
-TABLES = {".csv": ",", ".tsv": "\t"}  # file extension -> usual delimiter
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
-FORMATS = (".jsonl", ".ndjson", ".json", *TABLES, *ARROW)
+FORMATS = (".jsonl", ".json", ".csv", ".tsv", *ARROW)
 GYM = "reasoning_gym:"  # begins the source of a task that the package reasoning-gym generates
 GYM_TEST = 1 << 31  # seed of the first held-out item of such a task; training seeds are smaller
 GYM_SIZES = {"train": 500, "test": 128}  # usual numbers of items
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
-# A csv column has a type if all its cells have the form of the type. A column with 007 or with a
-# number of more than 18 digits stays text, because such numbers are usually ids.
-TYPES: dict[Callable[[str], Any], re.Pattern[str]] = {
-    int: re.compile(r"-?(0|[1-9][0-9]{0,17})"),
-    float: re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]{1,2})?"),
-    "True".__eq__: re.compile("True|False"),
-}
+
+
+def splits_of(data: Any) -> Splits:
+    """Return the splits of the source that the section `data` of a configuration names."""
+    if data.path.startswith(GYM):
+        return gym_splits(data.path, data.options, data.n_test)
+    return local_splits(Path(data.path)) if is_local(data.path) else hub_splits(data.path)
 
 
 def is_local(source: str) -> bool:
     """Return whether a source is a file or folder rather than a hub id (owner/name)."""
     owner, _, name = source.partition("/")
     is_id = owner and name and "/" not in name and not owner.startswith((".", "~"))
-    is_file = source.removesuffix(".gz").endswith(FORMATS)
-    return not is_id or is_file or os.path.exists(source)
+    return not is_id or source.endswith(FORMATS) or os.path.exists(source)
 
 
-def local_splits(path: Path, encoding: str | None = None) -> Splits:
+def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
-    A single file becomes the split "train". If its name contains "train" and the folder has a file
-    of the same name with "test" instead, that file becomes the split "test".
+    A file is the split "train", and a folder needs a file such as train.jsonl. A file whose name
+    has "test" or "validation" in place of "train" is the split of that name.
 
     Raises:
         ValueError: the path does not exist, or the folder has no data.
     """
-    expected = "a .jsonl, .json, .csv, .tsv or .parquet file (or .gz), or a folder with train.jsonl"
-    missing = f"data.path: expected {expected}, found nothing at {path}"
+    train = path
     if os.path.isdir(path):  # without permission, Path.is_dir would raise an error
         if os.path.isfile(path / "dataset_dict.json") or os.path.isfile(path / "state.json"):
             return _datasets(str(path), "load_from_disk", str(path))
-        ends = [f"{ending}{zipped}" for ending in FORMATS for zipped in ("", ".gz")]
-        named = {name: [path / f"{name}{end}" for end in ends] for name in ("train", *TEST_SPLITS)}
-        found = {name: next(filter(os.path.isfile, files), None) for name, files in named.items()}
-        if found["train"] is None:
-            inside = (*path.glob("*"), *path.glob("*/*"))
-            if not any(file.suffix in (*FORMATS, ".gz") for file in inside):
-                raise ValueError(missing)
+        named = [path / f"train{ending}" for ending in FORMATS]
+        if not any(map(os.path.isfile, named)):
             return _datasets(str(path), "load_dataset", str(path))
-    elif os.path.isfile(path):
-        test = path.with_name(path.name.replace("train", "test", 1))
-        found = {"train": path, "test": test if test != path and os.path.isfile(test) else None}
-    else:
-        raise ValueError(missing)
-    files = {name: file for name, file in found.items() if file is not None}
-    return {name: functools.partial(read_file, file, encoding) for name, file in files.items()}
+        train = next(filter(os.path.isfile, named))
+    elif not os.path.isfile(path):
+        expected = f"a file with one of the endings {', '.join(FORMATS)}, or a folder with one"
+        raise ValueError(f"data.path: expected {expected}, found nothing at {path}")
+    others = {name: train.with_name(train.name.replace("train", name, 1)) for name in TEST_SPLITS}
+    found = {name: file for name, file in others.items() if file != train and os.path.isfile(file)}
+    files = {"train": train, **found}
+    return {name: functools.partial(read_file, file) for name, file in files.items()}
 
 
 def hub_splits(name: str) -> Splits:
@@ -111,8 +103,7 @@ def gym_splits(source: str, options: Mapping[str, Any], n_test: int | None) -> S
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        remedy = "pip install 'grpo_fast[gym]'"
-        came = f"{reason(error)} ({remedy})"
+        came = f"{reason(error)} (pip install 'grpo_fast[gym]')"
         raise ValueError(f"data.path: {source} needs the package reasoning-gym: {came}") from None
     hint = nearest_hint(name, DATASETS)
     require(name in DATASETS, "data.path", f"{GYM}NAME of a data set", f"{name!r}{hint}")
@@ -128,14 +119,11 @@ def gym_splits(source: str, options: Mapping[str, Any], n_test: int | None) -> S
             items = create_dataset(name, **chosen)
             made = [items[index] for index in range(size)]
         except (TypeError, ValueError, AssertionError) as error:
-            expected = f"options of {name}"
-            raise ValueError(
-                f"data.options: expected {expected}, got {chosen}: {reason(error)}"
-            ) from None
+            why = f"{chosen}: {reason(error)}"
+            raise ValueError(f"data.options: expected options of {name}, got {why}") from None
         listed = []
         for place, item in enumerate(made, start=seed):
-            scored = {**item, "dataset": name, "options": chosen}
-            entry = json.loads(json.dumps(scored, default=str))  # a worker process receives JSON
+            entry = _plain({**item, "dataset": name, "options": chosen})
             row = {"question": item["question"], "answer": item["answer"], "entry": entry}
             listed.append((f"{source}[{place}]", row))
         return listed
@@ -146,142 +134,82 @@ def gym_splits(source: str, options: Mapping[str, Any], n_test: int | None) -> S
     }
 
 
-def read_file(path: Path, encoding: str | None = None) -> Rows:
+def read_file(path: Path) -> Rows:
     """Return the rows of a file. The file extension determines the format.
-
-    Args:
-        path: the file.
-        encoding: encoding of a text file. None reads UTF-8, or UTF-16 after a byte order mark.
 
     Raises:
         ValueError: the file is damaged or empty.
     """
-    ending = Path(path.name.removesuffix(".gz")).suffix.lower()
-    expected = f"a file with one of the endings {', '.join(FORMATS)}, or one of them and .gz"
-    require(ending in ("", *FORMATS), "data.path", expected, path)
+    ending = path.suffix.lower()
+    expected = f"an unpacked file with one of the endings {', '.join(FORMATS)}"
+    require(ending in FORMATS, "data.path", expected, path)
     if ending in ARROW:
         loaded = _datasets(str(path), "load_dataset", ARROW[ending], data_files=str(path))
         return loaded["train"]()
+    read = _csv_rows if ending in (".csv", ".tsv") else _json_rows
     try:
-        lines = list(_lines(path, encoding))
-    except (OSError, EOFError, UnicodeError, LookupError) as error:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(read(path, file))
+    except UnicodeError as error:
+        remedy = "`iconv -f cp1252 -t utf-8` converts old files of Excel"
+        raise ValueError(f"{path}: expected UTF-8 text, got {error}; {remedy}") from None
+    except OSError as error:
         why = reason(error)
         raise ValueError(f"data.path: expected a readable file, got {path}: {why}") from None
-    if ending in TABLES:
-        rows = _read_table(path, lines, TABLES[ending])
-    else:
-        rows = _read_json(path, lines)
-    if not rows:
-        raise ValueError(f"{path}: expected at least one line, the file is empty")
+    require(rows, str(path), "at least one row", "none")
     return rows
 
 
-def _lines(path: Path, encoding: str | None) -> Iterator[str]:
-    """Yield the lines of a text file. Refuse a byte that the encoding does not allow."""
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rb") as file:
-        start = file.read(2)
-    is_wide = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    encoding = encoding or ("utf-16" if is_wide else "utf-8-sig")
-    with opened(path, "rt", encoding=encoding, errors="surrogateescape", newline="") as file:
-        for number, line in enumerate(file, start=1):
-            bad = re.search("[\udc80-\udcff]", line)  # surrogateescape writes bad bytes like this
-            if bad is not None:
-                came = f"byte 0x{ord(bad[0]) - 0xDC00:02x}"
-                remedy = "data.encoding=cp1252 reads old files of Excel"
-                raise ValueError(f"{path}:{number}: not UTF-8 text ({came}); {remedy}")
-            yield line
-
-
-def _read_json(path: Path, lines: list[str]) -> Rows:
-    """Return the rows of JSON lines, of a list of rows, or of one object."""
-    first = next((line for line in lines if line.strip()), "")
-    if first.lstrip().startswith("{") and first.rstrip().endswith("}"):
-        texts = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
-        rows = [(place, _parse_json(place, line)) for place, line in texts]
-        content = rows[0][1]
-        if len(rows) > 1 or path.name.removesuffix(".gz").endswith("l"):
-            return rows
-    elif first:
-        content = _parse_json(str(path), "".join(lines))
-    else:
-        return []
-    return [(f"{path}[{n}]", fields) for n, fields in enumerate(_rows_of(content), start=1)]
-
-
-def _rows_of(content: Any) -> list[Any]:
-    """Return the rows of a parsed JSON value.
-
-    The items of a list are its rows. An object contains its rows as columns (which pandas writes)
-    or as its only list of objects. Any other object is a single row.
-    """
-    if not isinstance(content, dict):
-        return content if isinstance(content, list) else [content]
-    lists = [x for x in content.values() if isinstance(x, list) and x]
-    # Messages and choices are lists, too, but they are columns of a single row.
-    marks = {"role", "from", "label"}
-    if any(isinstance(x[0], dict) and marks & {*x[0]} for x in lists):
-        return [content]
-    # pandas writes a column as a list, or as an object with the numbers of the rows as keys.
-    columns = [
-        [*x.values()] if isinstance(x, dict) and [*x] == [*map(str, range(len(x)))] else x
-        for x in content.values()
-    ]
-    are_lists = len(columns) > 1 and all(isinstance(x, list) and len(x) > 1 for x in columns)
-    if are_lists and len({*map(len, columns)}) == 1:
-        return [dict(zip(content, row, strict=True)) for row in zip(*columns, strict=True)]
-    are_rows = len(lists) == 1 and isinstance(lists[0][0], dict)
-    return lists[0] if are_rows else [content]
+def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of JSON lines, or of a list of rows."""
+    text = file.read()
+    if text.lstrip().startswith("["):
+        for number, fields in enumerate(_parse_json(str(path), text), start=1):
+            yield f"{path}[{number}]", fields
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield place, _parse_json(place, line)
 
 
 def _parse_json(where: str, text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
-        raise ValueError(f"{where}: not a JSON object ({error})") from None
+        remedy = "write one object per line, or a list of objects"
+        raise ValueError(f"{where}: not a JSON object ({error}); {remedy}") from None
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Build a dict from JSON keys and values. Raise a ValueError if a key is repeated."""
-    fields: dict[str, object] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"the key {name!r} occurs twice")
-        fields[name] = value
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {name!r} occurs twice")
     return fields
 
 
-def _read_table(path: Path, lines: list[str], usual: str) -> Rows:
-    """Return the rows of a csv or tsv file, with columns of a type. Empty cells are None."""
+def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a csv file. All cells are texts, and empty cells are None."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
-    header = lines[0] if lines else ""
-    delimiter = next((mark for mark in (usual, ";", "\t", ",", "|") if mark in header), usual)
+    delimiter = max(",;\t|", key=file.readline().count)
+    file.seek(0)
     # Without strict=True, a quote that is never closed would swallow the rest of the file.
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    rows: Rows = []
-    last = 0  # last line of the previous row
+    reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     try:
-        names = [name.strip() for name in next(reader, [])]
-        last = reader.line_num
+        names = reader.fieldnames or []
         require(len({*names}) == len(names), f"{path}:1", "different names of columns", names)
-        for cells in reader:
-            extra = cells[len(names) :]  # empty ones come from delimiters at the end of a line
-            if cells:
-                expected = f"{len(names)} fields, as in the first line"
-                came = f"{len(cells)}; put a text with {delimiter!r} or a line break in quotes"
-                fits = len(cells) >= len(names) and not any(extra)
-                require(fits, f"{path}:{reader.line_num}", expected, came)
-                rows.append((f"{path}:{reader.line_num}", dict(zip(names, cells, strict=False))))
-            last = reader.line_num
+        for row in reader:
+            place = f"{path}:{reader.line_num}"
+            fits = None not in row and None not in row.values()
+            remedy = f"put a text with {delimiter!r} or a line break in quotes"
+            expected = f"{len(names)} fields, as in the first line ({remedy})"
+            require(fits, place, expected, reprlib.repr(row))
+            yield place, {name: text or None for name, text in row.items()}
     except csv.Error as error:
         remedy = 'end a text in quotes with ", and write "" for a quote in it'
-        raise ValueError(f"{path}:{last + 1}: not a row ({error}); {remedy}") from None
-    for name in names:
-        cells = [row[name] for _, row in rows if row[name]]
-        kind = next((k for k, form in TYPES.items() if all(map(form.fullmatch, cells))), str)
-        for _, row in rows:
-            row[name] = kind(row[name]) if row[name] else None
-    return rows
+        raise ValueError(f"{path}:{reader.line_num + 1}: not a row ({error}); {remedy}") from None
 
 
 def _datasets(source: str, function: str, *arguments: object, **options: object) -> Splits:
@@ -312,8 +240,12 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
     every = loaded if isinstance(loaded, Mapping) else {"train": loaded}
 
     def rows(split: str) -> Rows:
-        # Convert dates and bytes to text, because worker processes receive the fields as JSON.
-        plain = [json.loads(json.dumps(fields, default=str)) for fields in every[split]]
+        plain = map(_plain, every[split])
         return [(f"{source}[{split}]:{index}", row) for index, row in enumerate(plain, start=1)]
 
     return {split: functools.partial(rows, split) for split in every}
+
+
+def _plain(row: Mapping[str, Any]) -> Any:
+    """Convert dates and bytes to text, because worker processes receive the fields as JSON."""
+    return json.loads(json.dumps(row, default=str))

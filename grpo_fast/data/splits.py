@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import FILES, Example, text_of
 from grpo_fast.data.generated import SortTask, open_examples
-from grpo_fast.data.prompts import Form, ShotPrompts, check_rendered, in_chat
-from grpo_fast.data.readers import (
-    GYM,
-    TEST_SPLITS,
-    Rows,
-    gym_splits,
-    hub_splits,
-    is_local,
-    local_splits,
-    read_file,
-)
+from grpo_fast.data.prompts import Form, ShotPrompts
+from grpo_fast.data.readers import TEST_SPLITS, Rows, read_file, splits_of
 from grpo_fast.data.records import TESTS, EmptyField, column_of, find, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.errors import require
@@ -51,8 +42,6 @@ class Splits:
             that runs can be compared.
         tokenizer: the tokenizer that counts the tokens of worked examples (`data.shots_tokens`).
             With None, the prompts contain no worked examples.
-        test_only: if True, skip reading a file's training split, unless the test split or the
-            worked examples are taken from it. The training split is then empty.
         usable: function that receives the examples of a file and returns the usable ones. It may
             raise a ValueError.
 
@@ -74,7 +63,6 @@ class Splits:
         seed: int,
         tokenizer: Callable[..., Any] | None = None,
         *,
-        test_only: bool = False,
         usable: Usable = list,
     ) -> None:
         self.data = data
@@ -86,7 +74,7 @@ class Splits:
         elif data.task == "open":
             self.train = self.test = open_examples()
         else:
-            self.questions = read_questions(data, test_only, usable)
+            self.questions = read_questions(data, usable)
             self._build_prompts(tokenizer)
 
     def _build_prompts(self, tokenizer: Callable[..., Any] | None) -> None:
@@ -107,32 +95,16 @@ class Splits:
         # in all runs, so that evaluations can be compared.
         self.test = ShotPrompts(test, pool, form, seed="test", **options)
 
-    def for_tokenizer(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        encode: Callable[..., list[list[int]]] | None = None,
-    ) -> Splits:
+    def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
 
         If `data.chat` is None and the tokenizer has a chat template, questions from a file become
-        chat messages. Prompts of more than `data.max_prompt_tokens` tokens are skipped.
-
-        Args:
-            tokenizer: the tokenizer of the model.
-            encode: `rollout.encode_prompts`. None skips no prompt.
-
-        Raises:
-            ValueError: a prompt was rendered for a different model, or no prompt is short enough.
+        chat messages.
         """
         splits = copy.copy(self)
         splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
-        if self.data.task not in FILES:
-            return splits
-        splits._build_prompts(None)
-        check_rendered([*splits.train, *splits.test], tokenizer)
-        if self.data.max_prompt_tokens is not None and encode is not None:
-            splits.train = without_long(splits.train, splits.data, tokenizer, encode, "train")
-            splits.test = without_long(splits.test, splits.data, tokenizer, encode, "test")
+        if self.data.task in FILES:
+            splits._build_prompts(None)
         return splits
 
     def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
@@ -166,41 +138,7 @@ class Splits:
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
 
 
-def without_long(
-    examples: Sequence[Example],
-    data: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    encode: Callable[..., list[list[int]]],
-    split: str,
-) -> list[Example]:
-    """Return the examples without prompts of more than `data.max_prompt_tokens` tokens.
-
-    Args:
-        examples: the examples of a split.
-        data: the section `data` of a configuration. If `chat` is true, text prompts are counted as
-            chat messages.
-        tokenizer: the tokenizer that counts the tokens.
-        encode: `rollout.encode_prompts`, which returns the token ids of each prompt.
-        split: name of the split, for messages.
-
-    Raises:
-        ValueError: no prompt is short enough.
-    """
-    most = data.max_prompt_tokens
-    prompts = [(in_chat(e) if data.chat else e).prompt for e in examples]
-    ids = encode(tokenizer, prompts, data.template_kwargs)
-    kept = [e for e, tokens in zip(examples, ids, strict=True) if len(tokens) <= most]
-    came = f"{most}, which none of {len(examples)} {split} prompts is within"
-    require(kept or not examples, "data.max_prompt_tokens", "a larger number", came)
-    if len(kept) < len(examples):
-        skipped = len(examples) - len(kept)
-        log.warning("data: %d %s prompts have more tokens, and are skipped", skipped, split)
-    return kept
-
-
-def read_questions(
-    data: Any, test_only: bool, usable: Usable = list
-) -> tuple[list[Example], list[Example]]:
+def read_questions(data: Any, usable: Usable = list) -> tuple[list[Example], list[Example]]:
     """Read both splits of a data source, without applying the prompt template.
 
     If the source has no test split, some rows of the training split become the test split. The
@@ -208,44 +146,35 @@ def read_questions(
 
     Args:
         data: the section `data` of a configuration.
-        test_only: if True, skip the training split if neither the test split nor
-            `data.shots_tokens` needs it. The training split is then empty.
         usable: function that receives examples and returns the usable ones.
     """
-    # 1. Read the splits. A column `split` divides the rows of a single split. Without a test split,
-    # hold out some training rows for it.
-    if data.path.startswith(GYM):
-        splits = gym_splits(data.path, data.options, data.n_test)
-    elif is_local(data.path):
-        splits = local_splits(Path(data.path), data.encoding)
-    else:
-        splits = hub_splits(data.path)
+    # 1. Read the splits. Without a test split, hold out some training rows for it.
+    splits = splits_of(data)
     train_name = "train" if "train" in splits else next(iter(splits))
     test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
-    needs_train = not test_only or test_name is None or data.shots_tokens is not None
-    rows = splits[train_name]() if needs_train else []
-    rows, test_rows = (rows, splits[test_name]()) if test_name is not None else _by_column(rows)
+    rows = splits[train_name]()
     train = _parsed(rows, data)
-    test = _parsed(test_rows, data)
-    if test_name is None and not test_rows:
+    if test_name is None:
+        named = {str(column_of(row, ["split"])).lower() for _, row in rows}
+        expected = "a file for each split, such as train.jsonl and test.jsonl"
+        require(not named & {*TEST_SPLITS}, "data: column 'split'", expected, sorted(named))
         train, test = _hold_out(train, data.n_test, data.path)
+    else:
+        test = _parsed(splits[test_name](), data)
     # Hold out rows before unusable rows are removed. The held-out rows then do not depend on the
     # rewards, so `grpo-fast eval` finds the same rows.
     train = list(usable(train))
     test = list(usable(test))
-    require(test, "data", f"at least one test example in {data.path}", "none")
-    fits = train or not needs_train
-    require(fits, "data", f"at least one training example in {data.path}", "none")
+    for name, examples in (("test", test), ("training", train)):
+        require(examples, "data", f"at least one {name} example in {data.path}", "none")
     # 2. Remove test prompts from the training split, unless the split would become empty.
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
-    if train and not different:
+    skipped = len(train) - len(different)
+    if not different:
         log.warning("data: every training prompt is also a test prompt, so nothing is held out")
-    elif len(different) < len(train):
-        skipped = len(train) - len(different)
-        log.warning(
-            "data: %d training rows are skipped, because their prompts are test prompts", skipped
-        )
+    elif skipped:
+        log.warning("data: %d training rows are skipped, as their prompts are in the test", skipped)
     return different or train, test
 
 
@@ -256,8 +185,7 @@ def read_examples(data: Any) -> list[Example]:
         data: the section `data` of a configuration.
     """
     form = Form.of(data)
-    rows = read_file(Path(data.path), data.encoding)
-    return [form.apply(example) for example in _parsed(rows, data)]
+    return [form.apply(example) for example in _parsed(read_file(Path(data.path)), data)]
 
 
 def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -272,7 +200,7 @@ def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _parsed(rows: Rows, data: Any) -> list[Example]:
-    """Return an example for each row. Log how many rows are skipped or have no plain answer."""
+    """Return an example for each row. Log how many rows are skipped or have no answer."""
     examples: list[Example] = []
     is_gsm8k = data.task == "gsm8k"
     for place, row in rows:
@@ -286,35 +214,16 @@ def _parsed(rows: Rows, data: Any) -> list[Example]:
             examples.append(example)
     skipped = len(rows) - len(examples)
     without = sum(map(_has_no_answer, examples))
-    nested = sum(e.answer is None and e.label is not None for e in examples)
     if skipped:
         log.warning("data: %d rows without a prompt or an answer are skipped", skipped)
     if 0 < without < len(examples):
         log.warning("data: %d rows have no answer; data.drop_unusable=true skips them", without)
-    if nested:
-        key = "data.columns={answer: COLUMN.KEY} reads a part"
-        log.warning("data: %d answers are lists or mappings, for your own reward; %s", nested, key)
     return examples
 
 
 def _has_no_answer(example: Example) -> bool:
     fields = example.fields
     return example.label is None and find(fields, TESTS) is None and "entry" not in fields
-
-
-def _by_column(rows: Rows) -> tuple[Rows, Rows]:
-    """Divide rows by their column `split` into training and test rows. Without it, all train."""
-    named = [
-        str(isinstance(r, dict) and column_of(r, ["split"]) or "train").lower() for _, r in rows
-    ]
-    test_name = next((name for name in TEST_SPLITS if name in named), None)
-    unknown = sorted({*named} - {"train", *TEST_SPLITS})
-    expected = f"train or one of {', '.join(TEST_SPLITS)}; rename the column if it is no split"
-    require(not unknown, "data: column 'split'", expected, unknown[:3])
-    if "train" not in named:
-        return rows, []
-    train = [row for row, name in zip(rows, named, strict=True) if name == "train"]
-    return train, [row for row, name in zip(rows, named, strict=True) if name == test_name]
 
 
 def _hold_out(

@@ -88,25 +88,6 @@ class SupportRows(NamedTuple):
         """Return the row number of each id in the sets, (nnz,) int64."""
         return rows_of(self.offsets, len(self.ids))
 
-    def select(self, x: Tensor) -> Tensor:
-        """Return the (R, …) rows of x (T, …) that have a token set."""
-        return x if self.row_index is None else x.index_select(0, self.row_index)
-
-    def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
-        """Merge the values of rows with and without a token set into one (T,) tensor.
-
-        Args:
-            own: (R,) values of the rows with a token set.
-            others: (T - R,) values of the rows without a token set; None if there are none.
-        """
-        if self.row_index is None:
-            return own
-        assert self.dense_index is not None and others is not None
-        # Leave the tensor uninitialised, because each row is in exactly one of the two index
-        # tensors.
-        merged = own.new_empty(len(own) + len(others))
-        return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
-
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
     """Return the row number of each element of a vector that stores rows of unequal length.

@@ -29,7 +29,6 @@ def linear_logps(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
-    entropy_over: str = "support",
     hidden_rows: Tensor | None = None,  # the shape of target_ids
     support: Support | None = None,
     group: object = None,
@@ -66,8 +65,6 @@ def linear_logps(
             None: no bound.
         logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
-        entropy_over: only used with a `support`. "support" computes entropies over the ids of the
-            support. "vocabulary" computes them over all ids, which requires all logits.
         hidden_rows: the shape of target_ids, int64 or int32. The row of `hidden` (R, H) that
             predicts each target. A row may predict several targets, as the last row of a shared
             prompt does. None: row t predicts target t.
@@ -109,9 +106,8 @@ def linear_logps(
         checks.hidden_layout(hidden, target_ids, hidden_rows)
         call = Call(
             tensors=tensors, like=target_ids, temperature=temperature, softcap=softcap,
-            logit_scale=logit_scale, return_entropy=return_entropy, entropy_over=entropy_over,
-            backend=backend, support=support, hidden_rows=hidden_rows,
-            shard=ranks.shard(tensors[1]),
+            logit_scale=logit_scale, return_entropy=return_entropy, backend=backend,
+            support=support, hidden_rows=hidden_rows, shard=ranks.shard(tensors[1]),
         )  # fmt: skip
         return entry.logps(call, ranks)
 
@@ -125,7 +121,6 @@ def logits_logps(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
-    entropy_over: str = "support",
     support: Support | None = None,
     backend: str = "auto",
 ) -> Any:  # logps, or (logps, entropy)
@@ -144,8 +139,6 @@ def logits_logps(
         softcap: bound of the absolute logits, a number > 0. None: no bound.
         logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
-        entropy_over: only used with a `support`. "support" computes entropies over the ids of the
-            support, and "vocabulary" over all ids.
         support: the ids from which a truncating sampler drew each target (see `Support`). None: the
             full vocabulary.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
@@ -173,8 +166,8 @@ def logits_logps(
     checks.logits(logits, target_ids)
     call = Call(
         tensors=(_logit_rows(logits),), like=target_ids, temperature=temperature, softcap=softcap,
-        logit_scale=logit_scale, return_entropy=return_entropy, entropy_over=entropy_over,
-        backend=backend, support=support,
+        logit_scale=logit_scale, return_entropy=return_entropy, backend=backend,
+        support=support,
     )  # fmt: skip
     return entry.logps(call)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import refuse
-from grpo_fast.kernels.head.divergence import Divergences, buffers_of
+from grpo_fast.kernels.head.divergence import Divergences
 from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
@@ -64,7 +64,7 @@ def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
 
 
 def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
-    """Compute a loss from hidden states or logits.
+    """Compute a loss or a divergence from hidden states or logits.
 
     The gradients are (d-hidden, d-weight, d-bias), or (d-logits,). With `inplace`, the gradient
     overwrites the logits.
@@ -73,31 +73,31 @@ def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
     refuse("grad_filter", first, call.grad_filter)
     refuse("validate", first, call.validate, "auto")
     wanted = call.of_head
-    config = call.config
-    assert config is not None
-    # 1. In fp16, scale the weights up, so that the gradients do not underflow. The gradients of an
-    # LM head are summed in fp32, and `rescaled` rounds them once.
-    is_half = needs_scaling(first.dtype)
-    tokens = call.scaled_tokens() if is_half and any(wanted) else call.tokens
+    tokens = call.tokens
+    weights = call.weights if tokens is None else tokens.token_weights
+    # 1. In fp16, scale the weights by a power of two, so that the gradients do not underflow. The
+    # gradients of an LM head are summed in fp32, and `rescaled` rounds them once.
+    is_half = any(wanted) and needs_scaling(first.dtype)
+    unit = weight_unit(weights) if is_half else None
+    if unit is not None:
+        weights = weights * unit
+        tokens = tokens and tokens._replace(token_weights=weights, unit=unit)
     # 2. Create the driver, and the divergence from a teacher if there is one.
     route = call.route(tensors)
     term = call.divergence
     divergences = None
     if term is not None:
-        support = call.rows.support
         divergences = Divergences(
-            term.teacher, Divergence(term.kind, term.beta), term.coef * tokens.token_weights,
-            route, has_gradient=any(wanted),
-            set_rows=support.row_index if support is not None and call.full_entropy else None,
+            term.teacher, Divergence(term.kind, term.beta), term.coef * weights, route,
+            has_gradient=any(wanted),
         )  # fmt: skip
     driver = call.driver(
-        tensors, route, entropy_gradient=config.entropy_coef != 0, keep_fp32=is_half,
-        buffers=1 if term is None else buffers_of(term.teacher, has_policy=True),
+        tensors, route, entropy_gradient=call.config is not None and call.config.entropy_coef != 0,
+        keep_fp32=is_half,
     )  # fmt: skip
     # 3. Compute the loss and its gradients.
     with kernel_precision(first.device):
         result = driven(call, driver, tokens, divergences)
-    unit = tokens.unit
     if unit is None:
         return result
     if len(tensors) == 1:
@@ -106,16 +106,20 @@ def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
 
 
 def driven(
-    call: Call, driver: Driver, tokens: Tokens, divergences: Divergences | None
+    call: Call, driver: Driver, tokens: Tokens | None, divergences: Divergences | None
 ) -> LossResult:
-    """Compute a loss and its gradients with a driver.
+    """Compute a loss and its gradients with a driver. Without tokens, it is a divergence only.
 
     A token-level loss needs one pass, because each row's gradient depends only on that row. Other
     losses first compute the logps of all rows, and then the gradients in a second pass.
     """
     config = call.config
-    assert config is not None
     wanted = call.of_head
+    if config is None or tokens is None:
+        assert divergences is not None
+        gradients = driver.gradients(divergences, wanted)
+        loss = weighted_sum(divergences.weights, divergences.values).to(divergences.weights.dtype)
+        return LossResult(loss, divergences.values, None, gradients)
     terms = row_terms(tokens, config)
     if any(wanted) and terms is not None and driver.num_rows:
         # 1. Compute losses and gradients of a token-level loss in one pass.
@@ -152,42 +156,19 @@ def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
     """Compute the loss from given logps. The gradients are (dL/dlogp, dL/dentropy)."""
     rows = call.rows
     config = call.config
-    assert config is not None
+    tokens = call.tokens
+    assert config is not None and tokens is not None
     logps, entropy = tensors
     # Compute in fp32. Copy the inputs, because an output must not share memory with an input.
     # Otherwise, an in-place change of the input would change the output.
     lp = rows.active(logps).to(torch.float32, copy=True)
     h = None if entropy is None else rows.active(entropy).to(torch.float32, copy=True)
     checks.check_logps(lp, call.checks, checks.NO_FINITE_LOGP)
-    result = token_loss(lp, h, call.tokens, config)
+    result = token_loss(lp, h, tokens, config)
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else lp.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
     return LossResult(result.loss, rows.to_rows(lp), rows.to_rows(h), gradients)
-
-
-def divergence_loss(call: Call, tensors: RowTensors, weights: Tensor) -> LossResult:
-    """Compute the loss Σ weights·D and its gradients, where D is the divergence of a row."""
-    wanted = call.of_head
-    term = call.divergence
-    assert term is not None
-    is_half = any(wanted) and needs_scaling(tensors[0].dtype)
-    # In fp16, scale the weights by a power of two, so that the gradients do not underflow.
-    unit = weight_unit(weights) if is_half else None
-    weights = weights if unit is None else weights * unit
-    route = call.route(tensors)
-    divergences = Divergences(
-        term.teacher, Divergence(term.kind, term.beta), weights, route, has_gradient=any(wanted)
-    )
-    with kernel_precision(tensors[0].device):
-        driver = call.driver(
-            tensors, route, entropy_gradient=False, keep_fp32=is_half,
-            buffers=buffers_of(term.teacher, has_policy=False),
-        )  # fmt: skip
-        gradients = driver.gradients(divergences, wanted)
-    loss = weighted_sum(weights, divergences.values).to(weights.dtype)
-    result = LossResult(loss, divergences.values, None, gradients)
-    return result if unit is None else rescaled(result, unit, tensors[0].dtype)
 
 
 def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:

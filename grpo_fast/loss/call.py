@@ -18,11 +18,10 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
-from grpo_fast.kernels.head.sums import weight_unit
 from grpo_fast.kernels.head.terms import saves_time
 from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
-from grpo_fast.kernels.teachers import DivergenceTerm
+from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import checks
 from grpo_fast.loss.checks import ValueChecks
@@ -48,7 +47,9 @@ class Call:
         shard: this rank's part of the vocabulary.
         wanted: for each of the tensors, whether autograd needs its gradient.
         rows: the active rows, set by `find_tokens` or `find_targets`.
-        tokens: the inputs of the loss for the active tokens, set by `find_tokens`.
+        tokens: the inputs of the loss for the active tokens, set by `find_tokens`. None for logps
+            and `linear_divergence`.
+        weights: (T,) weights of the rows of `linear_divergence`, set by `find_all_rows`.
         left_out: (T,) bool mask of rows without a target that `find_targets` has kept, or None.
     """
 
@@ -77,14 +78,14 @@ class Call:
     softcap: float | None = None
     logit_scale: float = 1.0
     return_entropy: bool = False
-    entropy_over: str = "support"
 
     def __post_init__(self) -> None:
         on = torch.is_grad_enabled()
         self.wanted = tuple(on and x is not None and x.requires_grad for x in self.tensors)
         self.checks = ValueChecks(self.validate)
         self.rows: ActiveRows
-        self.tokens: Tokens
+        self.tokens: Tokens | None = None
+        self.weights: Tensor
         self.left_out: Tensor | None = None
 
     @property
@@ -105,16 +106,6 @@ class Call:
         if self.shard is not None:
             return self.shard.vocabulary
         return len(self.tensors[1]) if len(self.tensors) == 3 else int(self.tensors[0].shape[1])
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.return_entropy if self.config is None else self.config.needs_entropy
-
-    @property
-    def full_entropy(self) -> bool:
-        """Return whether token sets restrict the logps, but not the entropies."""
-        over = self.entropy_over if self.config is None else self.config.entropy_over
-        return self.needs_entropy and over == "vocabulary" and self.rows.support is not None
 
     # ---- Active rows
 
@@ -189,12 +180,13 @@ class Call:
         self.rows = self._rows(index, valid(ids, -1) if skips else ids, transform)
         return self
 
-    def find_all_rows(self) -> Call:
-        """Take all rows of `linear_divergence`.
+    def find_all_rows(self, weights: Tensor) -> Call:
+        """Take all rows of `linear_divergence`, with their weights (N,).
 
         The kernels expect a target in every row, but a divergence has no targets. Each row gets a
         dummy target, which is the first id of its set, or 0 without a support.
         """
+        self.weights = weights
         like = self.like
         ids = torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
         support = self.support
@@ -341,16 +333,6 @@ class Call:
 
     # ---- Kernels
 
-    def scaled_tokens(self) -> Tokens:
-        """Return the tokens with weights scaled up, so that fp16 gradients do not underflow.
-
-        The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is
-        stored in `Tokens.unit`, so that the loss and the gradients can be divided by it later.
-        """
-        tokens = self.tokens
-        unit = weight_unit(tokens.token_weights)
-        return tokens._replace(token_weights=tokens.token_weights * unit, unit=unit)
-
     def route(self, tensors: RowTensors) -> Route:
         """Return the kernels for the tensors of the call.
 
@@ -363,13 +345,7 @@ class Call:
         return head_route(self.backend, tensors[1], is_shard=needs_rows)
 
     def driver(
-        self,
-        tensors: RowTensors,
-        route: Route,
-        *,
-        entropy_gradient: bool,
-        keep_fp32: bool = False,
-        buffers: int = 1,
+        self, tensors: RowTensors, route: Route, *, entropy_gradient: bool, keep_fp32: bool = False
     ) -> Driver:
         """Create the driver of a pass over the active rows.
 
@@ -378,16 +354,20 @@ class Call:
             route: the result of `route`.
             entropy_gradient: whether the coefficients will include dL/dentropy.
             keep_fp32: return gradients in the dtype of their sums, at least fp32.
-            buffers: number of buffers for the logits of a chunk.
         """
         if len(tensors) == 1:
             out = tensors[0] if self.inplace else None
-            return logits_driver(tensors[0], out, self.rows, route, full_entropy=self.full_entropy)
+            return logits_driver(tensors[0], out, self.rows, route)
+        term = self.divergence
+        # A second buffer holds the logits of a teacher's head, or the gradient of the divergence
+        # from a top-k teacher next to that of the policy loss.
+        has_policy = self.config is not None
+        is_pair = term is not None and (has_policy or isinstance(term.teacher, TeacherHead))
         return linear_driver(
             HeadTensors(*tensors), self.rows, route, shard=self.shard,
-            entropy_gradient=entropy_gradient, full_entropy=self.full_entropy, keep_fp32=keep_fp32,
-            needs_d_weight=self.wanted[1], tolerance=self.grad_filter, buffers=buffers,
-            adds_terms=self.divergence is not None,
+            entropy_gradient=entropy_gradient, keep_fp32=keep_fp32, needs_d_weight=self.wanted[1],
+            tolerance=self.grad_filter, buffers=2 if is_pair else 1,
+            adds_terms=term is not None,
         )  # fmt: skip
 
     @property

@@ -28,7 +28,7 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
-from grpo_fast.objective.config import CHOICES, LossConfig
+from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # ---- Tables
@@ -46,12 +46,7 @@ KINDS = {  # the allowed dtypes for each description in a message
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
 # The allowed words of each option, and the expectation and the predicate of each number.
-WORDS = {
-    "backend": BACKENDS,
-    "validate": ("auto", "full"),
-    "entropy_over": CHOICES["entropy_over"],
-    "kind": tuple(DIVERGENCES),
-}
+WORDS = {"backend": BACKENDS, "validate": ("auto", "full"), "kind": tuple(DIVERGENCES)}
 TOTALS = f"a number > 0 (at least {LEAST_TOTAL:g})"
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "logit_scale": ("a finite number, not 0", lambda x: x != 0),

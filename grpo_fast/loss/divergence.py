@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from grpo_fast.errors import LEAST_LOGP, argument_error, conflict, require
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.loss import checks, entry
-from grpo_fast.loss.autograd import apply_loss, divergence_loss
+from grpo_fast.loss.autograd import apply_loss, loss_from_logits
 from grpo_fast.loss.call import Call
 from grpo_fast.loss.checks import ValueChecks, check_numbers, raise_pending
 from grpo_fast.loss.ranks import Agreement, local_rows
@@ -142,15 +141,13 @@ def linear_divergence(
         )  # fmt: skip
         entry.check_options(call)
         # 2. Prepare the rows, and check that the other ranks make the same call.
-        call.find_all_rows()
-        of_rows = _weights(weights, like, hidden.dtype)
+        call.find_all_rows(_weights(weights, like, hidden.dtype))
         numbers = (kind, beta, *call.transform)
         ids = call.rows.target_ids
         ranks.check_agreement(tensors, ids, call.wanted, backend, numbers)
         # 3. Compute the divergence with autograd.
         call.tensors = ()
-        run = partial(divergence_loss, weights=of_rows)
-        loss, each, *_ = apply_loss(run, call, *tensors)
+        loss, each, *_ = apply_loss(loss_from_logits, call, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 

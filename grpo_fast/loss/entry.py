@@ -155,10 +155,7 @@ def check_given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig)
 
 def check_logps(call: Call) -> None:
     """Check the arguments of `linear_logps` and `logits_logps`."""
-    checks.options(
-        logit_scale=call.logit_scale, softcap=call.softcap, entropy_over=call.entropy_over,
-        backend=call.backend,
-    )  # fmt: skip
+    checks.options(logit_scale=call.logit_scale, softcap=call.softcap, backend=call.backend)
     checks.temperature(call.temperature, call.like)
     _check_support(call.support, call.like, is_shard=call.shard is not None)
 
@@ -312,6 +309,7 @@ def loss(run: Run, call: Call, ranks: Agreement = NO_GROUP) -> LossOutput:
     # 4. Add the metrics of grad_filter and of the divergence, and reshape the outputs to the layout
     # of the call.
     tokens = call.tokens
+    assert tokens is not None
     more: dict[str, Tensor] = {}
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))

@@ -18,7 +18,7 @@ from grpo_fast.objective.losses import LEVELS, OBJECTIVES, VESPO_PARAMS, Objecti
 CHOICES: dict[str, Collection[str]] = {
     "loss_type": OBJECTIVES, "kl_estimator": (*KL_ESTIMATORS, *EXACT),
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
-    "aggregation": AGGREGATIONS, "entropy_over": ("support", "vocabulary"),
+    "aggregation": AGGREGATIONS,
 }  # fmt: skip
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
@@ -107,8 +107,6 @@ class LossConfig:
     Entropy
         entropy_coef: float. Weight of an entropy bonus, which is subtracted from the loss.
         compute_entropy: bool. Return entropies even if the loss does not need them.
-        entropy_over: str. With a `support`, "support" computes entropies over the ids of the
-            support. "vocabulary" computes them over all ids, which requires all logits.
 
     Options of single losses
         delta: float. Upper bound of the unclipped ratio (INTELLECT-2), for "grpo" and its variants.
@@ -165,7 +163,6 @@ class LossConfig:
     kl_clamp: float | None = None
     kl_input_clamp: float | None = None
     group_size: int | None = None
-    entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
         """Compare by value, except for temperature tensors, which are compared by identity.
@@ -306,11 +303,6 @@ class LossConfig:
     def needs_entropy(self) -> bool:
         """Return whether the loss or the caller needs the entropy of every row."""
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
-
-    @property
-    def entropy_over_vocabulary(self) -> bool:
-        """Return whether entropies are computed over the full vocabulary, even with a support."""
-        return self.needs_entropy and self.entropy_over == "vocabulary"
 
     @property
     def is_token_local(self) -> bool:

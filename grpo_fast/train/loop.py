@@ -26,8 +26,8 @@ from grpo_fast.train import checkpoint, ranks
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import load_critic
-from grpo_fast.train.evaluation.command import asking_lines
 from grpo_fast.train.evaluation.evaluate import build_evaluation
+from grpo_fast.train.evaluation.questions import asking_lines
 from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.metrics import Clock, finite
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
@@ -241,7 +241,7 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
     Raises:
         ValueError: a prompt is too long for the model.
     """
-    questions = questions.for_tokenizer(policy.tokenizer, encode_prompts)
+    questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
     _check_shots(policy, questions, splits.train, longest)

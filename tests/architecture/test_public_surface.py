@@ -19,10 +19,9 @@ TOKENS = dict.fromkeys(
 RULE = dict(temperature=1.0, softcap=None, logit_scale=1.0, return_entropy=False, backend="auto")
 LOSS = dict(backend="auto", validate="auto")
 HEAD = dict(bias=None, hidden_rows=None, support=None, group=None)
-OVER = dict(entropy_over="support")
 SIGNATURES = {
-    "linear_logps": ("hidden lm_head_weight target_ids", HEAD | RULE | OVER),
-    "logits_logps": ("logits target_ids", RULE | OVER | dict(support=None)),
+    "linear_logps": ("hidden lm_head_weight target_ids", HEAD | RULE),
+    "logits_logps": ("logits target_ids", RULE | dict(support=None)),
     "grpo_loss": ("logps advantages config", TOKENS | dict(entropy=None)),
     "linear_grpo_loss": (
         "hidden lm_head_weight target_ids advantages config",

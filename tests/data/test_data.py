@@ -1,7 +1,6 @@
 """Tests of data sources and tokenizers, including GSM8K if its files are available."""
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -61,7 +60,7 @@ def test_gsm8k_counts_of_the_real_files():
         assert not any("<<" in e.solution for e in examples)
 
 
-def test_gold_answer(tmp_path):
+def test_gold_answer():
     assert gold_answer("a\n#### 1,080") == "1080"
     assert gold_answer("#### 1\n#### -7 ") == "-7"
     texts = ("$12", "12%", ".5", "+7", "\u22127", "12.", "**12**", "\\boxed{12}", "15/2", "1e3")
@@ -71,10 +70,6 @@ def test_gold_answer(tmp_path):
     for bad in ("no marker", "#### ", "#### about 3", "#### ١٨"):
         with pytest.raises(ValueError, match="####"):
             gold_answer(bad)
-    path = write_lines(tmp_path / "d.jsonl", {"question": "q", "answer": "18"})
-    assert read(path)[0].answer == "18"
-    with pytest.raises(ValueError, match=r"d\.jsonl:1: answer: expected '#### <number>'"):
-        read(path, task="gsm8k")
 
 
 # -------------------------------------------------------------------------------------------- Files
@@ -83,17 +78,7 @@ def test_gold_answer(tmp_path):
     [
         ("{not json", "not a JSON object"),
         ("[1, 2]", "expected a JSON object, got list"),
-        ({"text": "x"}, "expected a field 'prompt' or 'question', found 'text'"),
-        (
-            {"prompt": "x", "answer": " "},
-            "a non-empty text in the answer, got ' '; data.drop_unusable=true",
-        ),
-        ({"prompt": "", "answer": "1"}, "expected a non-empty text"),
-        ({"prompt": 3.5, "answer": "1"}, "text or a list of chat messages, got 3.5"),
-        ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
-        ({"prompt": "x", "answer": "1", "solution": [5]}, "field 'solution', got list"),
         ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' occurs twice"),
-        (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8 text (byte 0xff)"),
         ("[" * 100_000, "not a JSON object"),
         ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
         ('{"prompt": "x \\ud800", "answer": "1"}', "got the lone surrogate '\\ud800'"),
@@ -119,19 +104,6 @@ def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
     write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
     assert len(load(path=str(tmp_path))) == lines
     assert len(load("test", path=str(tmp_path))) == 1
-
-
-def test_the_symbols_of_a_file_are_its_words(tmp_path):
-    lines = [
-        {"prompt": "b a\n?", "answer": "a b", "solution": "so a b"},
-        {"messages": [{"role": "user", "content": "c\td"}], "answer": 7},
-    ]
-    write_lines(tmp_path / "train.jsonl", *lines)
-    write_lines(tmp_path / "test.jsonl", {"prompt": "only here", "answer": "x"})
-    found = Splits(DataConfig(task="jsonl", path=str(tmp_path)), 0).symbols()
-    assert found == sorted(["b", "a", "?", "so", "c", "d", "7", "only", "here", "x"])
-    tokenizer = build_symbol_tokenizer(found)
-    assert tokenizer.decode(tokenizer("a b here")["input_ids"]) == "a b here"
 
 
 def test_fields_and_templates(tmp_path):
@@ -184,19 +156,19 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
 
 
 def test_missing_and_unreadable_sources(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="the file is empty"):
+    with pytest.raises(ValueError, match="expected at least one row"):
         load(path=str(write_lines(tmp_path / "e.jsonl")))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="needs the package `datasets`"):
         load(task="gsm8k", path="openai/gsm8k")
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"})
-    path.chmod(0)
     for missing in (f"{path}/x.jsonl", "x" * 5000):
         with pytest.raises(ValueError, match=f"found nothing at {missing}"):
             load(path=missing)
-    unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
+    memory = tmp_path / "memory.jsonl"  # root may read every file, but not this place
+    memory.symlink_to("/proc/self/mem")
     with pytest.raises(ValueError, match="data.path: expected a readable file, got .*Errno"):
-        read(unreadable)
+        read(memory)
 
 
 def test_hub_rows(monkeypatch):

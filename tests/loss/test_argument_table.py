@@ -52,7 +52,6 @@ VALUES = {
     "temperature": 0.5 + rand(T, seed=7).abs(),  # one temperature for each row
     "logit_scale": 1.3,
     "return_entropy": True,
-    "entropy_over": "vocabulary",
     "hidden_rows": torch.tensor([0, 0, 1, 2, 2, 5, 6]),
     "support": Support(SETS, torch.arange(T + 1) * 3),
     "backend": "torch",
@@ -75,8 +74,6 @@ IN_CONFIG = {
     "compute_entropy": True, "top_entropy_quantile": 0.5,
 }  # fmt: skip
 NEUTRAL = ("group", "backend", "validate", "inplace")  # these keywords do not change the result
-# A keyword listed here has no effect alone. It is tested together with the keywords in its entry.
-WITH = {"entropy_over": {"support": VALUES["support"], "return_entropy": True}}
 NEEDS = {"num_items_in_batch": {"aggregation": "token_mean_global"}}
 
 
@@ -106,7 +103,6 @@ class Call:
         elif name.startswith("config."):
             config[name[7:]] = IN_CONFIG[name[7:]]
         elif name:
-            self.keywords |= WITH.get(name, {})
             self.keywords[name] = {**VALUES, "group": group}[name]
         self.config = LossConfig(**config)
 
@@ -187,11 +183,8 @@ MODES = {
 # Compiling takes time, so the mode "compiled" is tested only with some keywords.
 COMPILED = {"", "support", "group", "inplace", "hidden_rows", "divergence", "temperature"}
 OUTSIDE_OF_RECORDINGS = {
-    "group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"
+    "group", "support", "completion_mask", "grad_filter", "validate"
 }  # fmt: skip
-# Maps a keyword to the keyword that the error message names instead. `entropy_over` is tested
-# together with `support` (see WITH), and the error is about `support`.
-REFUSED = {"entropy_over": "support"}
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +211,7 @@ def test_a_cell(function, name, mode, group, monkeypatch):
     call.drops = mode not in ("reentrant", "no_grad")
     plain, run = answer(call), MODES[mode]
     if mode == "recorded" and name in OUTSIDE_OF_RECORDINGS:
-        refused = REFUSED.get(name, name)
-        with pytest.raises(Exception, match=f"(?s){refused}: expected .*, got"):
+        with pytest.raises(Exception, match=f"(?s){name}: expected .*, got"):
             run(call, monkeypatch)
         return
     found = run(call, monkeypatch)
@@ -237,7 +229,6 @@ def test_each_value_tells(function, group):
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)
         without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))
-        without.keywords |= WITH.get(name, {})
         pairs = list(zip(answer(call), answer(without), strict=False))
         same = all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
         assert not same or len(answer(call)) != len(answer(without)), name

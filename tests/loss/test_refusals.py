@@ -348,7 +348,6 @@ LOGPS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
     (EVERY, "got -0.5 (2 of ", [bad(bad(torch.ones(ROWS), INF, (3,)), -0.5, (1,))]),
     (EVERY, "softcap", [0.0, -1.0]),
     (EVERY, "logit_scale", [NAN]),
-    (EVERY, "entropy_over", ["all", None, True]),
     (EVERY, "backend", ["cuda", "best"]),
     (("linear_logps",), "lm_head_weight", [WEIGHT[:, :7], WEIGHT.double()]),
     (("linear_logps",), "bias", [torch.ones(10)]),

@@ -18,7 +18,6 @@ from tests.loss_cases import (
     BACKENDS,
     ENGINES,
     IS_INTERPRETER,
-    LAYOUTS,
     kept_ids,
     make_case,
     options_for,
@@ -54,51 +53,18 @@ def check(function, case, **how):
     return result
 
 
-@pairs(
-    form=FORMS,
-    loss_type__more=[
-        ("dapo", {}),
-        ("gspo", {"top_entropy_quantile": 0.6}),
-        ("grpo", {"softcap": 3.0, "beta": 0.2}),
-        ("reinforce", {"entropy_coef": 0.0, "compute_entropy": True}),
-    ],
-    backend=BACKENDS,
-)
-def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
-    """Check that entropies may use the full vocabulary while the policy uses the support.
-
-    With an entropy bonus, the gradient changes the logits of all ids. Without it, the gradient
-    changes only the logits of ids in the support.
-    """
-    options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
-    case, function = make_case(38, support=True, **options), take(form, monkeypatch)
-    layout = LAYOUTS[loss_type == "dapo"]
-    result = loss_cases.check(function, case, backend=backend, layout=layout)
-    inside = run(function, case.with_options(entropy_over="support"), backend=backend)
-    assert (result.metrics["entropy"] > inside.metrics["entropy"]).item()
-    if function == "logits":
-        outside = result.grads["logits"][case.mask][~case.kept[case.mask]]
-        assert bool(outside.any()) == (options["entropy_coef"] != 0)
-        over = run(function, case, backend=backend, inplace=True)
-        assert torch.equal(over.grads["logits"], result.grads["logits"])
-
-
-@pairs(form=FORMS, backend=ENGINES, over=("support", "vocabulary"))
-def test_no_row_has_the_whole_vocabulary(form, backend, over, monkeypatch):
+@pairs(form=FORMS, backend=ENGINES)
+def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
     """Check that masked rows get gradient 0 if no active row uses the full vocabulary.
 
-    No dense gradient is then computed, so the code must write the zeros explicitly. Entropies over
-    the vocabulary do have a dense gradient. This gradient and the gradient of the sets are added,
-    and neither may replace the other.
+    No dense gradient is then computed, so the code must write the zeros explicitly.
     """
-    more = {} if over == "support" else {"entropy_coef": 0.2, "entropy_over": over}
-    case = make_case(37, support=True, **options_for("dapo", **more))
+    case = make_case(37, support=True, **options_for("dapo"))
     function = take(form, monkeypatch)
     whole = case.kept.all(-1)
     assert (whole & case.mask).any() and not case.mask.all()
     case.kept[whole] = torch.arange(case.kept.shape[-1]) == case.ids[whole, None]
-    judge = check if over == "support" else loss_cases.check
-    result = judge(function, case, backend=backend)
+    result = check(function, case, backend=backend)
     if form == "logits":
         over = run(function, case, backend=backend, inplace=True)
         assert torch.equal(over.grads["logits"], result.grads["logits"])
@@ -169,44 +135,6 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     given = logits_logps(raw, ids, **keywords)
     torch.testing.assert_close(given[0], lp, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(given[1], entropy, rtol=2e-6, atol=2e-6)
-
-
-@pairs(some={"mixed": True, "sets": False}.items(), form=FORMS, backend=BACKENDS)
-def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, some, monkeypatch):
-    """Check that one call gives logps over the support and entropies over the full vocabulary.
-
-    Outputs and gradients must equal those of two separate calls, one for logps and one for
-    entropies. A second backward must give the same gradients.
-    """
-    function = take(form, monkeypatch)
-    *leaves, ids, kept = rows(some=some)
-    given, more = tuple(leaves[:2]), {"bias": leaves[2]}
-    if function == "logits":
-        leaves = [(leaves[0] @ leaves[1].T + leaves[2]).detach().requires_grad_()]
-        given, more = tuple(leaves), {}
-    of = logits_logps if function == "logits" else linear_logps
-    keywords = dict(return_entropy=True, backend=backend, **RULE, **more)
-    support = support_of(kept, EVERYTHING)
-    lp, entropy = of(*given, ids, support=support, entropy_over="vocabulary", **keywords)
-    inside, narrow = of(*given, ids, support=support, **keywords)
-    _, whole = of(*given, ids, entropy_over="vocabulary", **keywords)
-    assert torch.equal(lp, inside)
-    torch.testing.assert_close(entropy, whole, rtol=2e-6, atol=2e-6)
-    assert (entropy >= narrow - 1e-4).all() and (entropy > narrow + 0.1).any()
-    up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    parts = torch.autograd.grad((inside * up).sum(), leaves, retain_graph=True)
-    more = torch.autograd.grad((whole * up_entropy).sum(), leaves, retain_graph=True)
-    for weight, expected in (
-        (0.0, parts),
-        (1.0, [x + y for x, y in zip(parts, more, strict=True)]),
-    ):
-        value = (lp * up).sum() + (weight * (entropy * up_entropy).sum() if weight else 0.0)
-        once = torch.autograd.grad(value, leaves, retain_graph=True)
-        again = torch.autograd.grad(value, leaves, retain_graph=True)
-        for x, y, z in zip(once, again, expected, strict=True):
-            assert torch.equal(x, y) and relative_l2(x, z.double()) < 2e-6
-    (alone,) = (torch.autograd.grad((entropy * up_entropy).sum(), leaves[:1], retain_graph=True),)
-    assert relative_l2(alone[0], more[0].double()) < 2e-6
 
 
 @pytest.mark.parametrize("form", COST)

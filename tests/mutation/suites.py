@@ -7,7 +7,6 @@ The suites are quick, because they run once for every bug.
 # interpreter). All other suites run the torch implementation.
 SUITES = {
     "sweeps": "tests/loss/test_loss_parity.py -k sweeps",
-    "whole_entropy": "tests/loss/test_support.py -k whole_vocabulary",
     "grad_filter": "tests/kernels/test_grad_filter.py -k 'masses or chunk'",
     "graphs": "tests/gpu/test_cuda_graphs.py",
     "chunks": "tests/loss/test_chunks.py",

@@ -125,7 +125,7 @@ def test_an_adapter_is_evaluated_as_the_merged_model(adapter, tmp_path):
     data = questions(tmp_path / "data", 4, 4)
     load(adapter).tokenizer.save_pretrained(adapter / "merged")
     words = [f"data={data}", "max_new_tokens=6", "dtype=float32", "device=cpu", "samples=2"]
-    ours, theirs = (run_eval([str(adapter / name)], words) for name in ("adapter", "merged"))
+    ours, theirs = (run_eval(str(adapter / name), words) for name in ("adapter", "merged"))
     assert ours == theirs
 
 

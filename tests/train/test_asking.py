@@ -5,12 +5,12 @@ from transformers import AutoTokenizer
 
 from grpo_fast import rollout
 from grpo_fast.data import Example
-from grpo_fast.data.records import parse_record
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rewards import scorer_for
 from grpo_fast.train.config import DataConfig
-from grpo_fast.train.evaluation.command import SHOWN_PROMPT, asking_lines, data_lines, run_eval
+from grpo_fast.train.evaluation.command import run_eval
+from grpo_fast.train.evaluation.questions import SHOWN_PROMPT, asking_lines, data_lines
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
@@ -48,7 +48,7 @@ def test_the_template_is_used_where_the_tokenizer_has_one(models, questions, spi
     ):  # fmt: skip
         said = []
         say = lambda *lines: said.extend(lines)  # noqa: B023, E731
-        run_eval([models[model]], [*words, *setting], say=say)
+        run_eval(models[model], [*words, *setting], say=say)
         first = asked[-1].args[1][0]
         assert isinstance(first, list) == is_chat, setting
         assert ("chat template (chat=false" in said[1]) == is_chat
@@ -65,8 +65,6 @@ def test_an_evaluation_says_how_it_asked_its_speed_and_a_sample(models, question
     assert " tokens in " in lines[4] and lines[4].endswith("tokens/s")
     assert "first sample: " in lines[5] and "gold answer '2'; strict: " in lines[5]
     assert lines[6].startswith("greedy (n=4") and " ± " in result.output
-    both = invoke("eval", *models, f"data={questions}", "task=jsonl", "max_new_tokens=2").output
-    assert "asked as plain text" in both and "asked through the model's chat template" in both
 
 
 def test_training_asks_as_an_evaluation_does(models, questions, tmp_path, spied):
@@ -144,17 +142,3 @@ def test_a_folder_that_does_not_exist_is_named(questions):
 def test_a_format_in_messages_or_in_the_solution_is_required(prompt, solution):
     scorer = scorer_for("jsonl", Example(prompt, "4", solution))
     assert scorer.is_right(scorer.strict("#### 4")) and not scorer.is_right(scorer.strict("4"))
-
-
-def test_earlier_thoughts_are_the_templates_and_the_last_turn_is_trained(models):
-    """Check what becomes the prompt, and what a warm start trains, for rows with two replies."""
-    tokenizer = AutoTokenizer.from_pretrained(models[1])
-    tokenizer.chat_template = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
-    turns = [("user", "a"), ("assistant", "<think>7</think>b"), ("user", "c")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    reply = {"role": "assistant", "content": "<think>8</think>d"}
-    example = parse_record("row", {"messages": [*messages, reply]}, gsm8k=False)
-    [ids] = rollout.encode_prompts(tokenizer, [example.prompt], {})
-    shown = "[user] a\n[assistant] b\n[user] c\n[assistant]"
-    assert ids == tokenizer(shown, add_special_tokens=False)["input_ids"]
-    assert (example.answer, example.solution) == ("d", "<think>8</think>d")

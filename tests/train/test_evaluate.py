@@ -1,8 +1,7 @@
-"""Tests of the evaluation against values computed by hand, and of the sign-flip test."""
+"""Tests of the evaluation against values computed by hand."""
 
 import itertools
 import math
-import random
 import statistics
 from types import SimpleNamespace
 
@@ -12,15 +11,7 @@ from grpo_fast import rollout
 from grpo_fast.data import Example
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward
 from grpo_fast.train.config import EvalConfig
-from grpo_fast.train.evaluation import evaluate as module
-from grpo_fast.train.evaluation.evaluate import (
-    evaluate,
-    majority,
-    mean_and_error,
-    paired,
-    pass_at_k,
-    sign_flip_p,
-)
+from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
 
 FORMAT = RewardSet([WeightedReward("gsm8k_format", 2.0, REWARDS["gsm8k_format"])])
 
@@ -124,45 +115,3 @@ def test_lost_rewards_do_not_count_in_the_mean_and_its_error(evaluated):
     assert all(map(math.isnan, mean_and_error([])))
     with pytest.raises(ValueError, match="examples: expected at least one"):
         evaluated({}, [], EvalConfig())
-
-
-# ---------------------------------------------------- The sign-flip test, which compares two models
-def mcnemar(better, worse):
-    """Return the p-value of McNemar's exact test."""
-    n, k = better + worse, min(better, worse)
-    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
-
-
-def test_p_of_values_that_have_nothing_in_common():
-    assert sign_flip_p([0.1, 0.2, -0.3]) == 1.0  # 0.1 + 0.2 must count as 0.3
-    rng = random.Random(3)
-    d = [rng.gauss(0.1, 1.0) for _ in range(400)]
-    z = abs(math.fsum(d)) / math.sqrt(math.fsum(x * x for x in d))
-    assert sign_flip_p(d) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.01)
-    # Four of the sixteen choices of signs give a sum of at least 2 in absolute value.
-    assert sign_flip_p([1.0, 0.75, 0.5, -0.25]) == pytest.approx(4 / 16, abs=0.01)
-    assert sign_flip_p([1.0 + i / 100 for i in range(60)]) == 1 / (1 + module.FLIPS)
-
-
-@pytest.mark.parametrize(("better", "worse"), [(5, 0), (120, 90), (3, 3), (700, 500)])
-def test_greedy_answers_are_mcnemars_exact_test(better, worse):
-    d = [1.0] * better + [-1.0] * worse + [0.0] * 40
-    random.Random(1).shuffle(d)
-    assert sign_flip_p(d) == pytest.approx(mcnemar(better, worse), rel=1e-9)
-    assert sign_flip_p([-x for x in d]) == sign_flip_p(d)
-
-
-def test_a_pair_of_lists():
-    a, b = [0.0, 1.0, 0.5, math.nan, 0.25], [1.0, 1.0, 0.75, 1.0, math.nan]
-    found = paired(a, b)
-    d = [1.0, 0.0, 0.25]
-    assert (found.a, found.b, found.n) == (0.5, 2.75 / 3, 3)
-    assert found.difference == pytest.approx(statistics.mean(d))
-    assert found.se == pytest.approx(statistics.stdev(d) / math.sqrt(3))
-    assert found.p == pytest.approx(0.5, abs=0.01)
-    same = paired([1.0, 0.0], [1.0, 0.0])
-    assert (same.difference, same.se, same.p) == (0.0, 0.0, 1.0)
-    one = paired([0.0], [1.0])
-    assert one.difference == 1.0 and math.isnan(one.se) and one.p == 1.0
-    none = paired([math.nan], [1.0])
-    assert none.n == 0 and math.isnan(none.p) and math.isnan(none.difference)

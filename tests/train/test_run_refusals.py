@@ -150,7 +150,7 @@ def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
 @pytest.mark.parametrize("out", [".", "no/e.json", "run"])
 def test_where_eval_cannot_write(run, tmp_path, no_model, out):
     result = invoke("eval", str(run), "n=2", f"out={tmp_path / out}")
-    assert refused(result, "out: expected a file in a folder that exists")
+    assert refused(result, "out: expected a new file in a folder that exists")
 
 
 def test_results_that_cannot_be_written_are_still_shown(run):

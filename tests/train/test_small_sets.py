@@ -47,7 +47,6 @@ def test_one_test_prompt(tmp_path, capsys):
     assert result.exit_code == 0
     for said in ("sampled (n=1 questions, 2 sample(s) each)", "greedy (n=1", "pass@2"):
         assert said in result.output
-    assert invoke("eval", *[str(tmp_path / "run")] * 2).exit_code == 0
 
 
 def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):

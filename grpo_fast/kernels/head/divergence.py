@@ -24,22 +24,13 @@ from grpo_fast.kernels.head.shards import ShardedHead
 from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.head.support import GatheredSets, sets_of_head
-from grpo_fast.kernels.head.terms import Step, saves_time
+from grpo_fast.kernels.head.terms import RowTerm, Step, saves_time
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, Teacher, TeacherHead
 from grpo_fast.kernels.types import HeadTensors, pad_rows
 
 
-def buffers_of(teacher: Teacher, *, has_policy: bool) -> int:
-    """Return the number of buffers for the logits of a chunk.
-
-    With a teacher that has an LM head, the second buffer holds its logits. With a top-k teacher and
-    a policy loss, it holds the gradient of the divergence.
-    """
-    return 2 if isinstance(teacher, TeacherHead) or has_policy else 1
-
-
-class Divergences:
+class Divergences(RowTerm):
     """The divergences D of all rows from a teacher. After the pass, `values` contains them.
 
     Args:
@@ -48,13 +39,9 @@ class Divergences:
         weights: (T,) fp32. A row with weight 0 has a value but no gradient.
         route: the selected kernels.
         has_gradient: whether d-logits are needed.
-        set_rows: (R,) rows with a token set, if another source computes their divergences; None:
-            there are none.
     """
 
     needs_all_rows = True
-    may_hide_nan = False
-    goes_back = False
 
     def __init__(
         self,
@@ -64,14 +51,12 @@ class Divergences:
         route: Route,
         *,
         has_gradient: bool,
-        set_rows: Tensor | None = None,
     ) -> None:
         self.teacher = teacher
         self.divergence = divergence
         self.weights = weights
         self.route = route
         self.has_gradient = has_gradient
-        self.set_rows = set_rows
         self.kernels = kernel_module("divergence", route.backend)
         self.values = torch.zeros_like(weights)  # (T,)
         # Positions of the rows of a source among the T rows; None: all rows.
@@ -79,7 +64,6 @@ class Divergences:
         self.teacher_sets: GatheredSets | None = None
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Divergences:
-        """Return a copy of the term that holds only the values of one source's rows."""
         term = Divergences(
             self.teacher, self.divergence, select(self.weights), self.route,
             has_gradient=self.has_gradient,
@@ -87,8 +71,6 @@ class Divergences:
         term.values = self.values
         if len(term.weights) < len(self.weights):
             term.places = select(torch.arange(len(self.weights), device=self.weights.device))
-        elif self.set_rows is not None:
-            term.weights = term.weights.index_fill(0, self.set_rows, 0.0)
         if isinstance(source, GatheredSets):
             assert isinstance(self.teacher, TeacherHead)
             rows = source.rows._replace(
@@ -100,7 +82,6 @@ class Divergences:
         return term
 
     def mask(self, flops: float) -> Tensor | None:
-        """Return a mask of the rows whose weight is not 0."""
         return self.weights != 0 if saves_time(self.weights, flops) else None
 
     def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
@@ -143,14 +124,14 @@ class Divergences:
         count = len(at.target_ids)
         index = source.rows.active_index
         teacher = self.teacher.rows(at.rows if index is None else index[at.rows])
-        out = source.workspace(z.shape[0], source.buffers - 1)
+        out = source.workspace(at.hidden.shape[0], source.buffers - 1)
         to = out[:count] if self.has_gradient else None
         if not isinstance(teacher, TeacherHead):
             # A top-k teacher has no logits that a kernel could read, so all backends use torch.
-            of_rows = z[:count], teacher, w, self.divergence, at.transform
+            of_rows = z, teacher, w, self.divergence, at.transform
             return row_topk_divergence_(*of_rows, out=to), out
         _teacher_logits(teacher, out)
-        given = z[:count], out[:count], w, self.divergence, at.transform, teacher.transform
+        given = z, out[:count], w, self.divergence, at.transform, teacher.transform
         joined = None
         if isinstance(source, ShardedHead):
             joined = self._join_ranks(source, *given)

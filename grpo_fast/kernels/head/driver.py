@@ -13,7 +13,7 @@ stored, and the others are recomputed, which costs up to 8·T·V·H. Passes with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from grpo_fast.kernels.head.given import GivenLogits, GivenSets, LogitSums
 from grpo_fast.kernels.head.shards import ShardedHead, VocabularyShard
 from grpo_fast.kernels.head.sources import DenseHead, ExponentialHead, RowSource
 from grpo_fast.kernels.head.sums import HeadSums, should_gather
-from grpo_fast.kernels.head.support import TokenSets, sets_of_head
-from grpo_fast.kernels.head.terms import Known, RowTerm, Sum, TokenLevel, sum_of
+from grpo_fast.kernels.head.support import sets_of_head
+from grpo_fast.kernels.head.terms import Known, RowTerm, TokenLevel, sum_of
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowLoss, RowStats, Wanted
 from grpo_fast.kernels.workspace import copy_to_host_async
@@ -37,65 +37,42 @@ class Driver:
     """A pass over all active rows of a call.
 
     Args:
-        rows: the active rows.
-        dense: the source of the rows without a token set. With `full_entropy`, of all rows.
-        sets: the source of the rows with a token set.
+        sources: the sources of the rows. For each source, the positions of its rows among the
+            active rows; None: the source has all rows.
         new_sums: creates the sums of the gradients.
-        full_entropy: compute entropies over the full vocabulary, and the logps of the rows with a
-            token set over their sets.
     """
 
     def __init__(
-        self,
-        rows: ActiveRows,
-        dense: RowSource | None,
-        sets: TokenSets | None,
-        new_sums: Callable[[Wanted], Sums],
-        *,
-        full_entropy: bool = False,
+        self, sources: Sequence[tuple[RowSource, Tensor | None]], new_sums: Callable[[Wanted], Sums]
     ) -> None:
-        self.rows = rows
-        self.dense = dense
-        self.sets = sets
+        self.sources = sources
         self.new_sums = new_sums
-        self.full_entropy = full_entropy
-        self.num_rows = rows.target_ids.shape[0]
-        self.has_entropy_gradient = dense is None or dense.has_entropy_gradient
-        # The chunk of `dense` whose logits are stored, and whether the logits of `sets` are stored.
-        self.stored: slice | None = None
-        self.stores_sets = False
-        self._full_stats: RowStats | None = None
+        self.num_rows = sum(source.num_rows for source, _ in sources)
+        self.has_entropy_gradient = all(source.has_entropy_gradient for source, _ in sources)
         self.filtered: Tensor | None = None  # (2,) shares of `HeadSums.filtered_shares`
 
     def logps(self, *, return_entropy: bool, stores: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of all active rows, (T,) fp32.
 
-        With `stores`, the logits of the last chunk are kept for `gradients`.
+        With `stores`, the logits of the last chunk of each source are kept for `gradients`.
         """
-        own: RowStats | None = None
-        others: RowStats | None = None
-        if self.sets is not None:
-            here = return_entropy and not self.full_entropy
-            own = self._logps(self.sets, return_entropy=here, stores=stores)
-            self.stores_sets = stores
-        if self.dense is not None:
-            keeps = stores and not self.full_entropy
-            others = self._logps(self.dense, return_entropy=return_entropy, stores=keeps)
-        if own is None or others is None or self.sets is None:
-            found = own or others
-            assert found is not None
-            return found
-        merge = self.sets.support.merge_rows
-        if self.full_entropy:
-            self._full_stats = others
-            index = self.sets.support.row_index
-            lse, logps = (
-                x if index is None else y.index_copy(0, index, x)
-                for x, y in zip(own[:2], others[:2], strict=True)
-            )
-            return lse, logps, others[2]
-        entropy = None if own[2] is None else merge(own[2], others[2])
-        return merge(own[0], others[0]), merge(own[1], others[1]), entropy
+        found = [
+            self._logps(source, return_entropy=return_entropy, stores=stores)
+            for source, _ in self.sources
+        ]
+        if len(found) == 1:
+            return found[0]
+
+        def merged(parts: Sequence[Tensor]) -> Tensor:
+            # Leave the tensor uninitialised, because each row belongs to exactly one source.
+            rows = parts[0].new_empty(self.num_rows)
+            for (_, index), x in zip(self.sources, parts, strict=True):
+                assert index is not None
+                rows.index_copy_(0, index, x)
+            return rows
+
+        lse, logps, entropy = zip(*found, strict=True)
+        return merged(lse), merged(logps), merged(entropy) if return_entropy else None
 
     def _logps(self, source: RowSource, *, return_entropy: bool, stores: bool) -> RowStats:
         parts = []
@@ -104,12 +81,10 @@ class Driver:
             # Store the logits of the last chunk only, because there is room for one.
             keeps = stores and chunk == chunks[-1]
             at = source.chunk(chunk, stores=keeps)
-            parts.append(
-                source.logps(at, return_entropy=return_entropy, stores=keeps, cached=False)
-            )
-        if stores and source is self.dense:
-            self.stored = chunks[-1] if chunks else None
-        if not stores:
+            parts.append(source.logps(at, return_entropy=return_entropy, stores=keeps))
+        if stores:
+            source.stored = chunks[-1] if chunks else None
+        else:
             source.release()
         lse, logps, entropy = source.collect(parts)
         return lse, logps, entropy if return_entropy else None
@@ -122,22 +97,8 @@ class Driver:
             empty.
         """
         sums = self.new_sums(wanted)
-        stored = self.stored
-        self.stored = None
-        stores_sets = self.stores_sets
-        self.stores_sets = False
-        if self.dense is not None:
-            rows = None if self.sets is None else self.sets.support.dense_index
-            own = term
-            if self.full_entropy:
-                own = self._over_vocabulary(term)
-                rows = None
-            self._accumulate(self.dense, own, rows, stored, sums, wanted)
-        if self.sets is not None:
-            own = self._without_entropy(term) if self.full_entropy else term
-            chunk = slice(0, len(self.sets.support.places)) if stores_sets else None
-            index = self.sets.support.row_index
-            self._accumulate(self.sets, own, index, chunk, sums, wanted)
+        for source, index in self.sources:
+            self._accumulate(source, term, index, sums, wanted)
         self.filtered = sums.filtered_shares()
         return sums.finish()
 
@@ -149,9 +110,8 @@ class Driver:
         Returns:
             The statistics, losses and coefficients of all active rows, and the gradients.
         """
-        source = self.dense or self.sets
-        assert source is not None
-        if self.sets is None or self.dense is None:
+        source, _ = self.sources[0]
+        if len(self.sources) == 1:
             gradients = self.gradients(sum_of(other, policy), wanted)
             return RowLoss(*source.collect(policy.parts)), gradients
         # With two sources, read the logits of both before the gradient may overwrite them.
@@ -162,24 +122,14 @@ class Driver:
         return RowLoss(*stats, losses, g), self.gradients(sum_of(other, known), wanted)
 
     def _accumulate(
-        self,
-        source: RowSource,
-        term: RowTerm,
-        rows: Tensor | None,
-        stored: slice | None,
-        sums: Sums,
-        wanted: Wanted,
+        self, source: RowSource, term: RowTerm, rows: Tensor | None, sums: Sums, wanted: Wanted
     ) -> None:
         """Add the gradients of the rows of one source to the sums.
 
-        Args:
-            source: the source.
-            term: the term of all active rows.
-            rows: positions of the source's rows among the active rows; None: all.
-            stored: the chunk whose logits are stored.
-            sums: the sums.
-            wanted: which gradients to compute.
+        `rows` are the positions of the source's rows among the active rows; None: all.
         """
+        stored = source.stored
+        source.stored = None
         if not (any(wanted) or term.needs_all_rows):
             source.release()
             return
@@ -223,31 +173,6 @@ class Driver:
                 keep = step.active().nonzero()[:, 0]
             source.add(sums, at, step.d_logits, keep)
         source.release()
-
-    def _over_vocabulary(self, term: RowTerm) -> RowTerm:
-        """Return the part of a term that the full vocabulary computes.
-
-        These are the entropies of all rows, and the logps and divergences of the rows without a
-        token set.
-        """
-        assert self.sets is not None and self.dense is not None
-        index = self.sets.support.row_index
-        if isinstance(term, Sum):
-            own = self._over_vocabulary(term.second)
-            return own if index is None else Sum(term.first, own)
-        if not isinstance(term, Known):
-            raise TypeError(f"{type(term).__name__} computes entropies over the token sets")
-        if self._full_stats is None:  # the forward pass ran in a different object
-            self._full_stats = self._logps(self.dense, return_entropy=True, stores=False)
-        g = torch.zeros_like(term.g) if index is None else term.g.index_fill(0, index, 0.0)
-        return Known(g, term.g_entropy, self._full_stats)
-
-    def _without_entropy(self, term: RowTerm) -> RowTerm:
-        """Return the part of a term that the token sets compute."""
-        if isinstance(term, Sum):
-            return Sum(term.first, self._without_entropy(term.second))
-        assert isinstance(term, Known)
-        return Known(term.g, None, (*term.stats[:2], None))
 
 
 class Activity:
@@ -304,7 +229,6 @@ def linear_driver(
     *,
     shard: VocabularyShard | None = None,
     entropy_gradient: bool = False,
-    full_entropy: bool = False,
     keep_fp32: bool = False,
     needs_d_weight: bool = False,
     tolerance: float | None = None,
@@ -320,7 +244,6 @@ def linear_driver(
         shard: this rank's vocabulary shard, if weight and bias are sharded. The statistics and dH
             are then those of the full LM head, and dW and db are those of the shard.
         entropy_gradient: whether the coefficients will include dL/dentropy.
-        full_entropy: with token sets, compute entropies over the full vocabulary.
         keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
         needs_d_weight: whether dW will be computed.
         tolerance: fraction of Σ|d-logits| that the gradient GEMMs may skip (sums.py).
@@ -328,48 +251,39 @@ def linear_driver(
         adds_terms: whether the term will be a sum.
     """
     support = rows.support
-    sets = None if support is None else sets_of_head(tensors, rows, route)
-    of_dense: ActiveRows | None = rows
-    if support is not None:
-        index = support.dense_index
-        of_dense = None if index is None else rows.select(index)
-        of_dense = rows._replace(support=None) if full_entropy else of_dense
-    in_parts = sets is not None
+    is_mixed = support is not None and support.dense_index is not None
+    sources: list[tuple[RowSource, Tensor | None]] = []
     dense: DenseHead | None = None
-    if of_dense is not None:
+    if support is None or is_mixed:
+        index = None if support is None else support.dense_index
+        own = rows if index is None else rows.select(index)
         options: dict[str, Any] = dict(
-            needs_d_weight=needs_d_weight and shard is None, in_parts=in_parts or keep_fp32,
+            needs_d_weight=needs_d_weight and shard is None, in_parts=is_mixed or keep_fp32,
             filters=tolerance is not None, buffers=buffers,
         )  # fmt: skip
-        stores_logits = entropy_gradient or full_entropy
         if shard is not None:
-            dense = ShardedHead(tensors, of_dense, route, shard, **options)
-        elif route.exponentials is not None and not stores_logits:
-            dense = ExponentialHead(tensors, of_dense, route, **options)
+            dense = ShardedHead(tensors, own, route, shard, **options)
+        elif route.exponentials is not None and not entropy_gradient:
+            dense = ExponentialHead(tensors, own, route, **options)
         else:
-            dense = DenseHead(tensors, of_dense, route, **options)
-    if sets is not None:
-        sets.needs_d_logits = adds_terms or (entropy_gradient and not full_entropy)
-    source = sets if dense is None else dense
-    assert source is not None
+            dense = DenseHead(tensors, own, route, **options)
+        sources.append((dense, index))
+    if support is not None:
+        sets = sets_of_head(tensors, rows, route)
+        sets.needs_d_logits = adds_terms or entropy_gradient
+        sources.append((sets, support.row_index))
 
     def new_sums(wanted: Wanted) -> HeadSums:
-        return source.sums(
-            wanted, in_parts=dense is not None and in_parts, keep_fp32=keep_fp32,
-            tolerance=tolerance, overlaps=full_entropy and sets is not None,
+        return HeadSums(
+            tensors, wanted, route.kernels.gradients, repeats=rows.repeats, in_parts=is_mixed,
+            is_single_chunk=dense is not None and dense.is_single_chunk, keep_fp32=keep_fp32,
+            tolerance=tolerance, sum_hidden=None if shard is None else shard.summed,
         )  # fmt: skip
 
-    return Driver(rows, dense, sets, new_sums, full_entropy=full_entropy and sets is not None)
+    return Driver(sources, new_sums)
 
 
-def logits_driver(
-    logits: Tensor,
-    out: Tensor | None,
-    rows: ActiveRows,
-    route: Route,
-    *,
-    full_entropy: bool = False,
-) -> Driver:
+def logits_driver(logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> Driver:
     """Create the driver of given logits.
 
     Args:
@@ -377,14 +291,14 @@ def logits_driver(
         out: (N, V) buffer for d-logits, which may be `logits` itself; None: it is allocated.
         rows: the active rows and their token sets, if any.
         route: the kernels of the backend.
-        full_entropy: with token sets, compute entropies over the full vocabulary.
     """
     sums = LogitSums(logits, out)
     support = rows.support
-    if support is None:
-        return Driver(rows, GivenLogits(logits, rows, route, sums), None, sums.start)
-    of_dense = None if support.dense_index is None else rows.select(support.dense_index)
-    of_dense = rows._replace(support=None) if full_entropy else of_dense
-    dense = None if of_dense is None else GivenLogits(logits, of_dense, route, sums)
-    sets = GivenSets(logits, rows, route)
-    return Driver(rows, dense, sets, sums.start, full_entropy=full_entropy)
+    sources: list[tuple[RowSource, Tensor | None]] = []
+    if support is None or support.dense_index is not None:
+        index = None if support is None else support.dense_index
+        own = rows if index is None else rows.select(index)
+        sources.append((GivenLogits(logits, own, route, sums), index))
+    if support is not None:
+        sources.append((GivenSets(logits, rows, route), support.row_index))
+    return Driver(sources, sums.start)

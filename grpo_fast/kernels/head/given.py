@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.sources import Chunk, concatenated
+from grpo_fast.kernels.head.sources import Chunk, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.head.support import TokenSets
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted
-from grpo_fast.objective.coefficients import RowTerms
-from grpo_fast.objective.config import LossConfig
+from grpo_fast.kernels.types import ActiveRows, Wanted
 
 # Size in bytes of a block of given logits on the CPU. A block of this size stays in the CPU cache,
 # so that the kernel can read it quickly a second time.
@@ -58,7 +56,7 @@ class LogitSums:
         return (self.buffer() if self.is_wanted else self.logits.new_empty(0),)
 
 
-class GivenLogits:
+class GivenLogits(RowSource):
     """Logits that the caller gives.
 
     The row kernels process all N rows, in blocks. Rows without a target get zero gradients.
@@ -70,15 +68,11 @@ class GivenLogits:
         sums: the gradient, to which the row kernels write.
     """
 
-    has_entropy_gradient = True
-    skips = False
-    on_gpu = True  # no row is left out, so no values are needed
-    chunk_rows = 1
+    in_one_pass = True
 
     def __init__(self, logits: Tensor, rows: ActiveRows, route: Route, sums: LogitSums) -> None:
+        super().__init__(rows, route)
         self.given = logits
-        self.rows = rows
-        self.kernels = route.kernels
         self.sums = sums
         # Rows without a target have an id that is in no vocabulary.
         self.targets = rows.to_rows(rows.target_ids, fill=-1)
@@ -86,10 +80,6 @@ class GivenLogits:
         if isinstance(self.transform.temperature, Tensor):
             temperature = rows.to_rows(self.transform.temperature, fill=1)
             self.transform = self.transform._replace(temperature=temperature)
-
-    def flops(self, wanted: Wanted) -> int:
-        """Return 0, because no matrix products follow."""
-        return 0
 
     def chunks(self, *, stores: bool) -> list[slice]:
         """Return blocks of rows that stay in the cache of a CPU."""
@@ -100,63 +90,20 @@ class GivenLogits:
             step = max(CPU_BLOCK_BYTES // row_bytes, 16)
         return [slice(i, min(i + step, rows)) for i in range(0, rows, max(step, 1))]
 
-    def spread(self, x: Any, fill: int = 0) -> Any:
-        """Convert one value per active row to one value per row."""
-        return self.rows.to_rows(x, fill)
+    def spread(self, x: Tensor) -> Tensor:
+        spread: Tensor = self.rows.to_rows(x)
+        return spread
 
     def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Concatenate the results of all blocks, and select the active rows."""
-        return tuple(map(self.rows.active, concatenated(parts, self.given)))
+        return tuple(map(self.rows.active, super().collect(parts)))
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
-        """Return the rows at these positions."""
         return Chunk(index, self.targets[index], self.transform.rows(index))
 
     def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        """Return the given logits of a block."""
         return self.given[at.rows]
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
-    ) -> RowStats:
-        """Compute the lse, logp and entropy of the rows of a block."""
-        return self.kernels.row_logps(
-            self.given[at.rows], at.target_ids, at.transform, return_entropy=return_entropy
-        )
-
-    def loss(
-        self,
-        at: Chunk,
-        terms: RowTerms,
-        config: LossConfig,
-        *,
-        return_entropy: bool,
-        cached: bool = False,
-    ) -> tuple[ChunkGradients, RowLoss]:
-        """Compute the loss of the rows of a block, and write their d-logits."""
-        out = self._out(at)
-        part = self.kernels.row_loss_(
-            self.given[at.rows], out, at.target_ids, terms, config, at.transform,
-            return_entropy=return_entropy,
-        )  # fmt: skip
-        return ChunkGradients(out), part
-
-    def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
-    ) -> ChunkGradients:
-        """Write the d-logits of Σ g·logp + g_entropy·entropy of the rows of a block."""
-        out = self._out(at)
-        z = self.given[at.rows]
-        self.kernels.row_grad_(z, at.target_ids, known, g, g_entropy, at.transform, out=out)
-        return ChunkGradients(out)
-
-    def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
-        """Do nothing, because the row kernels have written the gradient already."""
-
-    def release(self) -> None:
-        """Do nothing, because there is no workspace."""
-
-    def _out(self, at: Chunk) -> Tensor:
+    def gradient(self, at: Chunk) -> Tensor:
         self.sums.is_filled = True  # every block is written
         return self.sums.buffer()[at.rows]
 
@@ -173,7 +120,6 @@ class GivenSets(TokenSets):
         self.at = index[self.support.rows], self.support.ids
 
     def raw(self) -> Tensor:
-        """Return the logits at the ids of every set, (nnz,)."""
         return self.given[self.at].to(torch.promote_types(self.given.dtype, torch.float32))
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:

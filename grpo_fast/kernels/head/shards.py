@@ -23,9 +23,9 @@ from torch import Tensor, distributed
 
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.head.sources import Chunk, DenseHead
-from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
+from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, RowStats, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, RowStats
 
 ELSEWHERE = -1  # local target id of a target in a different rank's shard
 
@@ -139,15 +139,11 @@ class ShardedHead(DenseHead):
         """Return the size of the largest shard."""
         return max(self.shard.sizes)
 
-    def sums(self, wanted: Wanted, **options: Any) -> HeadSums:
-        """Create the sums of the gradients. dH is summed over all ranks."""
-        return super().sums(wanted, sum_hidden=self.shard.summed, **options)
-
     def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
     ) -> RowStats:
         """Compute the statistics of this shard, and combine them with those of other shards."""
-        z = self.logits(at, cached=cached)[: at.target_ids.shape[0]]
+        z = self.logits(at, cached=cached)
         own = self.shard.own(at.target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, at.transform, return_entropy=return_entropy)
@@ -161,11 +157,7 @@ class ShardedHead(DenseHead):
         self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
         """Compute the d-logits of this shard's columns, without communication."""
-        assert at.hidden is not None
-        z = self.logits(at, cached=cached)
-        d = self._gradient(at.hidden.shape[0])
-        count = at.target_ids.shape[0]
-        if z.shape[1]:
-            own = self.shard.own(at.target_ids)
-            self.kernels.row_grad_(z[:count], own, known, g, g_entropy, at.transform, out=d[:count])
-        return ChunkGradients(d)
+        if not self.weight.shape[0]:
+            return ChunkGradients(self.gradient(at))
+        at = at._replace(target_ids=self.shard.own(at.target_ids))
+        return super().gradients(at, known, g, g_entropy, cached=cached)

@@ -1,4 +1,4 @@
-"""Sources of logits: the protocol, and a dense LM head.
+"""Sources of logits: the base class, and a dense LM head.
 
 A `RowSource` forms the logits of some rows, and receives the gradient with respect to them. It
 processes its rows in chunks, whose logits are in its workspace. There are four kinds of sources:
@@ -26,14 +26,14 @@ fp32 dW. This is done if it takes no more memory than a smaller chunk and an fp3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.head.products import is_full_precision, matmul_logits
 from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
-from grpo_fast.kernels.route import Kernels, Route
+from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import (
     ActiveRows,
     Coefficients,
@@ -65,70 +65,124 @@ class Chunk(NamedTuple):
     rows: slice | Tensor  # positions among the rows of the source
     target_ids: Tensor  # (C,) int64; token sets: the position of each target in its set
     transform: LogitTransform
-    hidden: Tensor | None = None  # (padded C, H) of a dense head
+    hidden: Any = None  # (padded C, H) tensor of a dense head
 
 
-class RowSource(Protocol):
+class RowSource:
     """Rows of logits that are formed chunk by chunk.
 
-    Attributes:
+    This base class has the methods of a source that consists of a single chunk.
+
+    Args:
         rows: the active rows whose logits the source forms.
-        kernels: the kernels of the backend.
+        route: the selected kernels.
+
+    Attributes:
         on_gpu: whether the host should not wait for the values of a chunk.
         chunk_rows: number of rows of each chunk but the last.
         skips: whether the sums of the source can leave rows out.
         has_entropy_gradient: whether `gradients` accepts coefficients of the entropies.
+        in_one_pass: whether one row kernel computes statistics, loss and d-logits.
+        offsets: (C+1,) bounds of rows of unequal length. None: all rows have V logits.
+        stored: the chunk whose logits the last call of `Driver.logps` has stored.
     """
 
-    rows: ActiveRows
-    kernels: Kernels
-    on_gpu: bool
-    chunk_rows: int
-    skips: bool
-    has_entropy_gradient: bool
+    on_gpu = True
+    chunk_rows = 1
+    skips = False
+    has_entropy_gradient = True
+    in_one_pass = False
+    offsets: Tensor | None = None
+    stored: slice | None = None
+
+    def __init__(self, rows: ActiveRows, route: Route) -> None:
+        self.rows = rows
+        self.kernels = route.kernels
+        self.num_rows = rows.target_ids.shape[0]
 
     def chunks(self, *, stores: bool) -> list[slice]:
         """Return the chunks. Without `stores`, no logits of these chunks are needed later."""
+        return [slice(0, self.num_rows)]
 
-    def spread(self, x: Any, fill: int = 0) -> Any:
-        """Convert one value per active row to one value per row of the source. None stays None."""
+    def spread(self, x: Tensor) -> Tensor:
+        """Convert one value per active row to one value per row of the source."""
+        return x
 
     def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         """Concatenate per-row results of all chunks, and return those of the active rows."""
+        if not parts:
+            return tuple(self.rows.target_ids.new_empty(0, dtype=torch.float32) for _ in range(3))
+        if len(parts) == 1:
+            return parts[0]
+        return tuple(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
         """Return the rows at these positions. `stores` is the argument of `logps`."""
+        raise NotImplementedError
 
     def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        """Form the raw logits of a chunk, (padded C, V), or (1, nnz) for token sets.
+        """Form the raw logits of a chunk, (C, V), or (1, nnz) for token sets.
 
         With `cached`, the workspace already contains them.
         """
+        raise NotImplementedError
 
-    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool) -> RowStats:
+    def gradient(self, at: Chunk) -> Tensor | None:
+        """Return the buffer for the d-logits, (padded C, V). None: they overwrite the logits."""
+        return None
+
+    def logps(
+        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
+    ) -> RowStats:
         """Compute the statistics of a chunk. With `stores`, keep its logits for `gradients`."""
+        z = self.logits(at, cached=cached)
+        return self.kernels.row_logps(
+            z, at.target_ids, at.transform, return_entropy=return_entropy, offsets=self.offsets
+        )
 
     def loss(
         self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
     ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the statistics, a token-level loss and its d-logits."""
+        if self.in_one_pass:
+            z = self.logits(at, cached=cached)
+            d = self.gradient(at)
+            assert d is not None
+            part = self.kernels.row_loss_(
+                z, d[: len(z)], at.target_ids, terms, config, at.transform,
+                return_entropy=return_entropy,
+            )  # fmt: skip
+            return ChunkGradients(d), part
+        # Compute the statistics, the loss and the gradient one after the other.
+        stats = self.logps(at, return_entropy=return_entropy, stores=True, cached=cached)
+        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
+        gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
+        return gradients, RowLoss(*stats, losses, g)
 
     def gradients(
         self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
         """Compute the d-logits of Σ g·logp + g_entropy·entropy from known statistics."""
+        z = self.logits(at, cached=cached)
+        d = self.gradient(at)
+        out = z if d is None else d[: len(z)]
+        self.kernels.row_grad_(
+            z, at.target_ids, known, g, g_entropy, at.transform, out=out, offsets=self.offsets
+        )
+        return ChunkGradients(z[0] if d is None else d)
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the gradient of a chunk to the sums. Rows outside of `keep` have d-logits of 0."""
 
     def flops(self, wanted: Wanted) -> int:
         """Return the number of flops of the gradient products of all rows."""
+        return 0
 
     def release(self) -> None:
         """Release the workspace, so that the next call can reuse it."""
 
 
-class DenseHead:
+class DenseHead(RowSource):
     """A dense LM head. It stores the logits of a chunk in fp32.
 
     A row kernel overwrites the logits with d-logits (4 bytes per logit). On a GPU, it writes 16-bit
@@ -144,7 +198,6 @@ class DenseHead:
         buffers: number of fp32 buffers in the workspace. The second holds a teacher's logits.
     """
 
-    has_entropy_gradient = True
     skips = True
 
     def __init__(
@@ -158,12 +211,9 @@ class DenseHead:
         filters: bool = False,
         buffers: int = 1,
     ) -> None:
-        self.tensors = tensors
+        super().__init__(rows, route)
         self.hidden, self.weight, self.bias = tensors
-        self.rows = rows
-        self.kernels = route.kernels
         self.buffers = buffers
-        self.num_rows = rows.target_ids.shape[0]
         self.on_gpu = self.weight.is_cuda or route.backend == "triton"
         # On a GPU, the gradient GEMMs of a 16-bit weight need 16-bit d-logits. The row kernel then
         # writes d-logits in 16 bits, so that they are rounded only once.
@@ -173,10 +223,12 @@ class DenseHead:
         # would differ in the last bits.
         self.in_one_pass = route.kernels.head_logps is None
         self.dtype = self._stored_dtype(route)
-        self.d_weight_16_bit = self.on_gpu and not in_parts and self._allows_16_bit_d_weight()
-        spares = needs_d_weight and self.d_weight_16_bit and not filters
-        self.chunk_rows = self._chunk_rows(spares)
+        d_weight_16_bit = self.on_gpu and not in_parts and self._allows_16_bit_d_weight()
+        self.chunk_rows = self._chunk_rows(needs_d_weight and d_weight_16_bit and not filters)
         self.max_rows = padded(min(self.chunk_rows, self.num_rows))
+        # Whether a single product computes dW, and may round it.
+        may_round = d_weight_16_bit or not self.on_gpu
+        self.is_single_chunk = self.num_rows <= self.chunk_rows and may_round
         self._workspace: Tensor | None = None
         self._gradient_16_bit: Tensor | None = None
 
@@ -218,37 +270,18 @@ class DenseHead:
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
-    def sums(self, wanted: Wanted, **options: Any) -> HeadSums:
-        """Create the sums of the gradients of this head. `options` are arguments of `HeadSums`."""
-        return HeadSums(
-            self.tensors, wanted, self.kernels.gradients, repeats=self.rows.repeats,
-            is_single_chunk=self.num_rows <= self.chunk_rows
-            and (self.d_weight_16_bit or not self.on_gpu),
-            **options,
-        )  # fmt: skip
-
     # ---- Rows and chunks
 
     def flops(self, wanted: Wanted) -> int:
-        """Return the number of flops of the gradient products of all rows."""
         return 2 * self.num_rows * self.weight.numel() * (wanted.hidden + wanted.weight)
 
     def chunks(self, *, stores: bool) -> list[slice]:
-        """Return the chunks. Without `stores`, no logits of these chunks are needed later."""
         count = self.num_rows
         # `head_logps` stores no logits, so its memory does not grow with the number of rows.
         if not stores and self.kernels.head_logps is not None:
             return [slice(0, count)] if count else []
         step = self.chunk_rows
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-    def spread(self, x: Any, fill: int = 0) -> Any:
-        """Return x, because the rows of a head are the active rows."""
-        return x
-
-    def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Concatenate the results of all chunks."""
-        return concatenated(parts, self.hidden)
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
         """Return the rows at these positions.
@@ -277,12 +310,12 @@ class DenseHead:
         return self._workspace[buffer * self.max_rows :][:rows]
 
     def release(self) -> None:
-        """Release the workspace, so that the next call can reuse it."""
         give_back_workspace(self._workspace)
         self._workspace = self._gradient_16_bit = None
 
-    def _gradient(self, rows: int) -> Tensor:
-        """Return the buffer to which d-logits are written, (rows, V)."""
+    def gradient(self, at: Chunk) -> Tensor:
+        """Return the buffer to which d-logits are written, (padded C, V)."""
+        rows = at.hidden.shape[0]
         if not self.has_16_bit_gradient:
             return self.workspace(rows)
         if self._gradient_16_bit is None:
@@ -292,82 +325,39 @@ class DenseHead:
     # ---- Logits and their gradient
 
     def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        """Form the raw logits h·Wᵀ + bias in the workspace, (padded C, V) fp32.
+        """Form the raw logits h·Wᵀ + bias in the workspace, (C, V) fp32.
 
         If the weight has no rows, as in an empty vocabulary shard, there is nothing to multiply.
         """
-        assert at.hidden is not None
         z = self.workspace(at.hidden.shape[0])
+        count = at.target_ids.shape[0]
         if cached:
-            return z
+            return z[:count]
+        if self.kernels.head_logps is not None:
+            self.logps(at, return_entropy=False, stores=True)
+            return z[:count]
         if self.weight.shape[0]:
             matmul_logits(at.hidden, self.weight, out=z)
         if self.bias is not None:
             z.add_(self.bias)
-        return z
+        # Exclude the padding rows, which only the GEMM needs.
+        return z[:count]
 
     def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
     ) -> RowStats:
-        """Compute the lse, logp and entropy of the C rows."""
-        targets = at.target_ids
-        count = targets.shape[0]
         head_logps = self.kernels.head_logps
         if head_logps is None:
-            # Exclude the padding rows, which only the GEMM needs.
-            z = self.logits(at, cached=cached)[:count]
-            return self.kernels.row_logps(z, targets, at.transform, return_entropy=return_entropy)
-        assert at.hidden is not None
+            return super().logps(at, return_entropy=return_entropy, stores=stores, cached=cached)
+        count = at.target_ids.shape[0]
         out = self.workspace(at.hidden.shape[0])[:count] if stores else None
         return head_logps(
-            at.hidden[:count], self.weight, self.bias, targets, at.transform,
+            at.hidden[:count], self.weight, self.bias, at.target_ids, at.transform,
             return_entropy=return_entropy, logits_out=out,
         )  # fmt: skip
 
-    def loss(
-        self,
-        at: Chunk,
-        terms: RowTerms,
-        config: LossConfig,
-        *,
-        return_entropy: bool,
-        cached: bool = False,
-    ) -> tuple[ChunkGradients, RowLoss]:
-        """Compute the loss of the C rows and their d-logits."""
-        if self.in_one_pass:
-            assert at.hidden is not None
-            count = at.target_ids.shape[0]
-            d = self._gradient(at.hidden.shape[0])
-            z = self.logits(at, cached=cached)
-            part = self.kernels.row_loss_(
-                z[:count], d[:count], at.target_ids, terms, config, at.transform,
-                return_entropy=return_entropy,
-            )  # fmt: skip
-            return ChunkGradients(d), part
-        # Compute the statistics, the loss and the gradient one after the other.
-        stats = self.logps(at, return_entropy=return_entropy, cached=cached)
-        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
-        return gradients, RowLoss(*stats, losses, g)
-
-    def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
-    ) -> ChunkGradients:
-        """Compute the d-logits of Σ g·logp + g_entropy·entropy from known statistics."""
-        assert at.hidden is not None
-        if not cached:
-            self.logps(at, return_entropy=False)
-        count = at.target_ids.shape[0]
-        z = self.workspace(at.hidden.shape[0])
-        d = self._gradient(at.hidden.shape[0])
-        self.kernels.row_grad_(
-            z[:count], at.target_ids, known, g, g_entropy, at.transform, out=d[:count]
-        )
-        return ChunkGradients(d)
-
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the gradients of a chunk to dH, dW and db."""
-        assert at.hidden is not None
         rows = self._hidden_rows(at.rows)
         sums.add(rows, at.hidden, d_logits, at.target_ids.shape[0], keep)
 
@@ -393,7 +383,6 @@ class ExponentialHead(DenseHead):
         return self.dtype.itemsize
 
     def _allows_16_bit_d_weight(self) -> bool:
-        """Return whether a GPU may write dW in 16 bits if all rows form one chunk."""
         is_small = padded(self.num_rows) <= TARGET_SHARE * self.weight.shape[0]
         return self.kernels.gradients is not None and is_small
 
@@ -408,7 +397,7 @@ class ExponentialHead(DenseHead):
 
     def _fill(self, at: Chunk, **options: Any) -> Exponentials:
         """Write the exponentials of a chunk to the workspace."""
-        assert at.hidden is not None and self.kernels.head_exponentials is not None
+        assert self.kernels.head_exponentials is not None
         count = at.target_ids.shape[0]
         out = self.workspace(at.hidden.shape[0])[:count]
         self._filled = self.kernels.head_exponentials(
@@ -417,24 +406,22 @@ class ExponentialHead(DenseHead):
         return self._filled
 
     def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
     ) -> RowStats:
-        """Compute the lse, logp and entropy of the C rows."""
         if stores:
             return self._fill(at, return_entropy=return_entropy).stats
         return super().logps(at, return_entropy=return_entropy, stores=False)
 
     def loss(
-        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool,
-        cached: bool = False,
-    ) -> tuple[ChunkGradients, RowLoss]:  # fmt: skip
+        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
+    ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the loss of the C rows, and the coefficients of their exponentials."""
         if self.kernels.gradients is None:
             return super().loss(at, terms, config, return_entropy=return_entropy, cached=cached)
         assert terms.grad_entropy is None  # the fused kernel has no entropy term
         # One kernel computes the statistics, the loss and the coefficients.
         found = self._fill(at, return_entropy=return_entropy, loss=(terms, config))
-        assert at.hidden is not None and found.loss is not None
+        assert found.loss is not None
         losses, g, by_row, by_target = found.loss
         matrix = self.workspace(at.hidden.shape[0])
         gradients = ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids))
@@ -444,7 +431,7 @@ class ExponentialHead(DenseHead):
         self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
         """Return exponentials, and coefficients that convert them to the d-logits of Σ g·logp."""
-        assert g_entropy is None and at.hidden is not None
+        assert g_entropy is None
         if not cached:
             self._fill(at, known=known)
         filled = self._filled
@@ -463,12 +450,3 @@ class ExponentialHead(DenseHead):
         dominant = filled.dominant
         errors = None if dominant is None else dominant.rounding_errors(matrix)
         return ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids, errors))
-
-
-def concatenated(parts: Sequence[tuple[Any, ...]], like: Tensor) -> tuple[Any, ...]:
-    """Concatenate the results of all chunks. Return empty tensors if there are no chunks."""
-    if not parts:
-        return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
-    if len(parts) == 1:
-        return parts[0]
-    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))

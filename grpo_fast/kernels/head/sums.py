@@ -83,7 +83,6 @@ class HeadSums:
         wanted: which gradients to compute.
         kernels: the module gpu/gradients.py on a GPU, otherwise None.
         repeats: whether a row of `hidden` may predict several targets; its dH is then a sum.
-        overlaps: whether two sources add to dH of the same rows.
         is_single_chunk: whether all rows arrive in one call of `add`.
         in_parts: sum dH and dW in fp32 even if a single chunk could be rounded, because more terms
             follow, or because the result stays in fp32.
@@ -101,7 +100,6 @@ class HeadSums:
         kernels: Any = None,
         *,
         repeats: bool = False,
-        overlaps: bool = False,
         is_single_chunk: bool = False,
         in_parts: bool = False,
         keep_fp32: bool = False,
@@ -112,7 +110,7 @@ class HeadSums:
         self.hidden, self.weight, self.bias = tensors
         self.wanted = wanted
         self.kernels = kernels
-        self.repeats = repeats or overlaps
+        self.repeats = repeats
         self.keep_fp32 = keep_fp32
         self.in_parts = in_parts or keep_fp32
         self.is_single_chunk = is_single_chunk and not self.in_parts

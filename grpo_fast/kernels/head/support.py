@@ -13,29 +13,18 @@ Rows without a set use the sources of sources.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.head.products import matmul_logits
-from grpo_fast.kernels.head.sources import Chunk
+from grpo_fast.kernels.head.sources import Chunk, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.support import HeadRows
-from grpo_fast.kernels.types import (
-    ActiveRows,
-    HeadTensors,
-    RowLoss,
-    RowStats,
-    Wanted,
-    pad_rows,
-    padded,
-)
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowStats, pad_rows, padded
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
-from grpo_fast.objective.coefficients import RowTerms
-from grpo_fast.objective.config import LossConfig
 
 # Time of a gathered logit, divided by the time of a logit in a dense product. On one core of an
 # Intel Xeon (fp32, H = 896), we measured 11 to 18 if there are few distinct ids, and 28 to 33 if
@@ -45,7 +34,7 @@ GATHERED_COST = 32
 GATHERED_COST_GPU = 128
 
 
-class TokenSets:
+class TokenSets(RowSource):
     """Rows that have a token set. Their logits are stored one set after another, (nnz,).
 
     Args:
@@ -53,38 +42,17 @@ class TokenSets:
         route: the selected kernels.
     """
 
-    has_entropy_gradient = True
-    skips = False
-    on_gpu = True  # no row is left out, so no values are needed
-    chunk_rows = 1
-
     def __init__(self, rows: ActiveRows, route: Route) -> None:
         assert rows.support is not None
         self.support = rows.support
-        self.rows = rows.select(self.support.row_index)
-        self.kernels = route.kernels
+        super().__init__(rows.select(self.support.row_index), route)
+        self.offsets = self.support.offsets
         # Whether the d-logits are needed to compute dH. Otherwise, the slopes of the forward pass
         # give it, and the backward pass need not read the weight rows again.
         self.needs_d_logits = False
         self._stored: HeadRows | None = None
         self._slopes: Tensor | None = None
         self._g: Tensor | None = None
-
-    def flops(self, wanted: Wanted) -> int:
-        """Return 0, because no row is left out."""
-        return 0
-
-    def chunks(self, *, stores: bool) -> list[slice]:
-        """Return one chunk of all rows."""
-        return [slice(0, len(self.support.places))]
-
-    def spread(self, x: Any, fill: int = 0) -> Any:
-        """Return x, because the rows of the source are active rows."""
-        return x
-
-    def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return the results of the only chunk."""
-        return parts[0]
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
         """Return all rows. A target id is the position of the target in its set."""
@@ -95,7 +63,7 @@ class TokenSets:
         raw = self.raw()
         stats = self.kernels.row_logps(
             raw[None], at.target_ids, at.transform, return_entropy=return_entropy,
-            offsets=self.support.offsets,
+            offsets=self.offsets,
         )  # fmt: skip
         return HeadRows(raw, stats, None)
 
@@ -104,62 +72,35 @@ class TokenSets:
         raise NotImplementedError
 
     def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        """Return the logits at the ids of every set, (1, nnz)."""
         if not cached or self._stored is None:
             self._stored = self.head_rows(at, return_entropy=True, return_slopes=False)
         return self._stored.raw[None]
 
     def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool = True, cached: bool = False
+        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
     ) -> RowStats:
-        """Compute the lse, logp and entropy of every row."""
+        if cached and self._stored is not None:
+            return self._stored.stats
         slopes = stores and not self.needs_d_logits
         found = self.head_rows(at, return_entropy=return_entropy, return_slopes=slopes)
         self._stored = found if stores else None
         return found.stats
 
-    def loss(
-        self,
-        at: Chunk,
-        terms: RowTerms,
-        config: LossConfig,
-        *,
-        return_entropy: bool,
-        cached: bool = False,
-    ) -> tuple[ChunkGradients, RowLoss]:
-        """Compute the loss of every row and its d-logits."""
-        if not cached or self._stored is None:
-            self.logps(at, return_entropy=return_entropy)
-        assert self._stored is not None
-        stats = self._stored.stats
-        losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
-        return gradients, RowLoss(*stats, losses, g)
-
     def gradients(
         self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """Compute the d-logits of Σ g·logp + g_entropy·entropy."""
-        stored = self._stored
-        self._stored = None  # its logits are overwritten below
-        if not cached or stored is None:
+        if not cached or self._stored is None:
             slopes = g_entropy is None and not self.needs_d_logits
-            stored = self.head_rows(at, return_entropy=False, return_slopes=slopes)
-        d = self.kernels.row_grad_(
-            stored.raw[None], at.target_ids, known, g, g_entropy, at.transform,
-            offsets=self.support.offsets,
-        )[0]  # fmt: skip
+            self._stored = self.head_rows(at, return_entropy=False, return_slopes=slopes)
+        stored = self._stored
+        found = super().gradients(at, known, g, g_entropy, cached=True)
+        self._stored = None  # its logits were overwritten
         # With an entropy gradient, dH is not a multiple of d logp/d hidden.
         self._slopes = None if g_entropy is not None else stored.slopes
         self._g = g
-        return ChunkGradients(d)
-
-    def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
-        """Add the gradient of a chunk to the sums."""
-        raise NotImplementedError
+        return found
 
     def release(self) -> None:
-        """Free the stored logits."""
         self._stored = self._slopes = None
 
 
@@ -168,22 +109,15 @@ class GatheredSets(TokenSets):
 
     def __init__(self, tensors: HeadTensors, rows: ActiveRows, route: Route) -> None:
         super().__init__(rows, route)
-        self.tensors = tensors
         self.hidden, self.weight, self.bias = tensors
         self.module = kernel_module("support", route.backend)
 
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        """Compute the logits at the ids of every set, and the statistics of every row."""
         found: HeadRows = self.module.head_rows(
             self.hidden, self.rows.hidden_index, self.weight, self.bias, self.support,
             at.transform, return_entropy=return_entropy, return_slopes=return_slopes,
         )  # fmt: skip
         return found
-
-    def sums(self, wanted: Wanted, **options: Any) -> HeadSums:
-        """Create the sums of the gradients of this head. `options` are arguments of `HeadSums`."""
-        kernels = self.kernels.gradients
-        return HeadSums(self.tensors, wanted, kernels, repeats=self.rows.repeats, **options)
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the gradients of the rows to dH, dW and db."""
@@ -201,7 +135,6 @@ class ProductSets(GatheredSets):
     """Large token sets. Their logits come from products with all of W, chunk by chunk."""
 
     def raw(self) -> Tensor:
-        """Return the logits at the ids of every set, (nnz,)."""
         dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         raw = self.weight.new_zeros(len(self.support.ids), dtype=dtype)
         for _, h, places, at, z in self._products(dtype):

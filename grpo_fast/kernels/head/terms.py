@@ -13,7 +13,7 @@ A term has the values of all its rows. The driver selects the rows of a source w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Step(NamedTuple):
         return active_rows(self.g, self.g_entropy)
 
 
-class RowTerm(Protocol):
+class RowTerm:
     """A term of the loss.
 
     Attributes:
@@ -53,24 +53,27 @@ class RowTerm(Protocol):
             logits.
     """
 
-    needs_all_rows: bool
-    may_hide_nan: bool
-    goes_back: bool
+    needs_all_rows = False
+    may_hide_nan = False
+    goes_back = False
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> RowTerm:
         """Return a copy of the term that holds only the values of one source's rows."""
+        raise NotImplementedError
 
     def mask(self, flops: float) -> Tensor | None:
         """Return a mask of the rows that can have a gradient, (T,) bool. None: all, or unknown.
 
         `flops` is the number of flops of the gradient products of all rows.
         """
+        return None
 
     def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
         """Compute the values of a chunk and its d-logits."""
+        raise NotImplementedError
 
 
-class TokenLevel:
+class TokenLevel(RowTerm):
     """A token-level loss. After the pass, `parts` has the `RowLoss` of each chunk.
 
     Args:
@@ -80,7 +83,6 @@ class TokenLevel:
 
     needs_all_rows = True
     may_hide_nan = True
-    goes_back = False
 
     def __init__(self, terms: RowTerms, config: LossConfig) -> None:
         self.terms = terms
@@ -88,7 +90,6 @@ class TokenLevel:
         self.parts: list[RowLoss] = []
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> TokenLevel:
-        """Return a copy of the term that holds only the values of one source's rows."""
         term = TokenLevel(self.terms.map(select), self.config)
         term.parts = self.parts
         return term
@@ -121,7 +122,7 @@ class TokenLevel:
         return Step(d, part.grad_logps, here.grad_entropy)
 
 
-class Known:
+class Known(RowTerm):
     """Σ (g·logp + g_entropy·entropy) with known coefficients.
 
     Args:
@@ -132,8 +133,6 @@ class Known:
             so that these rows can be left out of the products.
     """
 
-    needs_all_rows = False
-    may_hide_nan = False
     goes_back = True
 
     def __init__(
@@ -145,7 +144,6 @@ class Known:
         self.counts_on_gpu = counts_on_gpu
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Known:
-        """Return a copy of the term that holds only the values of one source's rows."""
         values = self.g, self.g_entropy, *self.stats
         g, g_entropy, lse, logps, entropy = (None if x is None else select(x) for x in values)
         assert g is not None and lse is not None and logps is not None
@@ -165,10 +163,11 @@ class Known:
         return Step(d, g, g_entropy)
 
 
-class Sum:
-    """The sum of two terms. The first must leave the logits of a chunk for the second."""
+class Sum(RowTerm):
+    """The sum of two terms. The first must leave the logits of a chunk for the second.
 
-    may_hide_nan = False
+    Whether a row has a gradient is known after the pass, so there is no mask.
+    """
 
     def __init__(self, first: RowTerm, second: RowTerm) -> None:
         self.first = first
@@ -177,12 +176,7 @@ class Sum:
         self.goes_back = second.goes_back
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Sum:
-        """Return a copy of the sum that holds only the values of one source's rows."""
         return Sum(self.first.map(select, source), self.second.map(select, source))
-
-    def mask(self, flops: float) -> Tensor | None:
-        """Return None. Whether a row has a gradient is known after the pass."""
-        return None
 
     def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
         """Add the d-logits of both terms."""

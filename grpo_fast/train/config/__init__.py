@@ -260,9 +260,6 @@ class DataConfig(Section):
         shots_tokens: Number of tokens for worked examples, which are drawn anew for each question.
         drop_unusable: Skip rows with an empty prompt or answer, or with tests that code_tests
             refuses, and log their number; false refuses them.
-        max_prompt_tokens: Skip questions whose prompt has more tokens, and log their number; null
-            keeps all.
-        encoding: Encoding of text files, for example cp1252; null reads UTF-8 and UTF-16.
         n_test: Number of test examples; null uses all, or a tenth of a file without a test split.
         digits: Number of digits in a prompt of the task sort.
     """
@@ -277,8 +274,6 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = {}
     shots_tokens: Positive | None = None
     drop_unusable: bool = False
-    max_prompt_tokens: Positive | None = None
-    encoding: str | None = None
     n_test: Size | None = None
     digits: int = Field(5, ge=1, le=4096)
 
@@ -291,11 +286,9 @@ class DataConfig(Section):
         require(is_gym or not self.options, "options", f"none without path={GYM}NAME", self.options)
         # Only questions from a file have columns, templates and worked examples.
         for name in ("columns", "prompt_template", "system_prompt", "chat", "template_kwargs",
-                     "shots_tokens", "max_prompt_tokens"):  # fmt: skip
+                     "shots_tokens"):  # fmt: skip
             value = getattr(self, name)
             require(is_file or not value, name, f"none for task {self.task}", repr(value))
-        if self.shots_tokens and self.max_prompt_tokens:
-            raise conflict("shots_tokens", "max_prompt_tokens", "worked examples fill the prompts")
         return self
 
 
@@ -446,13 +439,13 @@ def _loss_keys() -> dict[str, Any]:
 
     Null means the default of every argument.
     """
-    types: dict[str, Any] = get_type_hints(LossConfig)
+    hints = get_type_hints(LossConfig)
+    types: dict[str, Any] = {name: hint | None for name, hint in hints.items()}
     types |= {name: Literal[(*choices, None)] for name, choices in CHOICES.items()}
-    types |= {"temperature": float, "corrections": list[dict[str, Any]]}
+    types |= {"temperature": float | None, "corrections": list[dict[str, Any]] | None}
     defaults = {field.name: field.default for field in fields(LossConfig)} | {"temperature": None}
     defaults["corrections"] = [asdict(correction) for correction in LossConfig.corrections]
-    own = defaults.keys() - {*OF_THE_RUN}
-    return {name: (types[name] | None, x) for name, x in defaults.items() if name in own}
+    return {name: (types[name], x) for name, x in defaults.items() if name not in OF_THE_RUN}
 
 
 class LossSettings(

@@ -129,9 +129,8 @@ def converted(path: str) -> list[str]:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         by_value = names.get(f"{name}={text}") or names.get(f"{short}={text}")
         same = [key for key in own if key.rpartition(".")[2] == short]
-        ours = by_value or names.get(name) or names.get(short, "")
-        if not ours and len(same) == 1:
-            ours = same[0]
+        alone = same[0] if len(same) == 1 else ""
+        ours = by_value or names.get(name) or names.get(short, alone)
         if not ours and names.get(last, "").endswith("?"):
             ours = names[last]
         # 2. Leave out what is off, and what the other library computes.
@@ -140,8 +139,7 @@ def converted(path: str) -> list[str]:
             continue
         # 3. Keep the word if the configuration accepts its value.
         is_plain = isinstance(value, str) and PLAIN_TEXT.fullmatch(text)
-        shown = text if is_plain else json.dumps(value)
-        word = ours if "=" in ours else f"{ours}={shown}"
+        word = ours if "=" in ours else f"{ours}={text if is_plain else json.dumps(value)}"
         why = f"see {ours[:-1]}" if ours.endswith("?") else _refusal(word) if ours else ""
         if last.startswith("kl_loss") and settings.get(f"{above}.use_kl_loss") is False:
             why = "use_kl_loss is off"

@@ -7,13 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import cleandoc
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from grpo_fast.data import reason
 from grpo_fast.data.readers import GYM
@@ -22,8 +19,6 @@ from grpo_fast.errors import nearest_hint, nearest_name, require
 QUOTED = 200  # maximum number of characters of a value in an error message
 DEEPEST_KEY = 16  # maximum number of parts in a dotted key
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
-TYPES = {str: "text", int: "integer", float: "number", bool: "true | false", NoneType: "null",
-         dict: "mapping"}  # fmt: skip
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -260,11 +255,11 @@ def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Co
 def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     """Format a pydantic error as one line with the dotted key, expected value and actual value."""
     where = quoted(".".join(map(str, error["loc"])), str)
+    listed = ".".join("0" if isinstance(part, int) else part for part in error["loc"])
+    keys = list(dotted_keys(kind))
     # 1. Describe an unknown or missing key.
     if error["type"] == "missing":
         return f"{where}: is missing"
-    keys = list(dotted_keys(kind))
-    listed = ".".join("0" if isinstance(part, int) else part for part in error["loc"])
     if error["type"] == "extra_forbidden":
         above = listed.rpartition(".")[0]
         known = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == above]
@@ -277,10 +272,6 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     is_section = not listed or any(key.startswith(f"{listed}.") for key in keys)
     if error["type"] == "value_error" and is_section:
         return f"{where}.{message}".removeprefix(".")
-    if error["type"] == "model_type":
-        message = "expected a section of keys"
-    if error["type"] == "string_type" and isinstance(value, dict):
-        message = f"expected a text, got a mapping; a text with ': ' needs quotes: {where}='\"…\"'"
     if isinstance(value, (dict, BaseModel)):
         return f"{where}: {message}"
     choices = ["true", "false"] if error["type"] == "bool_type" else []
@@ -294,14 +285,13 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     return f"{where}: {message}, got {shown}{nearest_hint(str(value), choices)}"
 
 
-def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Yield the dotted key, the pydantic field and the description of every setting.
+def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
+    """Yield the dotted key of every setting, the section that has it, and its name there.
 
     If a field is a list of sections, its keys have the index 0, for example `rewards.0.name`.
     """
-    texts = described(kind)
     for name, field in kind.model_fields.items():
-        yield above + name, field, texts.get(name, "")
+        yield above + name, kind, name
         section = section_of(field.annotation)
         if section is not None:
             first = "0." if get_origin(field.annotation) is list else ""
@@ -382,32 +372,25 @@ def listed_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
         ValueError: no key or section has the name `prefix`.
     """
     lines = []
-    for key, field, text in fields_of(kind):
+    root = kind.model_json_schema()
+    schemas = {kind.__name__: root, **root["$defs"]}
+    for key, section, name in fields_of(kind):
         if not prefix or key == prefix or key.startswith(f"{prefix}."):
-            lines.append(f"{key}: {_type_words(field.annotation)}{_default(field)}")
-            lines.append(f"    {text}")
+            schema = schemas[section.__name__]["properties"][name]
+            default = f" = {json.dumps(schema['default'])}" if "default" in schema else ""
+            lines += [f"{key}: {_type_words(schema)}{default}", f"    {described(section)[name]}"]
     if not lines:
         hint = nearest(prefix, list(kind.model_fields), list(dotted_keys(kind)))
         raise ValueError(f"config: no key or section {prefix!r}{hint}")
     return lines
 
 
-def _type_words(annotation: Any) -> str:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " | ".join("null" if x is None else str(x).lower() for x in inner)
-    if origin is list:
-        return f"list of {_type_words(inner[0])}"
-    if annotation is section_of(annotation):
-        return "section"
-    if inner and origin is not dict:  # a union, or Annotated
-        parts = [part for part in inner if isinstance(part, type) or get_origin(part)]
-        return " | ".join(dict.fromkeys(map(_type_words, parts)))
-    return TYPES.get(origin or annotation, "value")
-
-
-def _default(field: FieldInfo) -> str:
-    if section_of(field.annotation) is not None and field.default is not None:
-        return ""
-    default = field.get_default(call_default_factory=True)
-    return " (required)" if default is PydanticUndefined else f" = {json.dumps(default)}"
+def _type_words(schema: Mapping[str, Any]) -> str:
+    """Describe the values that a JSON schema allows, for example `integer | null`."""
+    if "anyOf" in schema:
+        return " | ".join(map(_type_words, schema["anyOf"]))
+    if "enum" in schema:
+        return " | ".join(json.dumps(value).strip('"') for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_type_words(schema['items'])}"
+    return str(schema.get("const", schema.get("type", "section")))

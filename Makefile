@@ -239,7 +239,7 @@ TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py s
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
   $(addprefix tests/train/test_,adapters.py fingerprints.py longcontext.py memory_model.py pretrained.py \
     train_policy.py) \
-  tests/rewards/test_reward_model.py tests/examples/test_reward_model_script.py tests/examples/test_capitals.py
+  tests/examples/test_reward_model_script.py tests/examples/test_capitals.py
 
 test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)
 	@$(STEP) 'what concerns transformers, on transformers 5.17'

@@ -19,7 +19,6 @@ def spec(
     weight: float = 1.0,
     *,
     label: str | None = None,
-    path: str | None = None,
     timeout: Any = 60.0,
     in_process: bool = False,
     convention: str | None = None,
@@ -30,6 +29,6 @@ def spec(
     `build_rewards` passes `options` to the reward function.
     """
     return SimpleNamespace(
-        name=name, weight=weight, label=label, path=path, timeout=timeout, in_process=in_process,
+        name=name, weight=weight, label=label, timeout=timeout, in_process=in_process,
         options=options, convention=convention,
     )  # fmt: skip

@@ -2,21 +2,22 @@
 
     python -m grpo_fast.examples.reward_model [--pairs pairs.jsonl --model PATH] [--out FOLDER]
     grpo-fast train sort steps=300 'rewards=[
-      {name: reward_model, path: runs/reward-model/model}, {name: sort_positions, weight: 0}]'
+      {name: "grpo_fast.examples.reward_model:RewardModel", in_process: true,
+       options: {path: runs/reward-model/model}}, {name: sort_positions, weight: 0}]'
 
 Without `--pairs`, the script generates pairs for the recipe `sort`, and trains a model with 0.2 M
 parameters. The model learns which of two answers has more symbols in the right places. This takes
 half a minute on 2 CPU cores.
 
 `--pairs` is a file with one JSON object per line. An object has the texts `prompt`, `chosen` and
-`rejected`. An optional number `margin` is the least difference between the scores of the chosen and
-the rejected text that the model should learn. Every tenth pair is held out to measure the accuracy.
+`rejected`. Every tenth pair is held out to measure the accuracy.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +27,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification as Scorer
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel, Trainer
+from transformers import AutoTokenizer, BatchEncoding, LlamaConfig, PreTrainedModel, Trainer
 from transformers import PreTrainedTokenizerBase as TokenizerBase
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers import TrainingArguments as Arguments
 
-Pair = dict[str, str | float]  # prompt, chosen, rejected and, optionally, margin
+Pair = dict[str, str]  # prompt, chosen and rejected
+ORDER = ("chosen", "rejected")
 DIGITS, SYMBOLS = 4, 10
 # Weight of the loss term mean((chosen + rejected)²), which keeps the mean of the scores near 0
 # (arXiv 2312.09244).
@@ -87,41 +89,53 @@ class PairTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], *_: object, **__: object
     ) -> torch.Tensor:
-        """Return the mean of −log σ(chosen − rejected − margin), plus the centering term."""
-        margin = inputs.pop("margin")
+        """Return the mean of −log σ(chosen − rejected), plus the centering term."""
         chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
-        loss = -logsigmoid(chosen - rejected - margin).mean()
+        loss = -logsigmoid(chosen - rejected).mean()
         return loss + CENTER * (chosen + rejected).square().mean()
 
 
-def collate(pairs: list[Pair], tokenizer: TokenizerBase) -> dict[str, torch.Tensor]:
-    """Tokenize prompt, answer and EOS, as the reward function `reward_model` does.
-
-    The result contains the rows of all chosen answers, followed by those of the rejected answers.
-    """
+def encode(
+    tokenizer: TokenizerBase, prompts: Sequence[str], completions: Sequence[str]
+) -> BatchEncoding:
+    """Tokenize each prompt with its completion and EOS."""
     rows = []
-    for name in ("chosen", "rejected"):
-        for pair in pairs:
-            ids = tokenizer(pair["prompt"], pair[name])["input_ids"]
-            has_end = ids and ids[-1] in tokenizer.all_special_ids
-            rows.append({"input_ids": ids if has_end else [*ids, tokenizer.eos_token_id]})
-    batch = tokenizer.pad(rows, padding_side="right", return_tensors="pt")
-    margins = torch.tensor([float(pair.get("margin", 0.0)) for pair in pairs])
-    return {**{k: batch[k] for k in ("input_ids", "attention_mask")}, "margin": margins}
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for token in tokenizer.all_special_tokens:  # a completion must not end its own turn
+            completion = completion.replace(token, " ")
+        ids = tokenizer(prompt, completion)["input_ids"]
+        has_end = ids and ids[-1] in tokenizer.all_special_ids
+        rows.append({"input_ids": ids if has_end else [*ids, tokenizer.eos_token_id]})
+    return tokenizer.pad(rows, padding_side="right", return_tensors="pt")
 
 
-@torch.no_grad()
-def accuracy(model: PreTrainedModel, tokenizer: TokenizerBase, pairs: list[Pair]) -> float:
-    """Return the fraction of pairs whose chosen text has a higher score than the rejected text."""
-    model.eval()
-    right = 0
-    for first in range(0, len(pairs), 64):
-        batch = collate(pairs[first : first + 64], tokenizer)
-        del batch["margin"]
-        scores = model(**{name: x.to(model.device) for name, x in batch.items()}).logits[:, 0]
-        chosen, rejected = scores.float().chunk(2)
-        right += int((chosen > rejected).sum())
-    return right / len(pairs)
+def collate(pairs: list[Pair], tokenizer: TokenizerBase) -> BatchEncoding:
+    """Return the rows of all chosen answers, followed by those of the rejected answers."""
+    texts = [pair[name] for name in ORDER for pair in pairs]
+    return encode(tokenizer, [pair["prompt"] for pair in pairs] * 2, texts)
+
+
+class RewardModel:
+    """Reward function that scores each prompt, a text, and its completion with a trained model.
+
+    Args:
+        path: folder or hub id of a sequence classification model with one output.
+
+    Raises:
+        ValueError: the model has several outputs, or a causal LM, which has no score.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        model, loaded = Scorer.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
+        if loaded["missing_keys"] or model.config.num_labels != 1:
+            raise ValueError(f"path: expected a trained model with one output, got {path!r}")
+        self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> torch.Tensor:
+        batch = encode(self.tokenizer, prompts, completions).to(self.model.device)
+        return self.model(**batch).logits[:, 0].float().cpu()
 
 
 def train(
@@ -167,7 +181,10 @@ def train(
     trainer.train()
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
-    return accuracy(model, tokenizer, held_out)
+    score = RewardModel(str(out / "model"))
+    prompts = [pair["prompt"] for pair in held_out]
+    chosen, rejected = (score(prompts, [x[name] for x in held_out]) for name in ORDER)
+    return float((chosen > rejected).float().mean())
 
 
 def main(

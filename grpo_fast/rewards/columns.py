@@ -21,7 +21,7 @@ from typing import Any
 from grpo_fast.data import Example, Prompt
 from grpo_fast.data.records import TESTS, find
 from grpo_fast.errors import argument_error
-from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, SAMPLED, TRL, VERL, VERLS
+from grpo_fast.rewards.conventions import OPENRLHF, OURS, SAMPLED, TRL, TRLS, VERL, VERLS
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 from grpo_fast.rewards.workers import unit_tests
 
@@ -31,8 +31,11 @@ log = logging.getLogger(__name__)
 # this package fills, so that the data needs no column for them.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
 GIVEN = {
-    OURS: SAMPLED, TRL: (*SAMPLED, *ONLY_TRL), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
+    OURS: SAMPLED, TRL: (*SAMPLED, *TRLS), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
 }  # fmt: skip
+# Parameters of other libraries' functions, with the library.
+OTHERS = {**dict.fromkeys((*TRLS, "answer"), TRL), **dict.fromkeys(VERLS, VERL),
+          "queries": OPENRLHF, "labels": OPENRLHF}  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
 LONGEST_OPENED = 200  # number of characters at a prompt's end that are searched for a tag
 
@@ -64,16 +67,17 @@ def score(
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
-    chats = [example.prompt for example in examples]
-    columns["prefills"] = list(map(prefill_of, chats, prompt_texts or [""] * len(examples)))
+    texts = prompt_texts or [""] * len(examples)
+    columns["prefills"] = [
+        prefill_of(example.prompt, text) for example, text in zip(examples, texts, strict=True)
+    ]
     return rewards(
-        list(map(_row_prompt, examples)),
+        [_row_prompt(example) for example in examples],
         completions,
         [example.answer for example in examples],
         columns,
         labels=[label_of(example) for example in examples],
         prompt_texts=prompt_texts,
-        chats=chats,
     )
 
 
@@ -112,23 +116,21 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
         ValueError: an example lacks a column.
     """
     for reward in rewards.rewards:
-        signature = reward.function.signature
-        if signature.is_unsure and any("answers" in e.fields for e in examples):
-            words = "{trl: FUNCTION} or {grpo_fast: FUNCTION}"
-            got = "a column 'answers', which TRL passes under this name"
-            raise argument_error(f"rewards: {reward.name}", f"to be written as {words}", got)
-        gold = GOLD[signature.convention]
-        for name in signature.needs:
-            if name in GIVEN[signature.convention] and name != gold:
+        convention = reward.function.convention
+        for name in reward.function.signature.needs:
+            is_gold = name == GOLD[convention]
+            if name in GIVEN[convention] and not is_gold:
                 continue
-            missing = [e for e in examples if not _has(e, name, name == gold, signature.convention)]
+            missing = [e for e in examples if not _has(e, name, is_gold, convention)]
             if missing:
-                field = "an answer" if name == gold else f"a field {name!r}"
-                expected = f"{field} in every {split} example"
+                field = "an answer" if is_gold else f"a field {name!r}"
                 got = f"{len(missing)} of {len(examples)} without"
-                first = str(missing[0].prompt)[:60]
+                first = f"first {str(missing[0].prompt)[:60]!r}"
+                if name in OTHERS:
+                    first += f"; write {{{OTHERS[name]}: FUNCTION}} for a function of this library"
                 argument = f"rewards: {reward.name} asks for {name}"
-                raise argument_error(argument, expected, f"{got}, first {first!r}")
+                expected = f"{field} in every {split} example"
+                raise argument_error(argument, expected, f"{got}, {first}")
 
 
 def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Sequence[Example]:

@@ -16,35 +16,29 @@ import inspect
 import itertools
 import json
 import math
-import numbers
 import os
 import select
 import signal
-import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
-# Reward of a completion, or of each of its tokens. None: the function does not apply to it.
-Score = float | list[float] | None
-Modules = dict[str, ModuleType]  # the modules of reward files, by path
+Score = float | None  # None: the function does not apply to the completion
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
 # Columns that a function for grpo_fast can request, in addition to those of the data.
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
-# Parameters by which a convention is recognised, because no other convention has them.
-ONLY_OURS = ("answers", "completion_lengths", "prefills")
-ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
+TRLS = ("trainer_state", "log_extra", "log_metric")  # objects that TRL passes with its columns
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPENRLHFS = ("queries", "prompts", "labels")
 # Fields of TRL's `trainer_state` that reward functions read.
 STATE = {"global_step": 0, "max_steps": 0, "epoch": 0.0, "log_history": [],
          "is_local_process_zero": True, "is_world_process_zero": True}  # fmt: skip
+LARGEST = 3.4e38  # larger numbers would be infinite in fp32
 
 
 class RewardFailure(RuntimeError):
@@ -62,13 +56,10 @@ class RewardFailure(RuntimeError):
 
 
 # --------------------------------------------------------------------------- import a function
-def import_function(path: str, modules: Modules | None = None) -> RewardFunction:
+def import_function(path: str) -> RewardFunction:
     """Import a function, given as "package.module:function" or "file.py:function".
 
-    Args:
-        path: the path. Modules next to the file can be imported by the file.
-        modules: modules of files that were already imported, to which the file's module is added.
-            Functions of one file then share its module.
+    Modules next to a file can be imported by the file.
 
     Raises:
         ValueError: there is no function at the path.
@@ -77,31 +68,24 @@ def import_function(path: str, modules: Modules | None = None) -> RewardFunction
     if not (module_name and attribute):
         expected = "expected 'package.module:function' or 'file.py:function'"
         raise ValueError(f"rewards: {expected}, got {path!r}")
-    file = os.path.abspath(os.path.expanduser(module_name))
-    is_file = module_name.endswith(".py")
-    if is_file and not os.path.exists(file):
-        raise ValueError(f"rewards: no such file: {module_name!r}")
-    modules = {} if modules is None else modules
     try:
-        if file not in modules:
-            modules[file] = _run_file(file) if is_file else importlib.import_module(module_name)
-        module = modules[file]
+        is_file = module_name.endswith(".py")
+        module = (_run_file if is_file else importlib.import_module)(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         message = f"could not import {module_name!r} of {path!r}: {describe(error)}"
         raise ValueError(f"rewards: {message}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        expected = f"expected a function {attribute!r} in {module_name}"
         known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        came = f"got {text_of(function)}" if function is not None else "found no such name"
-        raise ValueError(f"rewards: {expected}, {came}; functions: {', '.join(known) or 'none'}")
+        expected = f"expected a function {attribute!r} in {module_name}"
+        raise ValueError(f"rewards: {expected}, got only: {', '.join(known) or 'none'}")
     return function
 
 
 def _run_file(path: str) -> ModuleType:
-    folder, base = os.path.split(path)
+    folder, base = os.path.split(os.path.abspath(os.path.expanduser(path)))
     name = base.removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, os.path.join(folder, base))
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     # Register the module, because dataclasses look it up by its name. Do not replace a different
     # module with the same name.
@@ -112,34 +96,23 @@ def _run_file(path: str) -> ModuleType:
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     finally:
         sys.path.remove(folder)
-        if folder not in sys.path:
-            sys.path.append(folder)
+        sys.path.append(folder)
     return module
 
 
 # ------------------------------------------------------------------ adapt a function's arguments
 class Signature(NamedTuple):
-    """Columns and calling convention of a reward function.
+    """Columns that a reward function accepts.
 
     Attributes:
         takes: names of the columns that the function accepts.
         needs: names of the columns that the function requires.
         takes_all: True for a function with `**columns`, which accepts all columns.
-        convention: one of CONVENTIONS.
-        per_sample: True if the function has a true attribute `per_sample`. With this attribute, it
-            declares that each value depends on only one completion. If a call of it fails, it is
-            called again for each sample. Other functions are not called again.
-        is_unsure: True if the convention was detected, and the function has `**columns`. With a
-            parameter `answers`, it fits our convention and TRL's. If the data has a column
-            `answers`, TRL passes this column, and we pass the gold answers.
     """
 
-    takes: list[str]
-    needs: list[str]
+    takes: Sequence[str]
+    needs: Sequence[str]
     takes_all: bool
-    convention: str = OURS
-    per_sample: bool = False
-    is_unsure: bool = False
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns that the function accepts."""
@@ -147,44 +120,12 @@ class Signature(NamedTuple):
 
 
 def signature_of(function: RewardFunction) -> Signature:
-    """Return the columns that a function accepts and requires.
-
-    Raises:
-        ValueError: a parameter is positional-only, or the function has no signature.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # for example a function of a C++ extension
-        got = "got one without a signature; write a Python function that calls it"
-        raise ValueError(f"rewards: expected a function with named parameters, {got}") from None
-    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        raise ValueError("rewards: expected parameters that can be given by name, got one before /")
+    """Return the columns that a function accepts and requires."""
+    parameters = inspect.signature(function).parameters.values()
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needs = [p.name for p in by_name if p.default is p.empty]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Signature([p.name for p in by_name], needs, takes_all)
-
-
-def convention_of(signature: Signature) -> str:
-    """Return OURS or TRL, depending on the parameters of a function.
-
-    A function with `**kwargs` is assumed to be written for TRL, which passes all columns to every
-    function.
-
-    Raises:
-        ValueError: the parameters mix two conventions, or belong to verl or OpenRLHF. The
-            configuration must then name the convention.
-    """
-    for name, word in (("solution_str", VERL), ("queries", OPENRLHF)):
-        if name in signature.takes:
-            conflict = f"{name!r} is a parameter of {word}'s convention"
-            raise ValueError(f"rewards: {conflict}; write {{{word}: FUNCTION}} instead of FUNCTION")
-    ours = [name for name in signature.takes if name in ONLY_OURS]
-    trls = [name for name in signature.takes if name in ONLY_TRL]
-    if ours and trls:
-        conflict = f"{ours[0]!r} is a parameter of our convention, and {trls[0]!r} of TRL's"
-        raise ValueError(f"rewards: {conflict}; write {{trl: FUNCTION}} or {{grpo_fast: FUNCTION}}")
-    return TRL if trls or (signature.takes_all and not ours) else OURS
 
 
 class Reply(NamedTuple):
@@ -208,57 +149,47 @@ class Function:
 
     Args:
         function: a function, or a class whose instances can be called.
-        convention: one of CONVENTIONS. None detects OURS or TRL; see `convention_of`.
+        convention: one of CONVENTIONS.
         options: arguments of every call, or of the constructor of a class.
 
     Raises:
-        ValueError: the function does not accept an option, or its convention must be named.
+        ValueError: the function does not accept an option.
     """
 
     def __init__(
-        self, function: RewardFunction, convention: str | None, options: Mapping[str, Any]
+        self, function: RewardFunction, convention: str, options: Mapping[str, Any]
     ) -> None:
-        given = signature_of(function)
-        unknown = [option for option in options if option not in given.takes]
-        if unknown and not given.takes_all:
-            names = [name for name in given.takes if name not in (*SAMPLED, "answers")]
-            expected = f"expected options among {', '.join(names) or 'none'}"
-            got = f"unexpected keyword argument {unknown[0]!r}"
-            raise ValueError(f"rewards: {getattr(function, '__name__', 'f')}: {got}, {expected}")
+        try:
+            inspect.signature(function).bind_partial(**options)
+        except TypeError as error:
+            raise ValueError(f"rewards: options: {error}") from None
         self.function = functools.partial(function, **options)
         if inspect.isclass(function):
             self.function = functools.partial(self.function())
-        signature = signature_of(self.function)
-        is_unsure = convention is None and signature.takes_all
-        convention = convention or convention_of(signature)
+        self.convention = convention
+        self.signature = signature_of(self.function)
         if convention == OPENRLHF:  # passes its arguments by position
-            signature = Signature([*OPENRLHFS], [*OPENRLHFS], False)
-        per_sample = convention == VERL or bool(getattr(self.function.func, "per_sample", False))
-        self.signature = Signature(*signature[:3], convention, per_sample, is_unsure)
-        self.reads_chats = getattr(self.function.func, "reads_chats", False)  # see RewardModel
+            self.signature = Signature(OPENRLHFS, OPENRLHFS, False)
 
     def call(
-        self, count: int, columns: Mapping[str, Any], lengths: list[int] | None = None,
-        state: Mapping[str, Any] | None = None,
-    ) -> Reply:  # fmt: skip
+        self, count: int, columns: Mapping[str, Any], state: Mapping[str, Any] | None = None
+    ) -> Reply:
         """Call the function with lists as arguments and check its result.
 
         Args:
             count: number of completions.
             columns: the columns that the function accepts.
-            lengths: number of tokens of each completion. None: no rewards per token are accepted.
-            state: fields of TRL's `trainer_state`. None passes no such object.
+            state: fields of TRL's `trainer_state`.
 
         Raises:
             RewardFailure: the function did not return one value per completion.
-            BaseException: an error of any class that the function raised.
         """
         # 1. Pass the objects of TRL. A column must not replace an option of the same name.
         extra: dict[str, list[Any]] = defaultdict(list)
         metrics: dict[str, list[float]] = defaultdict(list)
-        if state is not None:
+        if self.convention == TRL:
             objects = {
-                "trainer_state": SimpleNamespace(**{**STATE, **state}),
+                "trainer_state": SimpleNamespace(**{**STATE, **(state or {})}),
                 "log_extra": lambda column, values: extra[str(column)].extend(values),
                 "log_metric": lambda name, value: metrics[str(name)].append(float(value)),
             }
@@ -266,12 +197,11 @@ class Function:
         columns = {name: x for name, x in columns.items() if name not in self.function.keywords}
         # 2. Call the function.
         result: Any
-        if self.signature.convention == VERL:  # scores one completion
-            rows = zip(*columns.values(), strict=True)
-            named = [dict(zip(columns, row, strict=True)) for row in rows]
-            each = _in_a_loop([functools.partial(self.function, **one) for one in named])
-            result = [float(x["score"] if isinstance(x, Mapping) else x) for x in each]
-        elif self.signature.convention == OPENRLHF:
+        if self.convention == VERL:  # scores one completion
+            values = zip(*columns.values(), strict=True)
+            rows = [dict(zip(columns, row, strict=True)) for row in values]
+            result = _in_a_loop([functools.partial(self.function, **row) for row in rows])
+        elif self.convention == OPENRLHF:
             given = [columns[name] for name in OPENRLHFS]
             [result] = _in_a_loop([functools.partial(self.function, *given)])
             result = result["rewards"] if isinstance(result, Mapping) else result
@@ -280,11 +210,13 @@ class Function:
             if inspect.isawaitable(result):
                 [result] = _in_a_loop([lambda: result])
         # 3. Check the values.
+        if isinstance(result, BaseException):
+            raise result
         scores: list[Score | str] = []
         notes: list[str] = []
-        for value, length in zip(_values(result, count), lengths or [None] * count, strict=True):
+        for value in _values(result, count):
             try:
-                scores.append(_score(value, length))
+                scores.append(_score(value))
             except RewardFailure as failure:
                 scores.append(failure.why)
                 notes.append(str(failure))
@@ -301,101 +233,76 @@ def why_of(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     if isinstance(error, RewardFailure):  # its message needs no class name
         return str(error)
-    return f"{type(error).__name__}: {text_of(error)}"
-
-
-def text_of(value: Any, longest: int = 500) -> str:
-    """Return the beginning of str(value), or a placeholder if __str__ raises an error."""
-    try:
-        return str(value)[:longest]
-    except BaseException:
-        return f"<{type(value).__name__} without a text>"
+    return f"{type(error).__name__}: {str(error)[:500]}"
 
 
 def _in_a_loop(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Call functions in an event loop, in which they may start tasks, and await their results."""
+    """Call functions in an event loop, in which they may start tasks, and await their results.
+
+    An exception of a function is its result.
+    """
 
     async def one(call: Callable[[], Any]) -> Any:
         result = call()
         return await result if inspect.isawaitable(result) else result
 
     async def wait() -> list[Any]:
-        return await asyncio.gather(*map(one, calls))
+        return await asyncio.gather(*map(one, calls), return_exceptions=True)
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(wait())  # in this thread, so that Ctrl-C cancels it
-    # This thread already runs an event loop, for example in a notebook. Use a different thread.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, wait()).result()
+    return asyncio.run(wait())
 
 
 def _values(result: Any, count: int) -> list[Any]:
     """Return the result of a function as a list of `count` values, or raise a RewardFailure."""
-    must = f"a reward function must return one value per completion: expected {count} values"
     values = result.tolist() if hasattr(result, "tolist") else result
-    if isinstance(values, numbers.Number):
-        raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
-    # Refuse dicts and sets, because their order does not say which completion a value belongs to.
-    is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
-    if is_unordered or not hasattr(values, "__iter__"):
-        raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
-    listed = list(itertools.islice(values, count + 1))  # an iterator may be endless
-    if len(listed) != count:
-        got = len(listed) if len(listed) < count else "more"
-        raise RewardFailure(f"{must}, got {got}", WRONG_LENGTH)
+    # The order of a dict or set does not say which completion a value belongs to.
+    is_listed = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping, Set))
+    listed = list(itertools.islice(values, count + 1)) if is_listed else []
+    if len(listed) != count or not is_listed:
+        got = f"{'more' if len(listed) > count else len(listed)} in a {type(result).__name__}"
+        expected = f"expected {count} values in a list"
+        message = f"a reward function must return one value per completion: {expected}, got {got}"
+        raise RewardFailure(message, WRONG_LENGTH)
     return listed
 
 
-def _score(value: Any, length: int | None) -> Score:
-    """Return the reward of a completion of `length` tokens, or raise a RewardFailure."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if values is None:
+def _score(value: Any) -> Score:
+    """Return the reward of a completion, or raise a RewardFailure."""
+    if value is None:
         return None
-    if not isinstance(values, (list, tuple)) or length is None:
-        return _number(values)
-    if len(values) != length:
-        got = f"expected a reward for each of {length} tokens, got {len(values)}"
-        raise RewardFailure(got, WRONG_LENGTH)
-    numbers = [_number(item) for item in values]
-    _number(sum(numbers))
-    return numbers
-
-
-def _number(value: Any) -> float:
+    if isinstance(value, BaseException):  # of a function that scores one completion
+        raise RewardFailure(describe(value), why_of(value))
     number = math.nan
-    if not isinstance(value, (str, bytes, bytearray)):  # float("1") would accept a string
-        with contextlib.suppress(Exception):
-            number = float(value)
-            struct.pack("<f", number)  # fails for a number that would be infinite in fp32
-            if math.isfinite(number):
-                return number
-    raise RewardFailure(f"not a finite number: {text_of(value, 60)!r}", NO_NUMBERS)
+    with contextlib.suppress(Exception):
+        number = float(value["score"] if isinstance(value, Mapping) else value)
+    if not isinstance(value, (str, bytes)) and abs(number) <= LARGEST:
+        return number
+    raise RewardFailure(f"not a finite number: {value!r:.60}", NO_NUMBERS)
 
 
 # ------------------------------------------------------------------------------------ the worker
 def serve(pipe: Connection) -> None:
     """Answer JSON requests from the pipe until the caller closes it.
 
+    The first request is the list [path, convention, options] of a function, and the reply is its
+    signature. Each later request has the arguments of `Function.call`.
+
     Raises:
         EOFError: the caller has closed the pipe.
     """
-    modules: Modules = {}
-    functions: dict[str, Function] = {}
+    function: Function | None = None
     while True:
-        given, call = json.loads(pipe.recv_bytes())
+        request = json.loads(pipe.recv_bytes())
         try:
-            key = json.dumps(given)
-            if key not in functions:
-                path, convention, options = given
-                functions[key] = Function(import_function(path, modules), convention, options)
-            function = functions[key]
-            # Without arguments, describe the function.
-            reply: Any = function.call(*call) if call else function.signature
+            if function is None:
+                path, *rest = request
+                function = Function(import_function(path), *rest)
+                reply: Any = function.signature
+            else:
+                reply = function.call(*request)
         except BaseException as error:  # a user's function may raise anything
             reply = {"error": describe(error), "why": why_of(error)}
-        pipe.send_bytes(json.dumps(reply, default=text_of).encode())
+        pipe.send_bytes(json.dumps(reply, default=str).encode())
 
 
 def _end_with_the_caller(lifeline: int) -> None:

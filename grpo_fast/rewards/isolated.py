@@ -1,9 +1,8 @@
-"""Reward functions in worker processes, with a time limit for each call.
+"""Reward function in a worker process, with a time limit for each call.
 
 If a function hangs, crashes or uses all memory, its samples get no reward, but the run continues.
 A worker is a new Python process that runs `conventions.py`. It starts at the first call. If it does
-not reply to a call, it is ended, and a new worker starts at the next call. Functions of one module
-share a worker, so that they share the module's state.
+not reply to a call, it is ended, and a new worker starts at the next call.
 
 `multiprocessing`, and pebble, which builds on it, are not suitable. They would import the user's
 main script and torch in each worker, and would not kill the programs that a function has started.
@@ -12,10 +11,8 @@ main script and torch in each worker, and would not kill the programs that a fun
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
-import logging
 import math
 import os
 import signal
@@ -31,21 +28,82 @@ from typing import Any
 from grpo_fast.rewards import conventions, workers
 from grpo_fast.rewards.conventions import OURS, Reply, RewardFailure, Signature
 
-warn_once = functools.cache(logging.getLogger(__name__).warning)
 START_LIMIT_S = 120.0  # time limit for importing the user's module before the first call
 
 
-class Worker:
-    """Process that runs the reward functions of one module. Requests run one after another."""
+class IsolatedReward:
+    """Reward function that runs in a worker process.
 
-    def __init__(self) -> None:
+    Args:
+        path: "package.module:function" or "file.py:function".
+        timeout: time limit for a call in seconds.
+        options: arguments of every call, or of the constructor if `path` names a class. They must
+            be JSON values.
+        convention: one of `conventions.CONVENTIONS`.
+        bounded: if True, `timeout` is multiplied by the number of completions of a call.
+
+    Raises:
+        RewardFailure: the function raised an error, a call took longer than the time limit, or the
+            worker ended.
+    """
+
+    def __init__(
+        self, path: str, timeout: float, options: Mapping[str, Any] | None = None,
+        convention: str = OURS, bounded: bool = False,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.timeout = timeout
+        self.options = dict(options or {})
+        self.convention = convention
+        self.bounded = bounded
         self.lock = threading.RLock()
         self.child: subprocess.Popen | None = None
 
-    def start(self) -> None:
-        """Start the process if it is not running."""
+    def __call__(self, **columns: Any) -> list[Any]:
+        """Return the scores of completions, with NaN for a completion without a score."""
+        count = len(next(iter(columns.values())))
+        scores = self.call(count, columns).scores
+        return [math.nan if isinstance(score, str) else score for score in scores]
+
+    def call(self, count: int, columns: Mapping[str, Any], *others: Any) -> Reply:
+        """Call the function in the worker; see `conventions.Function.call`."""
+        limit = self.timeout * max(1, count) if self.bounded else self.timeout
+        with self.lock:
+            self.load()
+            return Reply(*self._request(limit, [count, columns, *others]))
+
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """Signature of the function. The first use starts the worker, and may raise an error."""
+        self.load()
+        return self.signature  # set by `load`
+
+    def load(self) -> None:
+        """Start the worker if it does not run, and let it import the function.
+
+        Raises:
+            RewardFailure: the function cannot be imported.
+        """
+        with self.lock:
+            if self.child is None:
+                self._start()
+                given = [self.path, self.convention, self.options]
+                try:
+                    self.signature = Signature(*self._request(START_LIMIT_S, given))
+                except RewardFailure:
+                    self.close()
+                    raise
+
+    def close(self) -> None:
+        """End the worker and all programs that it has started. The next call starts a new one."""
         if self.child is not None:
-            return
+            self._kill()
+            self.child.wait()
+            self.child = None
+            self.pipe.close()
+            self.lifeline.close()
+
+    def _start(self) -> None:
         # 1. Open a pipe for requests, and a second pipe that closes when this process ends.
         self.pipe, theirs = Pipe()
         read_end, write_end = os.pipe()
@@ -66,17 +124,8 @@ class Worker:
                 start_new_session=True,  # Ctrl-C does not reach it; killpg ends its children, too
             )
 
-    def request(self, name: str, limit: float, request: list[Any]) -> list[Any]:
-        """Send a request to the process and return its reply.
-
-        Args:
-            name: the function, for error messages.
-            limit: time limit in seconds.
-            request: the request, in the format of `conventions.serve`.
-
-        Raises:
-            RewardFailure: the function raised an error, took too long, or ended the process.
-        """
+    def _request(self, limit: float, request: list[Any]) -> list[Any]:
+        """Send a request in the format of `conventions.serve`, and return the worker's reply."""
         data = json.dumps(request).encode()
         end = time.monotonic() + limit
         timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._kill)
@@ -90,10 +139,10 @@ class Worker:
             # request.
             self.close()
             if time.monotonic() >= end:
-                message = f"reward {name} took longer than {limit:g} s"
+                message = f"reward {self.path} took longer than {limit:g} s"
                 raise RewardFailure(message, "timeout") from None
             if isinstance(error, (EOFError, OSError)):
-                message = f"the process of reward {name} ended in the middle of a call"
+                message = f"the process of reward {self.path} ended in the middle of a call"
                 raise RewardFailure(message, "died") from None
             raise
         finally:
@@ -104,89 +153,9 @@ class Worker:
             raise RewardFailure(reply["error"], reply["why"])
         return reply  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """End the process and all programs that it has started. The next call starts a new one."""
-        if self.child is not None:
-            self._kill()
-            self.child.wait()
-            self.child = None
-            self.pipe.close()
-            self.lifeline.close()
-
     def _kill(self) -> None:
         with contextlib.suppress(OSError):  # the worker has ended by itself
             os.killpg(self.child.pid, signal.SIGKILL)
-
-
-@dataclasses.dataclass(eq=False)
-class IsolatedReward:
-    """Reward function that runs in a worker process.
-
-    Args:
-        path: "package.module:function" or "file.py:function".
-        timeout: time limit for a call in seconds.
-        options: arguments of every call, or of the constructor if `path` names a class. They must
-            be JSON values.
-        convention: one of `conventions.CONVENTIONS`. None detects it from the parameters.
-        bounded: if True, `timeout` is multiplied by the number of completions of a call.
-        worker: the worker process. Functions of one module share it.
-
-    Raises:
-        RewardFailure: the function raised an error, a call took longer than the time limit, or the
-            worker ended.
-    """
-
-    path: str
-    timeout: float
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    convention: str | None = OURS
-    bounded: bool = False
-    worker: Worker = dataclasses.field(default_factory=Worker)
-    known_by: subprocess.Popen | None = None  # the process that imported the function
-
-    def __call__(self, **columns: Any) -> list[Any]:
-        """Return the scores of completions, given all columns of the data.
-
-        A value that is not a score is replaced by NaN, and the first one is logged.
-        """
-        count = len(next(iter(columns.values())))
-        reply = self.call(count, self.signature.select(columns))
-        if reply.note:
-            warn_once("reward %s: %r", self.path, reply.note)
-        return [math.nan if isinstance(score, str) else score for score in reply.scores]
-
-    def call(self, count: int, columns: Mapping[str, Any], *others: Any) -> Reply:
-        """Call the function in the worker; see `conventions.Function.call`."""
-        limit = self.timeout * max(1, count) if self.bounded else self.timeout
-        with self.worker.lock:
-            self.load()
-            return Reply(*self._request(limit, [count, columns, *others]))
-
-    @functools.cached_property
-    def signature(self) -> Signature:
-        """Signature of the function. The first use starts the worker, and may raise an error."""
-        self.load()
-        return self.signature  # set by `load`
-
-    def load(self) -> None:
-        """Start the worker if it does not run, and let it import the function.
-
-        Raises:
-            RewardFailure: the function cannot be imported.
-        """
-        with self.worker.lock:
-            self.worker.start()
-            if self.known_by is not self.worker.child:
-                self.signature = Signature(*self._request(START_LIMIT_S, None))
-                self.known_by = self.worker.child
-
-    def _request(self, limit: float, call: list[Any] | None) -> list[Any]:
-        given = [self.path, self.convention, self.options]
-        return self.worker.request(self.path, limit, [given, call])
-
-    def close(self) -> None:
-        """End the worker and all programs that it has started. The next call starts a new one."""
-        self.worker.close()
 
 
 def path_of(function: str) -> str:
@@ -200,4 +169,4 @@ def path_of(function: str) -> str:
 @functools.cache
 def built_in(function: str, timeout: float = 20.0) -> IsolatedReward:
     """Return the worker of a function in the folder `workers`, which all callers share."""
-    return IsolatedReward(path_of(function), timeout=timeout)
+    return IsolatedReward(path_of(function), timeout)

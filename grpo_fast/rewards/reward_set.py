@@ -1,12 +1,9 @@
 """Set of weighted reward functions. If a function fails, the run continues.
 
-If a call raises an error or takes too long, its samples have no reward. Only a function that
-declares itself per-sample is then called again, once for each sample. The values of any other
-function could differ if it were called with a part of the batch.
-
-If a sample has no reward, its entry in the result is NaN. The trainer excludes it from the baseline
-and gives it no advantage. The run ends with a RewardError if too many samples have no reward. It
-ends at once if a function does not return one value per completion.
+If a call raises an error or takes too long, its samples have no reward, and their entries in the
+result are NaN. The trainer excludes them from the baseline and gives them no advantage. The run
+ends with a RewardError if too many samples have no reward. It ends at once if a function does not
+return one value per completion.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import copy
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 WINDOW_CALLS = 10
 MIN_CALLS = 3
-RETRY_TIMEOUTS = 2  # after more timeouts than this, the remaining samples of a call are lost
 NONE_APPLIES = "none_applies"  # reason for a sample for which every function returned None
 
 
@@ -61,9 +57,6 @@ class RewardResult(NamedTuple):
             failed or does not apply.
         reasons: for each function, by name, a count of the samples without a reward in this call
             for each reason.
-        per_token: the rewards of the tokens of each completion, which add up to the total. If a
-            function returned one number for a completion, the last token gets this number. None if
-            no function returned rewards per token.
         extra: columns that functions logged through `log_extra`, as in TRL.
         metrics: values that functions logged through `log_metric`, as in TRL.
     """
@@ -71,7 +64,6 @@ class RewardResult(NamedTuple):
     total: Tensor
     per_fn: dict[str, Tensor]
     reasons: dict[str, Counter[str]]
-    per_token: list[Tensor] | None = None
     extra: Mapping[str, list[str]] = MappingProxyType({})
     metrics: Mapping[str, list[float]] = MappingProxyType({})
 
@@ -89,14 +81,14 @@ class RewardSet:
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
         names = [reward.name for reward in rewards]
         require(len(set(names)) == len(names), "rewards", "different names", names)
-        for name, weight, *_ in rewards:
+        for name, weight, _ in rewards:
             require(math.isfinite(weight), "rewards", f"a finite weight for {name}", weight)
         require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
-        self.rewards = list(rewards)
-        for i, reward in enumerate(rewards):
-            if not isinstance(reward.function, Function | IsolatedReward):
-                function = Function(reward.function, OURS, {})
-                self.rewards[i] = reward._replace(function=function)
+        self.rewards = [
+            reward if isinstance(reward.function, Function | IsolatedReward)
+            else reward._replace(function=Function(reward.function, OURS, {}))
+            for reward in rewards
+        ]  # fmt: skip
         self.max_failures = max_failures
         # For each function and each of its latest calls, the number of samples without a reward and
         # the number of all samples.
@@ -113,7 +105,6 @@ class RewardSet:
         *,
         labels: Sequence[object] | None = None,
         prompt_texts: Sequence[str] | None = None,
-        chats: Sequence[object] | None = None,
     ) -> RewardResult:
         """Score N completions.
 
@@ -125,8 +116,6 @@ class RewardSet:
             labels: N gold answers as they are in the data rows, of any type, for functions for TRL,
                 verl and OpenRLHF. Default: `answers`.
             prompt_texts: N prompts as the model received them, for functions of OpenRLHF.
-            chats: N prompts as texts or messages for a chat template, for a reward model. Default:
-                `prompts`.
 
         Raises:
             ValueError: the lists differ in length.
@@ -142,22 +131,15 @@ class RewardSet:
         # 1. Call every function with the arguments of its convention.
         gold = answers if labels is None else labels
         given = _arguments(lists, columns, gold, prompt_texts or [""] * count)
-        extra: dict[str, list[str]] = defaultdict(list)
+        replies = {r.name: self._call(r, given[r.function.convention], count) for r in self.rewards}
+        extra: dict[str, list[str]] = {}
         metrics: dict[str, list[float]] = defaultdict(list)
-        scores: dict[str, list[Score | str]] = {}
-        for reward in self.rewards:
-            scores[reward.name] = []
-            reads_chats = getattr(reward.function, "reads_chats", False)
-            given[OURS] = {**lists, "prompts": chats or prompts} if reads_chats else lists
-            for reply in self._replies(reward, given, prompts):
-                scores[reward.name] += reply.scores
-                if reply.note:
-                    self._note(reward.name, reply.note)
-                for name, texts in reply.extra.items():
-                    extra[name] += map(str, texts)
-                for name, values in reply.metrics.items():
-                    metrics[name] += values
+        for reply in replies.values():
+            extra |= {name: [*map(str, x)] for name, x in reply.extra.items() if len(x) == count}
+            for name, values in reply.metrics.items():
+                metrics[name] += values
         # 2. A sample has no reward if no function applies. Functions with weight 0 do not count.
+        scores = {name: reply.scores for name, reply in replies.items()}
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
             if weights and all(scores[name][i] is None for name in weights):
@@ -169,16 +151,13 @@ class RewardSet:
         reasons: dict[str, Counter[str]] = {}
         total = torch.zeros(count)
         for name, found in scores.items():
-            per_fn[name] = torch.tensor([score_sum(value) for value in found], dtype=torch.float32)
-            reasons[name] = Counter(value for value in found if isinstance(value, str))
+            per_fn[name] = torch.tensor([_number(score) for score in found], dtype=torch.float32)
+            reasons[name] = Counter(score for score in found if isinstance(score, str))
             if name in weights:
-                applies = torch.tensor([value is not None for value in found], dtype=torch.bool)
+                applies = torch.tensor([score is not None for score in found], dtype=torch.bool)
                 total = total + weights[name] * per_fn[name].where(applies, 0.0)
             self._count(name, reasons[name].total(), count)
-        scored = [(weight, scores[name]) for name, weight in weights.items()]
-        per_token = per_token_rewards(scored, lists.get("completion_lengths"))
-        full = {name: texts for name, texts in extra.items() if len(texts) == count}
-        return RewardResult(total, per_fn, reasons, per_token, full, metrics)
+        return RewardResult(total, per_fn, reasons, extra, metrics)
 
     def state_dict(self) -> dict[str, list[tuple[int, int]]]:
         return dict(self.recent)
@@ -186,65 +165,28 @@ class RewardSet:
     def load_state_dict(self, state: Mapping[str, list[tuple[int, int]]]) -> None:
         self.recent = {name: state[name] for name in self.recent}
 
-    def _replies(
-        self, reward: WeightedReward, given: Mapping[str, Any], prompts: Sequence[object]
-    ) -> Iterator[Reply]:
-        """Call a function for all completions, or after a failure for each completion alone."""
-        count = len(prompts)
-        try:
-            per_sample = reward.function.signature.per_sample  # may start a worker
-        except Exception as error:
-            yield Reply([conventions.why_of(error)] * count, conventions.describe(error), {}, {})
-            return
-        where = f"in a call with {count} samples, the first"
-        reply, why = self._call(reward, given, prompts, slice(None), where)
-        if not why or count < 2 or not per_sample:
-            yield reply
-            return
-        timeouts = 0
-        for i in range(count):
-            if timeouts > RETRY_TIMEOUTS:
-                yield Reply(["timeout"], "", {}, {})
-                continue
-            where = f"sample {i} of {count},"
-            reply, why = self._call(reward, given, prompts, slice(i, i + 1), where)
-            timeouts += why == "timeout"
-            yield reply
-
     def _call(
-        self, reward: WeightedReward, given: Mapping[str, Any], prompts: Sequence[object],
-        part: slice, where: str,
-    ) -> tuple[Reply, str]:  # fmt: skip
-        """Call a reward function for a part of the completions.
-
-        Returns:
-            The function's reply, and "" or the reason why the call failed.
+        self, reward: WeightedReward, lists: Mapping[str, Sequence[Any]], count: int
+    ) -> Reply:
+        """Call a reward function. After an error, all its scores are the reason.
 
         Raises:
-            RewardError: the function returned too few or too many values.
+            RewardError: the function did not return one value per completion.
         """
-        signature = reward.function.signature
-        columns = given[signature.convention]
-        lists = {name: list(column[part]) for name, column in columns.items()}
-        lengths = lists.get("completion_lengths")
-        state = self.progress if signature.convention == TRL else None
-        count = len(prompts[part])
         try:
             # Copy the arguments. A function could modify the messages of a prompt, which are also
             # passed to later functions.
-            arguments = copy.deepcopy(signature.select(lists))
-            # Restore the gradient mode afterwards, because the function could change it.
-            with torch.set_grad_enabled(torch.is_grad_enabled()):
-                return reward.function.call(count, arguments, lengths, state), ""
-        except KeyboardInterrupt:  # the user ends the run
-            raise
-        except BaseException as error:  # includes sys.exit() and a cancelled coroutine
+            columns = reward.function.signature.select(lists)
+            arguments = copy.deepcopy({name: list(column) for name, column in columns.items()})
+            reply: Reply = reward.function.call(count, arguments, self.progress)
+        except Exception as error:
             why = conventions.why_of(error)
             if why == conventions.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
-            first = str(next(iter(prompts[part]), ""))[:80]
-            note = f"{conventions.describe(error)} ({where} with the prompt {first!r})"
-            return Reply([why] * count, note, {}, {}), why
+            reply = Reply([why] * count, conventions.describe(error), {}, {})
+        if reply.note:
+            self._note(reward.name, reply.note)
+        return reply
 
     def _note(self, name: str, message: str) -> None:
         if not self.last_error[name]:
@@ -264,43 +206,16 @@ class RewardSet:
             raise RewardError(f"reward {name}: {got} ({limit}); last error: {last}")
 
 
-def score_sum(score: Score | str) -> float:
-    """Return the reward of a completion as one number, or NaN if it has none."""
-    if isinstance(score, list):
-        return float(sum(score))
+def _number(score: Score | str) -> float:
+    """Return the reward of a completion, or NaN if it has none."""
     return math.nan if score is None or isinstance(score, str) else score
-
-
-def per_token_rewards(
-    scored: list[tuple[float, list[Score | str]]],  # (weight, scores) of each function
-    lengths: Sequence[int] | None,
-) -> list[Tensor] | None:
-    """Combine the scores of all functions into weighted rewards of the tokens.
-
-    Args:
-        scored: the weight of each function, and its score for each completion.
-        lengths: number of tokens of each completion.
-
-    Returns:
-        An fp32 tensor for each completion, or None if no function returned rewards per token.
-    """
-    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
-        return None
-    rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
-    for weight, scores in scored:
-        for reward, score in zip(rewards, scores, strict=True):
-            if isinstance(score, list):
-                reward += weight * torch.tensor(score, dtype=torch.float64)
-            elif score is not None:  # `-1:` also works for an empty completion
-                reward[-1:] += weight * score_sum(score)
-    return [reward.float() for reward in rewards]
 
 
 def _arguments(
     lists: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[Any]],
     labels: Sequence[object], sent: Sequence[str],
-) -> dict[str, dict[str, Sequence[Any]]]:  # fmt: skip
-    """Return the arguments of functions for TRL, verl and OpenRLHF.
+) -> dict[str, Mapping[str, Sequence[Any]]]:  # fmt: skip
+    """Return the arguments of the functions of each convention.
 
     Args:
         lists: the lists of N values that our functions can request.
@@ -316,6 +231,7 @@ def _arguments(
         for prompt, text in zip(lists["prompts"], completions, strict=True)
     ]
     return {
+        OURS: lists,
         # As in TRL, a column of the data replaces our column of the same name.
         TRL: {"answers": lists["answers"], "answer": labels, **columns,
               "prompts": lists["prompts"], "completions": turns},

@@ -15,7 +15,7 @@ from grpo_fast.data.answers import (
 )
 from grpo_fast.errors import require
 from grpo_fast.rewards.isolated import built_in
-from grpo_fast.rewards.scoring import answer_scorer, compare, likely_answer
+from grpo_fast.rewards.scoring import answer_scorer, compare
 
 Texts = Sequence[str]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -68,29 +68,6 @@ def math_equal(
         final = final_part(text)
         said = marked_content(final) or last_latex(final) or ""
         values.append(compare(said, _gold(gold), loose=True, seconds=seconds))
-    return values
-
-
-def math_close(
-    *, completions: Texts, answers: Texts, prefills: Texts | None = None, seconds: int = 5,
-    digits: int = 2,
-) -> list[float]:  # fmt: skip
-    """Return 1 where the answer, in any format, is close to the gold answer, else 0.
-
-    An interval equals the tuple of its ends, and a relation equals its set of solutions. The names
-    of variables are ignored.
-
-    Args:
-        completions: N completions.
-        answers: N gold answers.
-        prefills: the beginnings of the assistant's turns that the prompts contain.
-        seconds: time limit for one comparison. The reward is NaN if it takes longer.
-        digits: number of decimals that are compared. With 2 decimals, 0.001 equals 0.004.
-    """
-    values = []
-    for text, gold in zip(turns(completions, prefills), answers, strict=True):
-        said = likely_answer(final_part(text), _gold(gold)) or ""
-        values.append(compare(said, gold, loose=True, seconds=seconds, digits=digits))
     return values
 
 

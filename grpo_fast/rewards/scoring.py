@@ -65,50 +65,22 @@ _NAME = re.compile(
     r"[A-Za-z ]+|\\[A-Za-z]+(?: [A-Za-z]{1,3})?|[A-Za-z](?:_[A-Za-z0-9]|\([^()=]{1,9}\))"
     r"|(?:[-0-9 +*/().$,=×÷]|\\times|\\cdot|\\div)+"
 )
-_LETTER = re.compile("[A-Za-z]")
-_UNIT = re.compile(r"[A-Za-z][A-Za-z ./'-]*(?:\^(?:[23]|\{[23]\})|[²³])?")
+_UNIT = re.compile(r" ?[A-Za-z][A-Za-z ./'-]*(?:\^(?:[23]|\{[23]\})|[²³])?")
 _NO_UNIT = re.compile(
-    r"\A[A-Za-z]\b|\b(?:pi|half|halves|thirds?|quarters?|dozens?|hundreds?|thousands?|[mbtr]+illions?"
-    r"|squared|cubed|times|plus|minus|over|or|sqrt|is|if|not|for)\b"
+    r"\A ?[A-Za-z]\b|\b(?:pi|half|halves|thirds?|quarters?|dozens?|hundreds?|thousands?"
+    r"|[mbtr]+illions?|squared|cubed|times|plus|minus|over|or|sqrt|is|if|not|for)\b"
 )
-# A letter that is a unit, unlike the variable in `10 m`.
-_TEXT_UNIT = re.compile(
-    r"(?<=[0-9])(?:[ ~]|\\[ ,;])?\\(?:text|mathrm|mbox) ?\{[ ~]?[A-DF-HJ-Za-df-hj-z](?:/[a-z])?\}"
-)
-_LETTERS = re.compile("[A-J]{2,10}")  # several choices
-# A letter that a sentence names as the answer: "B is correct", "I choose (B)", "so it is B."
-_CHOSEN = re.compile(
-    r"\b(?:I|we) (?:choose|pick|select) (?:option )?[(*]{0,3}([A-J])\b"
-    r"|\b([A-J])[)*]{0,3} is (?:the )?(?:correct|right|best|answer)"
-    r"(?=[.,;:!]|$| (?:answer|choice|option|because|since|as|so)\b)"
-    r"|(?:\bis|'s|\bwith|^(?:So|Thus|Hence|Therefore),?):? [(*]{0,3}([A-J])[)*.]{0,4}$",
-    re.M,
-)
-_DOUBT = re.compile(r"n't\b|\b(?:not|never|if|whether|unless)\b", re.I)
-# A letter with the text of its option, as in "C, blue" and "(C) blue".
-_LETTER_FIRST = re.compile(
-    r"(?:the )?(?:letter |option |choice )?[\"'(\[*]{0,3}([A-J])(?=[\"')\]*.:,]| [-–(]|\s*$)"
-)
-_OTHER_LETTER = re.compile(r"\b[A-HJ]\b")
 # What follows the answer in "the answer is 12, not 13" and "the answer is B because …".
 _REASON = re.compile(r",? (?:because|since|as|so|not|which|where|but|for|while|when|if)\b")
-_UNIT_AT_END = re.compile(
-    r"(?:\\[ ,;])?\s{0,9}+\\(?:text|mathrm|mbox) ?\{\s*([A-Za-z][A-Za-z ./]*)\}"
-    r"(?:\^(?:[23]|\{[23]\}))?[ $.]*\Z"
-)
 _RELATION = re.compile(r"[<>≠]|\\(?:[lg]eq?|[lg]t|neq?)\b")
-_AND = re.compile(r"\s(?:or|and)\s")
-_VARIABLE = re.compile(r"(?:^|(?<=,)) ?[A-Za-z] ?=")
 _BLANKS = re.compile(r"\s+|(?<!\\)\\[ ,!;:]|\\q?quad|~")
 _SIGNS = str.maketrans({
     "\u2212": "-", "\u2013": "-", "\uff0d": "-", "²": "^2", "³": "^3", "×": r"\times ",
     "÷": r"\div ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "π": r"\pi ", "∞": r"\infty ",
-    "±": r"\pm ", "∅": r"\emptyset ", "≈": "",
+    "√": r"\sqrt ",
 })  # fmt: skip
-_PLAIN = ((r"\left", ""), (r"\right", ""), (r"\%", "%"), (r"\varnothing", r"\emptyset"),
-          (r"\$", ""), (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""))  # fmt: skip
-_POWER = re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({-])")  # not the marks of bold text
-_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|([0-9]+|[a-z]))")
+_PLAIN = ((r"\left", ""), (r"\right", ""), (r"\%", "%"), (r"\$", ""), (r"\(", ""), (r"\)", ""),
+          (r"\[", ""), (r"\]", ""))  # fmt: skip
 
 
 class Scorer(NamedTuple):
@@ -182,29 +154,19 @@ def likely_answer(final: str, gold: str) -> str | None:
 
     Args:
         final: a completion without its thoughts.
-        gold: the gold answer, which says whether to look for a number.
+        gold: the gold answer, which says whether to look for a number or an expression.
     """
-    is_number = _is_number(gold)
+    is_number = _number(gold, loose=True) is not None
     content = (marked_content(final) or "").strip()
-    if content:
-        # A line with `####` in the middle of a text may be a heading.
-        is_heading = final.rstrip().rfind("\n") > final.rfind(HASHES) >= 0
-        if not (is_number and is_heading and not _is_number(content)):
-            return content
-    is_letter = _CHOICE.fullmatch(_normal(gold)) is not None
-    said = list(_SAID.finditer(final))
-    if said:
-        content = final[said[-1].end() :].partition("\n")[0].partition(". ")[0]
-        if is_number or is_letter or is_expression(gold):
-            content = _REASON.split(content, maxsplit=1)[0] or content
-        letter = _LETTER_FIRST.match(content.strip()) if is_letter else None
-        if letter and not _OTHER_LETTER.search(letter.string, letter.end()):
-            return letter[1]
-        if is_expression(gold):
-            content = content.rstrip(" *")
-        if content.startswith("not "):
-            return content
-        if not is_number or _is_number(content) or is_expression(content):
+    # A line with `####` in the middle of a text may be a heading.
+    is_heading = final.rstrip().rfind("\n") > final.rfind(HASHES) >= 0
+    if content and not (is_number and is_heading and _number(content, loose=True) is None):
+        return content
+    said = _SAID.split(final)
+    if len(said) > 1:
+        content = said[-1].partition("\n")[0].partition(". ")[0].rstrip(" *")
+        content = _REASON.split(content, maxsplit=1)[0]
+        if not is_number or _number(content, loose=True) is not None or is_expression(content):
             return content
     latex = last_latex(final)
     if latex and is_expression(latex) and last_number(final.rpartition(latex)[2]) is None:
@@ -212,21 +174,7 @@ def likely_answer(final: str, gold: str) -> str | None:
     if is_number:
         return last_number(final)
     lines = [line for line in final.split("\n") if line.strip()]
-    if is_letter and lines:
-        chosen = [
-            found[found.lastindex or 0] for found in _CHOSEN.finditer(final)
-            if not _DOUBT.search(_sentence(final, found.start()))
-        ]  # fmt: skip
-        # A completion that begins with all options repeats the question.
-        first = [] if len(lines) > 1 and _CHOICE.fullmatch(_normal(lines[1])) else lines[:1]
-        texts = (lines[-1], *chosen[-1:], *first)
-        return next((text for text in texts if _CHOICE.fullmatch(_normal(text))), lines[-1])
     return lines[-1] if lines else None
-
-
-def _sentence(text: str, end: int) -> str:
-    """Return the sentence before this place, up to 200 characters."""
-    return re.split(r"[.!?\n]", text[max(0, end - 200) : end])[-1]
 
 
 def is_expression(answer: str) -> bool:
@@ -236,9 +184,7 @@ def is_expression(answer: str) -> bool:
 
 
 # --------------------------------------------------------------------------------- compare answers
-def compare(
-    answer: str, gold: str, *, loose: bool = False, seconds: int = 5, digits: int | None = None
-) -> float:
+def compare(answer: str, gold: str, *, loose: bool = False, seconds: int = 5) -> float:
     """Return 1 if an answer equals the gold answer, else 0.
 
     Numbers are compared first, then letters of a choice, texts without blanks, and expressions.
@@ -248,20 +194,19 @@ def compare(
         gold: the gold answer.
         loose: if True, ignore units, case, and brackets around words.
         seconds: time limit for a comparison of expressions.
-        digits: number of decimals that are compared. With a number, the names of variables
-            are ignored as well. None compares exactly.
 
     Returns:
         1.0 or 0.0, or NaN if the comparison took longer than the time limit.
     """
-    # 1. Compare numbers. One of them may have a name or a unit that the other lacks.
-    said, expected = parse_number(answer), parse_number(gold)
+    # 1. Compare numbers. One of them may have a unit that the other lacks.
+    said = _number(answer)
+    expected = _number(gold)
     if said is None and expected is not None:
-        said = _named_number(answer, loose)
+        said = _number(answer, loose)
     elif said is not None and expected is None:
-        expected = _named_number(gold, loose)
+        expected = _number(gold, loose)
     if said is not None and expected is not None:
-        return float(_are_near(said, expected, digits))
+        return float(_are_near(said, expected))
     # 2. Compare the letters of a choice, and texts.
     texts = [_normal(text, loose) for text in (answer, gold)]
     letters = [_CHOICE.fullmatch(text) for text in texts]
@@ -272,16 +217,9 @@ def compare(
         bare = [text.casefold().strip(".*()\"'`") for text in bare]
     if bare[0] == bare[1]:
         return float(bool(bare[0]))
-    choices = [re.sub("[,;]", "", text.replace(" ", "")) for text in texts]
-    if all(_LETTERS.fullmatch(text) for text in choices):
-        return float(choices[0] == choices[1])
-    # 3. Compare expressions. One of them may have a unit that the other lacks.
-    if loose:
-        texts = [_normal(text, loose) for text in _without_lone_unit(answer, gold)]
+    # 3. Compare expressions.
     if expected is not None and _RELATION.search(texts[0]):
         return 0.0
-    if "," in texts[1] or _AND.search(texts[1]):
-        texts = [_VARIABLE.sub(" ", _AND.sub(", ", text)) for text in texts]
     if "=" in texts[0] and "=" not in texts[1]:
         name, _, texts[0] = texts[0].rpartition("=")
         if not _NAME.fullmatch(name.strip()):
@@ -291,51 +229,35 @@ def compare(
             texts[i] = f"{number:f}" if isinstance(number, Decimal) else str(number)
         elif not is_expression(texts[i]) or not _is_shallow(texts[i]):
             return 0.0
-    return _same_expressions(texts[0], texts[1], seconds, digits)
+    return _same_expressions(texts[0], texts[1], seconds)
 
 
 def _read(text: str | None, loose: bool = False) -> Number | str | None:
     """Return the number in an answer, or its text, or None if it is empty."""
     if text is None:
         return None
-    number = parse_number(text)
-    number = _named_number(text, loose) if number is None else number
+    number = _number(text, loose)
     return number if number is not None else _normal(text) or None
 
 
-def _named_number(text: str, loose: bool) -> Number | None:
-    """Return the number in `x = 42` or `5 * 3 = 15`, and with `loose` in `42 eggs`, or None."""
-    plain = _normal(_TEXT_UNIT.sub(" units", text) if len(text) <= LONGEST else text, loose)
-    name, equals, right = plain.rpartition("=")
-    if len(plain) > LONGEST or (equals and not _NAME.fullmatch(name.strip())):
+def _number(text: str, loose: bool = False) -> Number | None:
+    """Return the number in `42`, `x = 42` or `5 * 3 = 15`, and with `loose` in `42 eggs`."""
+    number = parse_number(text)
+    if number is not None or len(text) > LONGEST:
+        return number
+    name, equals, right = _normal(text, loose).rpartition("=")
+    if equals and not _NAME.fullmatch(name.strip()):
         return None
-    letter = _LETTER.search(right) if loose else None
-    if letter is not None:
-        unit = right[letter.start() :]
-        if _UNIT.fullmatch(unit) and not _NO_UNIT.search(unit):
-            right = right[: letter.start()]
+    unit = re.search("[A-Za-z]", right) if loose else None
+    if unit and _UNIT.fullmatch(right, unit.start()) and not _NO_UNIT.search(right[unit.start() :]):
+        right = right[: unit.start()]
     return parse_number(right)
-
-
-def _without_lone_unit(answer: str, gold: str) -> list[str]:
-    r"""Remove a unit such as `\text{ cm}^2` that only one of two expressions has at its end."""
-    pair = [answer, gold]
-    units = [_UNIT_AT_END.search(text) if len(text) <= LONGEST else None for text in pair]
-    for i, unit in enumerate(units):
-        if unit and not units[1 - i] and not _NO_UNIT.search(unit[1]):
-            pair[i] = pair[i][: unit.start()] or pair[i]
-    return pair
-
-
-def _is_number(text: str) -> bool:
-    return not isinstance(_read(text, loose=True), str | None)
 
 
 def _normal(text: str, loose: bool = False) -> str:
     """Return an answer without dollar signs, LaTeX for text, and blanks that do not matter."""
     if len(text) <= LONGEST:
         text = _WRAPPED.sub(r"\1", text).translate(_SIGNS)
-        text = _POWER.sub("^", _ROOT.sub(r"\\sqrt{\1\2}", text))
         for latex, plain in _PLAIN:
             text = text.replace(latex, plain)
         if loose:
@@ -344,10 +266,8 @@ def _normal(text: str, loose: bool = False) -> str:
     return " ".join(unwrapped(text.strip("$ \t\r\n").removesuffix(".")).split()).strip("$ ")
 
 
-def _are_near(said: Number, expected: Number, digits: int | None) -> bool:
+def _are_near(said: Number, expected: Number) -> bool:
     """Compare two numbers. A fraction equals its value that is rounded to at least 6 decimals."""
-    if digits is not None:
-        return round(Fraction(said), digits) == round(Fraction(expected), digits)
     rounded, exact = (said, expected) if isinstance(said, Decimal) else (expected, said)
     if isinstance(rounded, Decimal) and isinstance(exact, Fraction):
         places = -int(rounded.as_tuple().exponent)
@@ -366,9 +286,9 @@ def _is_shallow(text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _same_expressions(answer: str, gold: str, seconds: int, digits: int | None) -> float:
+def _same_expressions(answer: str, gold: str, seconds: int) -> float:
     try:
-        columns = {"completions": [answer], "answers": [gold], "seconds": seconds, "digits": digits}
+        columns = {"completions": [answer], "answers": [gold], "seconds": seconds}
         [equal] = built_in(EXPRESSIONS)(**columns)
     except RewardFailure as error:
         if "math_verify" not in str(error):

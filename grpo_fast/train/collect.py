@@ -463,18 +463,9 @@ class Advantages:
 def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
     """Return the reward of each completion token, fp32 of shape (R,).
 
-    The token rewards of a sample sum to its reward. If the reward functions returned no rewards per
-    token, the last token receives the reward of the sample. If a sample has no reward because a
-    function failed, its last token is NaN.
+    The last token of a sample receives its reward, which is NaN if a function failed.
     """
-    lengths = torch.tensor(samples.lengths)
     rewards = torch.zeros(len(samples.logps))
-    has_own = torch.zeros(len(samples), dtype=torch.bool)
-    if result.per_token is not None:
-        has_own = ~result.total.isnan()
-        rewards = torch.where(
-            has_own.repeat_interleave(lengths), torch.cat(result.per_token), rewards
-        )
-    at_end = ~has_own & (lengths > 0)
+    at_end = torch.tensor(samples.lengths) > 0
     rewards[samples.rows[1:][at_end] - 1] = result.total[at_end]
     return rewards

@@ -256,20 +256,22 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     """Compute fingerprints of the custom rewards and models that a configuration names.
 
     Returns:
-        The fingerprints by key. The key of a custom reward function or a reward model is
-        `rewards.LABEL`. The reference model has the key `reference`. If the policy starts from an
-        adapter, the adapter has the key `adapter`, and its base model has the key `base`. The key
-        `model` stands for the configuration and the tokenizer in the folders of the policy and of
-        its base model.
+        The fingerprints by key. The key of a custom reward function is `rewards.LABEL`, and that of
+        its option `path` is `rewards.LABEL.path`. The reference model has the key `reference`. If
+        the policy starts from an adapter, the adapter has the key `adapter`, and its base model has
+        the key `base`. The key `model` stands for the configuration and the tokenizer in the
+        folders of the policy and of its base model.
     """
     from grpo_fast.train.models.loading import adapter_at
 
     prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]
-        source = spec.path if spec.path is not None else _source(spec.name)
+        source = _source(spec.name)
         if source is not None:
             prints[f"rewards.{label}"] = _of_path(source)
+        if "path" in spec.options:  # for example of a reward model
+            prints[f"rewards.{label}.path"] = _of_path(str(spec.options["path"]))
     reference = config.reference
     model = config.model
     # A resumed run loads the following models from their files again, because a checkpoint does not

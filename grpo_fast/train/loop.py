@@ -20,7 +20,7 @@ from grpo_fast.errors import require
 from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples, scorer_for
 from grpo_fast.rewards.columns import usable
-from grpo_fast.rewards.conventions import OURS, import_function
+from grpo_fast.rewards.conventions import import_function
 from grpo_fast.rollout import awake, build_engine, check_prompts, encode_prompts, prompt_texts
 from grpo_fast.train import checkpoint, ranks
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
@@ -73,7 +73,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         on_save = _on_save(config.checkpoint.on_save)
         rewards, questions, settings = _load_inputs(config, state)
         policy, another = _load_models(config, questions)
-        questions, splits, lines = _ask(config, questions, policy, rewards)
+        questions, splits, lines = _ask(config, questions, policy)
         longest = config.rollout.max_new_tokens
         evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
         report = RunReport(config.output_dir, config.log, config.steps, *checkpoint.logged(state))
@@ -231,14 +231,12 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
     return policy, another
 
 
-def _ask(
-    config: RunConfig, questions: Splits, policy: Policy, rewards: RewardSet
-) -> tuple[Splits, Splits, list[str]]:
+def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, Splits, list[str]]:
     """Format the questions for the model, for example with its chat template.
 
     Returns:
         The data without few-shot examples in the prompts, the data with them, and log lines about
-        the format of the questions and the signatures of the rewards.
+        the format of the questions.
 
     Raises:
         ValueError: a prompt is too long for the model.
@@ -249,10 +247,6 @@ def _ask(
     _check_shots(policy, questions, splits.train, longest)
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     lines = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
-    lines += [
-        f"reward {reward.name}: called as {reward.function.signature.convention} calls it"
-        for reward in rewards.rewards if reward.function.signature.convention != OURS
-    ]  # fmt: skip
     return questions, splits, lines
 
 

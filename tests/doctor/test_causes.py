@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from grpo_fast.doctor import diagnosis as causes
-from grpo_fast.doctor.diagnosis import shipped_settings
+from grpo_fast.doctor import causes
+from grpo_fast.doctor.causes import shipped_settings
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from tests.doctor.faulty import PROMPTS, SAMPLING, FaultyEngine, found_by, policy_of

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from grpo_fast.doctor import command, diagnosis
-from grpo_fast.doctor import diagnosis as causes
+from grpo_fast.doctor import causes, command, diagnosis
 from grpo_fast.doctor.command import read
 from grpo_fast.doctor.selftest import Check
 from grpo_fast.train.config import ModelConfig

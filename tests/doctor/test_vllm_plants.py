@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.doctor import diagnosis as causes
+from grpo_fast.doctor import causes
 from grpo_fast.rollout import Engine, Sampling, build_engine
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy

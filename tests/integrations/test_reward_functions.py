@@ -57,9 +57,8 @@ def test_functions_of_trl_give_equal_rewards(model_path, tmp_path, is_chat, here
     theirs.train()
     names = trl_rewards.NAMES
     assert len(theirs.seen) == 2
-    specs = [spec(f"{trl_rewards.__file__}:{name}", in_process=here) for name in names]
-    rewards = build_rewards(specs)
-    assert {reward.function.signature.convention for reward in rewards.rewards} == {"trl"}
+    options = {"in_process": here, "convention": "trl"}
+    rewards = build_rewards([spec(f"{trl_rewards.__file__}:{name}", **options) for name in names])
     try:
         for step, inputs, ids, expected, (metrics, extra) in theirs.seen:
             examples = [parse_record("row", dict(row), gsm8k=False) for row in inputs]

@@ -18,6 +18,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rewards.columns import usable
 from grpo_fast.rewards.workers import code_tests as worker
+from grpo_fast.rewards.workers import unit_tests
 from grpo_fast.train.config import DataConfig
 from tests.reward_specs import spec
 
@@ -83,7 +84,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
     assert result.total.tolist() == [1.0, 0.0, 1.0] and result.reasons == {"code_tests": {}}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
-    worker_pid = rewards.rewards[0].function.worker.child.pid
+    worker_pid = rewards.rewards[0].function.child.pid
     assert _session(worker_pid) == {worker_pid}
 
 
@@ -117,8 +118,6 @@ def test_many_answers_that_hang_have_their_own_time():
     # fail, because its time limit is `timeout` times the number of completions.
     found = ask(build(seconds=1.0, timeout=2.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.reasons == {"code_tests": {}}
-    pattern = build_rewards([spec("format_pattern", pattern="a")]).rewards[0].function
-    assert not pattern.bounded, "its time limit is for the whole call"
 
 
 @pytest.mark.parametrize(
@@ -131,16 +130,11 @@ def test_a_hostile_text_costs_less_than_a_second(unit, start):
     assert time.thread_time() - began < 1
 
 
-def test_a_program_has_the_imports_of_earlier_blocks_only():
-    text = "```python\nimport math\nprint(1)\n```\n```python\nprint(math.sqrt(4))\n```"
-    assert worker.code_of(text) == ["import math", "print(math.sqrt(4))\n"]
-    tests = [{"input": "", "output": "2.0"}]
-    assert worker.code_tests(completions=[text], tests=[tests], seconds=20.0) == [1.0]
-
-
 def test_faulty_data_is_named_and_costs_its_samples(rewards):
-    result = ask(rewards, GOOD, tests="x = 1")
-    assert result.total.isnan().all() and result.reasons == {"code_tests": {"error": 1}}
+    columns = {"tests": ["x = 1", TESTS, "assert add(abs, 1) == 3"]}
+    result = rewards([""] * 3, [GOOD] * 3, [None] * 3, columns)
+    assert result.total.isnan().tolist() == [True, False, True]
+    assert result.reasons == {"code_tests": {"error": 2}}
     assert "at least one assert" in rewards.last_error["code_tests"]
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
         check_examples(rewards, [Example("p", "a", None)], "train")
@@ -170,8 +164,8 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
     ("tests", "said"),
     [
         ("assert (", "tests: expected Python, got 'assert"),
-        ([["assert 1", 3]], "tests: expected Python source, .* got .'assert 1', 3. .list"),
-        (["assert 1", 3], "tests: expected Python source, .* got 'assert 1' .str"),
+        ([["assert 1", 3]], "tests: expected Python source, .* got .'assert 1', 3."),
+        (["assert 1", 3], "tests: expected Python source, .* got 'assert 1'"),
         ([], "tests: expected Python source, .* got None"),
         ("assert 1 == 1", "which uses 0 names of the answer"),
         ("assert sqrt(4) == log(1)", "which uses 0 names of the answer"),
@@ -188,7 +182,7 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
 )  # fmt: skip
 def test_tests_of_another_form_get_a_sentence(tests, said):
     with pytest.raises(ValueError, match=said):
-        worker.code_tests(completions=[GOOD], tests=[tests])
+        unit_tests.check(tests)
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": 1}, {"seconds": float("nan")}])

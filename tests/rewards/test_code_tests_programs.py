@@ -37,7 +37,10 @@ def scores(table, **limits):
 
 
 def test_cheats_score_nothing():
-    assert {n: x for n, x in scores(CHEATS["cheats"], seconds=2.0, memory=256).items() if x} == {}
+    found = scores(CHEATS["cheats"], seconds=2.0, memory=256)
+    assert len(found) > 130
+    # Tests that are not supported have no score, whatever the answer is.
+    assert {n: x for n, x in found.items() if x and not isinstance(x, ValueError)} == {}
 
 
 @pytest.mark.parametrize("table", [CHEATS["right"], SOLUTIONS["unusual"]])
@@ -82,7 +85,7 @@ def test_the_code_is_found_in_the_fenced_blocks(fence):
     assert worker.code_of(fence["text"])[-1] == fence["program"]
 
 
-@pytest.mark.skipif(not sandbox.landlock_version(), reason="a kernel without Landlock")
+@pytest.mark.skipif(not sandbox.has_landlock(), reason="a kernel without Landlock")
 def test_landlock_leaves_the_libraries_only():
     code = """
 import os

@@ -1,7 +1,7 @@
-"""Tests of reward functions that have the signature of TRL, verl, OpenRLHF or grpo_fast."""
+"""Tests of custom reward functions of every convention, in this process and in a worker."""
 
 import math
-import sys
+import os
 
 import pytest
 import torch
@@ -10,18 +10,17 @@ from pydantic import ValidationError
 from grpo_fast.data import Example
 from grpo_fast.data.prompts import Form, in_chat
 from grpo_fast.data.records import parse_record
-from grpo_fast.rewards import build_rewards, check_examples, score
-from grpo_fast.rewards.conventions import convention_of, signature_of
+from grpo_fast.rewards import RewardError, build_rewards, check_examples, score
 from grpo_fast.train.config import DataConfig, RewardConfig
 from grpo_fast.train.config.recipes import load_recipe
-from tests.reward_specs import own as own_set
 from tests.reward_specs import spec
 from tests.train.tiny_runs import logged, sort
 
-MODULE = """
-import asyncio
-
+MODULE = r"""
+import asyncio, collections, decimal, itertools, os, sys
+import numpy as np
 import torch
+from helper import START
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -37,16 +36,7 @@ async def awaited_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 def task_score(data_source, solution_str, ground_truth, extra_info=None):
-    score = awaited_score(data_source, solution_str, ground_truth)
-    return asyncio.create_task(score)
-
-
-def future_rewards(queries, prompts, labels):
-    return asyncio.ensure_future(asyncio.sleep(0, [1.0] * len(queries)))
-
-
-def runs_a_loop(completions):
-    return asyncio.run(asyncio.sleep(0, [2.0] * len(completions)))
+    return asyncio.create_task(awaited_score(data_source, solution_str, ground_truth))
 
 
 def short_score(solution_str, ground_truth, method="strict"):
@@ -57,10 +47,6 @@ def any_of(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str in ground_truth["target"])
 
 
-def any_keyword(**kwargs):
-    return float(sorted(kwargs) == ["data_source", "extra_info", "ground_truth", "solution_str"])
-
-
 def reward_func(queries, prompts, labels):
     said = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     rewards = torch.tensor([float(label in text) for text, label in zip(said, labels)])
@@ -69,6 +55,14 @@ def reward_func(queries, prompts, labels):
 
 def other_names(q, p, l, **kwargs):
     return torch.tensor([len(a) - len(b) + len(c) for a, b, c in zip(q, p, l)])
+
+
+async def awaited(completions):
+    return await asyncio.sleep(0, [2.0] * len(completions))
+
+
+def runs_a_loop(completions):
+    return asyncio.run(awaited(completions))
 
 
 class Scaled:
@@ -83,8 +77,70 @@ def run_state(completions, trainer_state, log_extra, log_metric, **kwargs):
     log_metric("letters", float(sum(map(len, completions))))
     log_extra("twice", [text + text for text in completions])
     step, last = trainer_state.global_step, trainer_state.max_steps
-    assert (trainer_state.epoch > 0) == (step > 0)
+    assert (trainer_state.epoch > 0) == (step > 0) and trainer_state.log_history == []
     return [float(i % 2) + 10 * step + 100 * last for i, _ in enumerate(completions)]
+
+
+def kinds(prompts, completions, **kwargs):
+    return [10 * isinstance(p, list) + isinstance(c, list) for p, c in zip(prompts, completions)]
+
+
+def sizes(prompts, completions):
+    return [len(p) for p in prompts]
+
+
+def helped(completions):
+    import late_helper
+
+    return [START + late_helper.NOTHING] * len(completions)
+
+
+def pid(completions):
+    return [os.getpid()] * len(completions)
+
+
+def asks(*, completion_ids, completion_lengths, level, unit=1):
+    return [100 * ids[-1] + 10 * n + l * unit for ids, n, l in
+            zip(completion_ids, completion_lengths, level, strict=True)]
+
+
+def everything(**columns):
+    names = {"answers", "completion_ids", "completion_lengths", "completions", "level", "prompts"}
+    return [float({*columns} == names | {"prefills"})] * len(columns["prompts"])
+
+
+def rewrites(prompts, completions):
+    prompts[0][0]["content"] = "other"
+    return [1.0]
+
+
+def leaves(completions):
+    sys.exit(3)
+
+
+def of_kind(prompts, completions):
+    n = len(completions)
+    return {
+        "decimal": [decimal.Decimal("0.5")] * n,
+        "0-d bf16 tensor": [torch.tensor(0.5, dtype=torch.bfloat16)] * n,
+        "array": np.full(n, 0.5, dtype=np.float32),
+        "tensor": torch.full((n,), 0.5),
+        "generator": (0.5 for _ in range(n)),
+        "dict": {i: 1.0 for i in range(n)},
+        "set": {float(i) for i in range(n)},
+        "string": "1" * n,
+        "none": None,
+        "number": 1.0,
+        "endless": itertools.repeat(1.0),
+        "one more": [1.0] * (n + 1),
+        "one less": [1.0] * (n - 1),
+        "strings": ["1"] * n,
+        "nested list": [[1.0]] * n,
+        "complex": [1j] * n,
+        "nan": [float("nan")] * n,
+        "infinity": [np.float32("inf")] * n,
+        "beyond fp32": [1e39] * n,
+    }[prompts[0]]
 """
 
 
@@ -92,14 +148,21 @@ def run_state(completions, trainer_state, log_extra, log_metric, **kwargs):
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("conventions") / "mine.py"
     path.write_text(MODULE)
+    path.with_name("helper.py").write_text("START = 10")
+    path.with_name("late_helper.py").write_text("NOTHING = 0")
     return path
 
 
 @pytest.fixture(params=[False, True], ids=["worker", "here"])
-def build(file, request):
-    def make(name, convention=None, **options):
-        options |= {"convention": convention, "in_process": request.param}
-        return build_rewards([spec(f"{file}:{name}", **options)])
+def here(request):
+    return request.param
+
+
+@pytest.fixture
+def build(file, here):
+    def make(*names, convention=None, **options):
+        options |= {"convention": convention, "in_process": here}
+        return build_rewards([spec(f"{file}:{name}", **options) for name in names])
 
     return make
 
@@ -111,123 +174,82 @@ ROWS = [
      "reward_model": {"style": "rule", "ground_truth": "#### 7"}},
 ]  # fmt: skip
 EXAMPLES = [parse_record("row", row, gsm8k=False) for row in ROWS]
-SENT = ["<user>q", "<user>r"]
+TEXTS = ("abc", "no #### 7")
 
 
-def found(rewards, texts=("abc", "no #### 7"), examples=EXAMPLES):
-    result = score(rewards, examples, list(texts), [[1], [2, 3]], SENT)
+def found(rewards, texts=TEXTS, examples=EXAMPLES):
+    result = score(rewards, examples, list(texts), [[1], [2, 3]], ["<user>q", "<user>r"])
     return result.total.tolist()
 
 
-def test_verls_compute_score(build):
-    rewards = build("compute_score", "verl")
+@pytest.mark.parametrize(
+    ("name", "convention", "texts", "expected"),
+    [
+        ("compute_score", "verl", TEXTS, [3 + 10 + 3 + 1, 9 + 10 + 100 + 2]),
+        ("compute_score", "verl", ("fail", "abc"), [math.nan, 3 + 100 + 2]),
+        ("awaited_score", "verl", TEXTS, [3.0, 9.0]),
+        ("task_score", "verl", ("abc", "ab"), [3.0, 2.0]),
+        ("reward_func", "openrlhf", TEXTS, [1.0, 1.0]),
+        ("reward_func", "openrlhf", ("x", "7"), [0.0, 0.0]),
+        ("other_names", "openrlhf", TEXTS, [3 + 2, 9 + 6]),
+        ("awaited", "grpo_fast", TEXTS, [2.0, 2.0]),
+        ("runs_a_loop", None, TEXTS, [2.0, 2.0]),
+        ("helped", None, TEXTS, [10.0, 10.0]),
+    ],
+)
+def test_a_function_of_each_convention(build, name, convention, texts, expected):
+    rewards = build(name, convention=convention)
     check_examples(rewards, EXAMPLES, "training")
-    assert found(rewards) == [3 + 10 + 3 + 1, 9 + 10 + 100 + 2]
-    assert found(build("awaited_score", "verl")) == [3.0, 9.0]
-    assert found(build("task_score", "verl"), ("abc", "ab")) == [3.0, 2.0]
-    assert found(build("any_keyword", "verl")) == [1.0, 1.0]
-    lenient = build("short_score", "verl", method="lenient")
+    assert found(rewards, texts) == pytest.approx(expected, nan_ok=True)
+
+
+def test_options_are_those_of_the_function_or_of_the_constructor(build):
+    lenient = build("short_score", convention="verl", method="lenient")
     assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # gets the unparsed answer
+    assert found(build("Scaled", scale=2.0), ("ab", "c")) == [4, 2]
+    with pytest.raises(ValueError, match="asks cannot be used: .*unexpected .* argument 'units'"):
+        build("asks", units=2)
 
 
-def test_a_score_of_verl_that_fails_costs_its_own_sample(build):
-    one, other = found(build("compute_score", "verl"), ("fail", "abc"))
-    assert math.isnan(one) and other == 3 + 100 + 2
-
-
-def test_verls_ground_truth_may_be_a_mapping(build):
+def test_a_ground_truth_may_be_a_mapping(build):
     row = {**ROWS[0], "reward_model": {"ground_truth": {"target": ["a", "b"]}}}
     example = parse_record("row", row, gsm8k=False)
-    rewards = build("any_of", "verl")
+    rewards = build("any_of", convention="verl")
     check_examples(rewards, [example], "training")
     assert found(rewards, ("b", "c"), [example] * 2) == [1.0, 0.0]
     with pytest.raises(ValueError, match="an answer in every training example"):
         check_examples(build_rewards([spec("exact_match")]), [example], "training")
 
 
-def test_openrlhfs_reward_func(build):
-    rewards = build("reward_func", "openrlhf")
-    check_examples(rewards, EXAMPLES, "training")
-    assert found(rewards) == [1.0, 1.0]
-    assert found(rewards, ("x", "7")) == [0.0, 0.0]
-    assert found(build("other_names", "openrlhf")) == [3 + 2, 9 + 6]
-    assert found(build("future_rewards", "openrlhf")) == [1.0, 1.0]
-    assert found(build("runs_a_loop", "grpo_fast")) == [2.0, 2.0]
-
-
-@pytest.mark.parametrize(("name", "convention"), [("compute_score", "verl"),
-                                                  ("reward_func", "openrlhf")])  # fmt: skip
-def test_an_answer_is_needed_before_the_run(build, name, convention):
-    with pytest.raises(ValueError, match="an answer in every training example"):
-        check_examples(build(name, convention), [Example("q", None, None)], "training")
-
-
-def test_options_of_a_class_are_its_constructors(build):
-    assert found(build("Scaled", scale=2.0), ("ab", "c"), [Example("p", None, None)] * 2) == [4, 2]
-
-
-SHARED = """
-from helper import START
-
-state = {"calls": START}
-
-
-def counts(completions, **kwargs):
-    state["calls"] += 1
-    return [state["calls"]] * len(completions)
-
-
-def reads(completions):
-    import late_helper
-
-    return [state["calls"] + late_helper.NOTHING] * len(completions)
-
-
-def epoch(completions, trainer_state, **kwargs):
-    state = trainer_state
-    return [state.epoch + len(state.log_history)] * len(completions)
-"""
-
-
-@pytest.mark.parametrize("here", [False, True])
-def test_functions_of_one_file_share_its_module_and_import_its_neighbours(tmp_path, here):
-    (tmp_path / "helper.py").write_text("START = 10")
-    (tmp_path / "late_helper.py").write_text("NOTHING = 0")
-    (tmp_path / "shared.py").write_text(SHARED)
-    names = ("counts", "reads", "epoch")
-    path = list(sys.path)
-    try:
-        rewards = build_rewards(
-            [spec(f"{tmp_path}/shared.py:{name}", in_process=here) for name in names]
+@pytest.mark.parametrize(
+    ("name", "convention", "said"),
+    [
+        ("compute_score", "verl", "an answer in every training example"),
+        ("reward_func", "openrlhf", "an answer in every training example"),
+        ("compute_score", None, r"asks for data_source: .* write \{verl: FUNCTION\}"),
+        ("reward_func", None, r"asks for queries: .* write \{openrlhf: FUNCTION\}"),
+        ("run_state", None, r"asks for trainer_state: .* write \{trl: FUNCTION\}"),
+        ("asks", None, "asks for level: .* got 1 of 1 without, first 'question"),
+    ],
+)
+def test_what_a_function_needs_is_asked_for_before_the_run(build, name, convention, said):
+    with pytest.raises(ValueError, match=said):
+        check_examples(
+            build(name, convention=convention), [Example("question?", None, None)], "training"
         )
-        rewards.progress["epoch"] = 0.5
-        found = [rewards(["p"], ["a"], ["x"]).per_fn for _ in range(2)]
-    finally:
-        sys.path[:] = path
-        for name in ("helper", "late_helper", "shared"):
-            sys.modules.pop(name, None)
-    assert [per_fn["counts"].item() for per_fn in found] == [11, 12]
-    assert [per_fn["reads"].item() for per_fn in found] == [11, 12]
-    assert found[0]["epoch"].item() == 0.5
 
 
-KINDS = """
-def kinds(prompts, completions, **kwargs):
-    return [10 * isinstance(p, list) + isinstance(c, list) for p, c in zip(prompts, completions)]
+def test_functions_get_what_they_name(build):
+    # The option unit=2 of `asks` must win over the column `unit` of the data.
+    examples = [Example(f"p{i}", None, None, {"level": i, "unit": 9}) for i in range(3)]
+    ids = [[5], [5, 6], [5, 6, 7]]
+    result = score(build("asks", unit=2), examples, ["a"] * 3, ids)
+    assert result.total.tolist() == [510.0, 622.0, 734.0]
+    examples = [Example("p", None, None, {"level": 1}), Example("q", None, None)]
+    assert score(build("everything"), examples, ["a"] * 2, ids[:2]).total.tolist() == [1.0] * 2
 
 
-def own(prompts, completions):
-    return [len(p) for p in prompts]
-"""
-
-
-@pytest.mark.parametrize("here", [False, True])
-def test_texts_stay_texts_when_the_chat_template_is_used(tmp_path, here):
-    (tmp_path / "kinds.py").write_text(KINDS)
-    names = ("kinds", "own")
-    rewards = build_rewards(
-        [spec(f"{tmp_path}/kinds.py:{name}", in_process=here) for name in names]
-    )
+def test_texts_stay_texts_when_the_chat_template_is_used(build):
     message = {"role": "user", "content": "q?"}
     data = DataConfig(
         task="jsonl", path=".", system_prompt="Be brief", prompt_template="{question}!"
@@ -236,85 +258,82 @@ def test_texts_stay_texts_when_the_chat_template_is_used(tmp_path, here):
     rows.append(parse_record("row", {"prompt": [message]}, gsm8k=False))
     examples = [in_chat(rows[0]), Form.of(data).apply(rows[1]), rows[2]]
     assert all(isinstance(example.prompt, list) for example in examples)
-    found = score(rewards, examples, ["a"] * 3)
-    assert found.per_fn["kinds"].tolist() == [0, 0, 11]
-    assert found.per_fn["own"].tolist() == [2, 3, 1]  # "q?", "q?!", and one message
+    kinds = score(build("kinds", convention="trl"), examples, ["a"] * 3)
+    assert kinds.total.tolist() == [0, 0, 11]
+    sizes = score(build("sizes"), examples, ["a"] * 3)
+    assert sizes.total.tolist() == [2, 3, 1]  # "q?", "q?!", and one message
+    prompts = [[dict(message)]]
+    build("rewrites")(prompts, ["a"], ["x"])
+    assert prompts == [[message]]
 
 
-def test_a_slow_sample_is_named_with_its_prompt(tmp_path, caplog):
-    file = tmp_path / "slow.py"
-    file.write_text(
-        "import time\n\n\ndef alone(completions):\n"
-        "    time.sleep(60 * ('slow' in completions))\n    return [1.0] * len(completions)\n\n\n"
-        "alone.per_sample = True\n\n\ndef batch(completions):\n    return alone(completions)\n"
-    )
-    for name, said in (
-        ("alone", "slow.py:alone took longer than 1 s (sample 1 of 3, with the prompt 'second')"),
-        ("batch", "batch took longer than 1 s (in a call with 3 samples, the first with the "),
-    ):
-        rewards = build_rewards([spec(f"{file}:{name}", timeout=1)], max_failures=1.0)
-        result = rewards(["first", "second", "third"], ["a", "slow", "b"], [""] * 3)
-        lost = [False, True, False] if name == "alone" else [True] * 3
-        assert result.total.isnan().tolist() == lost and said in caplog.text
+def test_a_function_runs_in_a_worker_unless_in_process_is_set(build, here):
+    rewards = build("pid")
+    pids = [rewards(["p"], ["a"], ["x"]).total.item() for _ in range(2)]
+    assert (pids[0] == os.getpid()) == here and pids[0] == pids[1]
 
 
-def own(completions, answers): ...
-def own_with_columns(completions, answers, **columns): ...
-def own_lengths(completion_lengths): ...
-def bare(completions): ...
-def bare_column(completions, level): ...
-def trl(completions, **kwargs): ...
-def trl_column(prompts, completions, answer, **kwargs): ...
-def trl_state(completions, trainer_state): ...
-def both(completions, answers, log_metric): ...
-def verl(data_source, solution_str, ground_truth): ...
-def openrlhf(queries, prompts, labels): ...
+KINDS = {
+    0.5: ("decimal", "0-d bf16 tensor", "array", "tensor", "generator"),
+    "not_a_number": (
+        "strings", "nested list", "complex", "nan", "infinity", "beyond fp32",
+    ),
+    "0 in a dict": ("dict",), "0 in a set": ("set",), "0 in a str": ("string",),
+    "0 in a NoneType": ("none",), "0 in a float": ("number",), "more in a repeat": ("endless",),
+    "more in a list": ("one more",), "2 in a list": ("one less",),
+}  # fmt: skip
+
+
+def test_values_are_numbers_or_lost_and_lists_have_the_right_length(build, caplog):
+    rewards = build("of_kind")
+    for expected, kinds in KINDS.items():
+        for kind in kinds:
+            rewards.recent["of_kind"] = []
+            batch = [kind] * 3, ["a"] * 3, ["x"] * 3
+            if str(expected).endswith(("number", "0.5")):
+                result = rewards(*batch)
+                lost = {expected: 3} if isinstance(expected, str) else {}
+                assert result.reasons["of_kind"] == lost, kind
+                assert result.total.tolist() == pytest.approx(
+                    [math.nan if lost else expected] * 3, nan_ok=True
+                )
+            else:
+                with pytest.raises(RewardError, match=f"one value per .* 3 values.*got {expected}"):
+                    rewards(*batch)
+    assert len(caplog.records) == 1  # only the first failure is logged
+    assert "not a finite number: '1'" in caplog.text
+
+
+def test_a_function_that_exits_costs_its_samples(file):
+    rewards = build_rewards([spec(f"{file}:leaves")])
+    result = rewards(["p"] * 2, ["a"] * 2, ["x"] * 2)
+    assert result.total.isnan().all() and "SystemExit: 3" in rewards.last_error["leaves"]
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("name", "why"),
     [
-        (own, "grpo_fast"), (own_with_columns, "grpo_fast"), (own_lengths, "grpo_fast"),
-        (bare, "grpo_fast"), (bare_column, "grpo_fast"), (trl, "trl"), (trl_column, "trl"),
-        (trl_state, "trl"), (both, r"write \{trl: FUNCTION\} or \{grpo_fast: FUNCTION\}"),
-        (verl, r"write \{verl: FUNCTION\}"), (openrlhf, r"write \{openrlhf: FUNCTION\}"),
-        (max, "write a Python function that calls it"),
+        ("{file}:nothing", "a function 'nothing' in .*got only: compute_score"),
+        ("{file}x.py:f", "No such file"),
+        ("{file}", "a custom function .*; name a function of the file, for example .*py:reward'"),
+        ("no_such_module:f", "could not import 'no_such_module'"),
+        ("gsm8k_corect", "nearest: gsm8k_correct"),
     ],
-)  # fmt: skip
-def test_a_convention_is_recognised_or_must_be_named(function, expected):
-    if "write" in expected:
-        with pytest.raises(ValueError, match=expected):
-            convention_of(signature_of(function))
-    else:
-        assert convention_of(signature_of(function)) == expected
+)
+def test_a_function_that_is_not_found_is_refused(file, here, name, why):
+    with pytest.raises(ValueError, match=f"rewards: .*{why}"):
+        build_rewards([spec(name.format(file=file), in_process=here)])
 
 
-def test_a_column_answers_makes_our_convention_unsure(tmp_path):
-    file = tmp_path / "unsure.py"
-    file.write_text(
-        "def f(completions, answers, **kwargs):\n    return [float(a) for a in answers]"
-    )
-    row = {"prompt": "q", "answer": "1", "answers": "2"}
-    examples = [parse_record("row", row, gsm8k=False)]
-    rewards = build_rewards([spec(f"{file}:f", in_process=True)])
-    with pytest.raises(ValueError, match=r"f: .*\{trl: FUNCTION\} or \{grpo"):
-        check_examples(rewards, examples, "training")
-    for convention, expected in (("trl", 2.0), ("grpo_fast", 1.0)):
-        rewards = build_rewards([spec(f"{file}:f", in_process=True, convention=convention)])
-        check_examples(rewards, examples, "training")
-        assert score(rewards, examples, ["x"]).total.tolist() == [expected]
+def test_a_file_in_the_home_folder_and_two_functions_of_one_name(file, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
+    twice = [spec("~/mine.py:pid", label=label) for label in ("one", "two")]
+    assert [reward.name for reward in build_rewards(twice).rewards] == ["one", "two"]
+    with pytest.raises(ValueError, match="expected different names"):
+        build_rewards([spec("~/mine.py:pid", in_process=True)] * 2)
 
 
-def test_a_column_chat_prompts_belongs_to_the_data():
-    rewards = own_set(lambda completions, chat_prompts: [float(x) for x in chat_prompts])
-    rows = [{"prompt": "q", "answer": "1", "chat_prompts": 7}, {"prompt": "q", "answer": "1"}]
-    examples = [parse_record("row", row, gsm8k=False) for row in rows]
-    assert score(rewards, examples[:1], ["x"]).total.tolist() == [7.0]
-    with pytest.raises(ValueError, match="a field 'chat_prompts' in every training example"):
-        check_examples(rewards, examples, "training")
-
-
-def test_one_word_in_the_configuration(file, tmp_path):
+def test_one_word_in_the_configuration(file):
     words = [f"rewards={{verl: {file}:compute_score}}"]
     reward = load_recipe("gsm8k-tiny", words).rewards[0]
     assert (reward.name, reward.convention) == (f"{file}:compute_score", "verl")
@@ -327,14 +346,13 @@ def test_one_word_in_the_configuration(file, tmp_path):
             RewardConfig.model_validate(wrong)
 
 
-def test_a_run_passes_its_state_and_logs_what_functions_log(file, tmp_path, capsys):
+def test_a_run_passes_its_state_and_logs_what_functions_log(file, tmp_path):
     from pyarrow import parquet
 
     rows = sort(
-        tmp_path / "run", f"rewards=[{file}:run_state]", "steps=2", "log.completions_every=1",
-        "rollout.dynamic={rounds: 1}",
+        tmp_path / "run", f"rewards={{trl: {file}:run_state}}", "steps=2",
+        "log.completions_every=1", "rollout.dynamic={rounds: 1}",
     )  # fmt: skip
-    assert "reward run_state: called as trl calls it\n" in capsys.readouterr().out
     means = [row["rewards/run_state/mean"] for row in rows]
     assert means == pytest.approx([200.5, 210.5])
     assert all(row["logged/letters"] > 0 for row in logged(tmp_path / "run") if "loss" in row)

@@ -1,7 +1,5 @@
 """Tests of answer extraction, rule-based rewards and RewardSet."""
 
-import asyncio
-import functools
 import math
 import time
 from decimal import Decimal
@@ -159,6 +157,50 @@ def test_sort_rewards(given, positions, inclusion_ordering):
     assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # order of numbers, not of texts
 
 
+def found(name, *, texts=None, lengths=None, **options):
+    count = len(texts or lengths)
+    columns = {} if lengths is None else {"completion_lengths": lengths}
+    rewards = build_rewards([spec(name, **options)])
+    result = rewards(["p"] * count, texts or ["a"] * count, [None] * count, columns)
+    return result.total.tolist()
+
+
+def test_overlong_is_the_papers_and_lengths_and_tags_have_a_price():
+    lengths = [0, 79, 80, 81, 90, 99, 100, 101, 1000]
+    expected = [0, 0, 0, -1 / 20, -10 / 20, -19 / 20, -1, -1, -1]  # equation 13 of the DAPO paper
+    assert found("overlong", lengths=lengths, max_length=100, buffer=20) == pytest.approx(expected)
+    whole = found("overlong", lengths=[0, 50, 100], max_length=100, buffer=100)
+    assert whole == pytest.approx([0, -0.5, -1])
+    assert found("length_penalty", lengths=[0, 1, 200], scale=100) == pytest.approx([0, -0.01, -2])
+    assert found("format_tags", texts=["[a]", "[b][a]"], tags=["[a]", "[b]"], per_tag=1.0) == [1, 2]
+
+
+TAGGED = [  # a completion, and ten times its reward
+    ("", 0), ("<think>", 1), ("<think>a</think>", 2), ("<think>a</think><answer>1</answer>", 5),
+    ("x <think>a</think> y <answer>1</answer> z", 5),
+    ("<answer>1</answer><think>a</think>", 4),  # the tags are in the wrong order
+    ("<think>a<think></think><answer>1</answer>", 3),  # <think> occurs twice
+    ("<think></answer><answer></think>", 4), ("<THINK>", 0), ("<think>" * 9000, 0),
+]  # fmt: skip
+
+
+def test_a_tenth_per_tag_up_to_a_half():
+    texts, tags = zip(*TAGGED, strict=True)
+    assert found("format_tags", texts=list(texts)) == pytest.approx([n / 10 for n in tags])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("overlong", {"max_length": 10, "buffer": 11}, "above 0, at most max_length = 10"),
+        ("overlong", {"max_length": 10, "buffer": 0}, "buffer: expected a number above 0"),
+        ("length_penalty", {"scale": -1}, "scale: expected a number above 0, got -1"),
+    ],
+)
+def test_options_that_make_no_sense(name, options, said, caplog):
+    assert str(found(name, lengths=[1], **options)) == "[nan]" and said in caplog.text
+
+
 # ---------------------------------------------------------------------------------------- RewardSet
 def test_weighted_sum():
     rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
@@ -178,7 +220,7 @@ def test_weighted_sum():
     assert result.total.tolist() == [1.0] and result.per_fn["watched"].isnan().all()
 
 
-def test_only_a_function_that_declares_it_is_called_again_sample_by_sample(caplog):
+def test_a_call_that_fails_loses_its_samples_and_is_logged_once(caplog):
     asked = []
 
     def touchy(*, prompts, completions, answers):
@@ -187,17 +229,13 @@ def test_only_a_function_that_declares_it_is_called_again_sample_by_sample(caplo
             raise RuntimeError("boom \x1b[31m")
         return [sum(map(len, completions)) / len(completions)] * len(completions)
 
-    batch = ["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4
-    lost = own(touchy, max_failures=1.0)(*batch)
-    assert lost.total.isnan().all() and lost.reasons == {"f": {"error": 4}} and asked == [4]
-    touchy.per_sample = True
-    options = functools.partial(touchy)
-    assert own(options)(*batch).total.isnan().tolist() == [False, True, False, False]
-    rewards = own(touchy)
-    result = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
-    assert result.total.isnan().tolist() == [False, True, False, False]
-    assert result.reasons == {"f": {"error": 1}} and rewards.recent == {"f": [(1, 4)]}
-    assert "boom" in caplog.text and "\x1b" not in caplog.text
+    rewards = own(touchy, max_failures=1.0)
+    for _ in range(2):
+        lost = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
+        assert lost.total.isnan().all() and lost.reasons == {"f": {"error": 4}}
+    assert asked == [4, 4] and rewards.recent == {"f": [(4, 4)] * 2}
+    assert rewards(["p"], ["a"], ["x"]).total.tolist() == [1.0]
+    assert caplog.text.count("boom") == 1 and "\x1b" not in caplog.text + rewards.last_error["f"]
 
 
 NAN = math.nan
@@ -238,38 +276,6 @@ def test_many_calls_with_none_do_not_end_the_run_unless_no_function_applies():
             never(["p"], ["x"], [""])
 
 
-def test_none_in_rewards_per_token():
-    lists = [[[1.0, 2.0], None], [None, 4.0]]
-    rewards = RewardSet([WeightedReward("a", 1.0, lambda **_: lists[0]),
-                         WeightedReward("b", 2.0, lambda **_: lists[1])])  # fmt: skip
-    columns = {"completion_lengths": [2, 3]}
-    found = rewards(["p"] * 2, ["x"] * 2, [""] * 2, columns)
-    assert found.total.tolist() == [3.0, 8.0]
-    assert [row.tolist() for row in found.per_token] == [[1.0, 2.0], [0.0, 0.0, 8.0]]
-
-
-def test_a_function_leaves_the_gradient_mode_and_messages_alone():
-    def rewrites(*, prompts, completions, answers):
-        torch.set_grad_enabled(False)
-        prompts.pop()[0]["content"] = "other"
-        return [1.0]
-
-    prompts = [[{"role": "user", "content": "question"}]]
-    own(rewrites)(prompts, ["a"], ["x"])
-    assert prompts == [[{"role": "user", "content": "question"}]] and torch.is_grad_enabled()
-
-
-def test_a_coroutine_is_awaited_inside_a_loop_too():
-    async def slow(*, prompts, completions, answers):
-        await asyncio.sleep(0)
-        return [True, 0.5]
-
-    async def inside_a_loop():
-        return own(slow)(["p"] * 2, ["a"] * 2, ["x"] * 2).total.tolist()
-
-    assert asyncio.run(inside_a_loop()) == [1.0, 0.5]
-
-
 def test_run_ends_above_the_threshold_only():
     failing = iter([1, 1, 1, 1, 4, 4, 4, 4])
 
@@ -286,17 +292,20 @@ def test_run_ends_above_the_threshold_only():
     assert next(failing, None) == 4
 
 
-def test_set_refuses_bad_arguments():
-    with pytest.raises(ValueError, match="'gsm8k_corect'; nearest: gsm8k_correct"):
-        build_rewards([spec("gsm8k_corect")])
-    with pytest.raises(ValueError, match="finite weight for exact_match, got nan"):
-        build_rewards([spec("exact_match", math.nan)])
-    with pytest.raises(ValueError, match="lists of one length, got 1, 2, 1"):
-        build_rewards([spec("exact_match")])(["p"], ["a", "b"], ["x"])
-    with pytest.raises(ValueError, match="level, prompts.*one length, got 2, 1, 1, 1"):
-        build_rewards([spec("exact_match")])(["p"], ["a"], ["x"], {"level": [1, 2]})
-    with pytest.raises(ValueError, match="max_failures"):
-        own(REWARDS["exact_match"], max_failures=2)
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: build_rewards([spec("exact_match", math.nan)]), "finite weight for exact_match"),
+        (lambda: own(REWARDS["exact_match"], max_failures=2), "max_failures"),
+        (lambda: own(REWARDS["exact_match"])(["p"], ["a", "b"], ["x"]), "one length, got 1, 2, 1"),
+        (lambda: own(REWARDS["exact_match"])(["p"], ["a"], ["x"], {"level": [1, 2]}),
+         "level, prompts.*one length, got 2, 1, 1, 1"),
+    ],
+    ids=["weight", "failures", "completions", "columns"],
+)  # fmt: skip
+def test_set_refuses_bad_arguments(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 def test_scorers_of_generated_and_open_tasks():

@@ -107,10 +107,10 @@ def test_long_answers_cost_less_than_a_second(unit):
     text = (unit * 200_000)[:200_000]
     for completion in (text, f"\\boxed{{{text}}}", f"#### {text}", f"the answer is ${text}$"):
         given = {"completions": [completion], "answers": ["x^2"]}
-        for name in ("math_equal", "math_close", "gsm8k_correct", "gsm8k_correct_lenient"):
+        for name in ("math_equal", "gsm8k_correct", "gsm8k_correct_lenient"):
             assert REWARDS[name](**given) == [0.0]
     assert compare("(" * 200 + ")" * 200, "x^2") == 0
-    assert time.process_time() - start < 8  # 16 judgements, each much faster than half a second
+    assert time.process_time() - start < 6  # 12 judgements, each much faster than half a second
 
 
 @pytest.mark.parametrize(

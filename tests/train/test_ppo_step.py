@@ -37,7 +37,7 @@ def make_critic(policy, **options):
 
 def make_batch(scores=SCORES, **options):
     samples = rollout_of(SHAPES, cut=CUT)
-    samples.token_rewards = token_rewards(RewardResult(scores, {}, {}, None), samples)
+    samples.token_rewards = token_rewards(RewardResult(scores, {}, {}), samples)
     return batch_of(samples, scores, **options)
 
 

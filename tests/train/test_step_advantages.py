@@ -1,4 +1,4 @@
-"""Tests of advantages in a run: the running baseline, GDPO and rewards per token."""
+"""Tests of advantages in a run: the running baseline, GDPO and token rewards."""
 
 import json
 import math
@@ -11,7 +11,6 @@ from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect import Advantages, token_rewards
-from tests.train.resuming import run
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import table_of
 
@@ -74,62 +73,15 @@ def test_gdpo_takes_each_reward_apart(tmp_path, spied):
         assert torch.equal(call.result, expected) and expected.any()
 
 
-# ----------------------------------------------------------- Functions with a reward for each token
-PPO = ["advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
-       "log.completions_every=0", "eval.every=0"]  # fmt: skip
-FILE = """
-def value(ids):
-    return float(sum(ids) % 5)
-
-def whole(completion_ids):
-    return [value(ids) for ids in completion_ids]
-
-def last(completion_ids):
-    return [[0.0] * (len(ids) - 1) + [value(ids)] for ids in completion_ids]
-
-def first(completion_ids):
-    return [[value(ids)] + [0.0] * (len(ids) - 1) for ids in completion_ids]
-"""
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    file = tmp_path_factory.mktemp("rewards") / "own.py"
-    file.write_text(FILE)
-    return lambda name: [*PPO, f"rewards=[{{name: '{file}:{name}', label: own, in_process: true}}]"]
-
-
-def metrics(found):
-    return [{k: v for k, v in row.items() if "own" not in k} for row in found["metrics"]]
-
-
-def test_a_reward_at_the_last_token_is_one_of_the_whole_and_elsewhere_it_is_not(tmp_path, words):
-    whole, last, first = (run(tmp_path / name, *words(name)) for name in ("whole", "last", "first"))
-    assert metrics(last) == metrics(whole)
-    assert metrics(first)[1]["reward"] == metrics(whole)[1]["reward"]  # same completions in step 1
-    assert metrics(first)[1]["grad_norm"] != metrics(whole)[1]["grad_norm"]
-
-
-def scored(total, per_token, lengths):
-    samples = table_of([[1]], [[7] * n for n in lengths])
-    total = torch.tensor(total)
-    samples.token_rewards = token_rewards(RewardResult(total, {}, {}, per_token), samples)
-    return samples
-
-
-def test_every_token_has_a_reward():
-    """Check the column `token_rewards` for completions with one reward or with a reward per token.
-
-    A single reward belongs to the last token. An empty completion has no reward.
-    """
-    plain = scored([1.0, 2.0], None, [3, 0])
-    listed = scored([3.0, 4.0], [torch.tensor([1.0, 2.0]), torch.tensor([4.0])], [2, 1])
-    lost = [torch.tensor([1.0, 2.0]), torch.tensor([math.nan, math.nan])]
-    both = Samples.cat([plain, listed, scored([3.0, math.nan], lost, [2, 2])])
-    rows = [row.tolist() for row in both.token_rewards.split(both.lengths)]
-    assert rows[:5] == [[0.0, 0.0, 1.0], [], [1.0, 2.0], [4.0], [1.0, 2.0]]
-    assert rows[5][0] == 0 and math.isnan(rows[5][1])
-    assert both[[2, 3]].token_rewards.tolist() == [1.0, 2.0, 4.0]
+def test_the_reward_belongs_to_the_last_token():
+    """Check the column `token_rewards`. An empty completion has no token for its reward."""
+    samples = table_of([[1]], [[7] * n for n in (3, 0, 2)])
+    result = RewardResult(torch.tensor([1.0, 2.0, math.nan]), {}, {})
+    samples.token_rewards = token_rewards(result, samples)
+    rows = [row.tolist() for row in samples.token_rewards.split(samples.lengths)]
+    assert rows[:2] == [[0.0, 0.0, 1.0], []]
+    assert rows[2][0] == 0 and math.isnan(rows[2][1])
+    assert Samples.cat([samples, samples])[[3]].token_rewards.tolist() == [0.0, 0.0, 1.0]
 
 
 # --------------------------------------------------- Reward functions that do not apply to a sample

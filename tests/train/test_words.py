@@ -134,8 +134,6 @@ PPO = "advantages=gae critic.bootstrap=false"
           for words, first in (
             ("kl.into=reward loss.loss_type=dro", "kl.into=reward"),
             ("kl.target=0.1 loss.loss_type=kimi", "kl.target=0.1"))),
-        ("train", "rewards.0.path=x", "rewards.0.path: expected none for sort_positions, got 'x'"),
-        ("train", "rewards.0.name=reward_model", "rewards.0.path: expected a folder or hub id"),
         ("train", "data.columns={prompt: x}", "data.columns: expected none for task sort"),
         ("train", "rewards={verl: exact_match}", "convention=verl conflicts with name=exact_match"),
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),

@@ -9,6 +9,7 @@ only lower its own reward, because a test that was not reached counts as failed.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -35,12 +36,18 @@ START_S = 30.0  # time limit for starting the interpreter on a busy machine
 # Limit in bytes. It is constant, because a limit that depended on the tests would reveal something
 # about them.
 MOST_OUTPUT = 16 << 20
-OPENED = re.compile(r"^[^`~\n]*(`{3,}+|~{3,}+)([^`\n]*)$", re.M)
+# A fenced block: the indentation, the fence, the mark after it, and the lines up to its end. The
+# end has at most three more blanks before it, because docstrings may contain fences, too.
+FENCED = re.compile(
+    r"^([ \t]*+)[^`~\n]*+(`{3,}+|~{3,}+)([^`\n]*)$\n?(.*?)(?:^\1 {0,3}\2|\Z)", re.M | re.S
+)
 PYTHON = re.compile(r"\A[{. \t]*(python|py)[\d.]*(\W|\Z)", re.I)
 DEFINED = re.compile(r"^(?:def|async def|class) +(\w+)|^(\w+) *[:=]", re.M)
 # HumanEval and LeetCode import these names before the answer, so answers use them without import.
 TYPING = re.compile(r"\b(?:Any|Callable|Dict|List|Optional|Set|Tuple|Union)\b")
-IMPORT = re.compile(r"^(?:import|from) .+$", re.M)
+# Folders from which the judge may import numpy and pytest.
+SPECS = [importlib.util.find_spec(name) for name in unit_tests.PACKAGES]
+PATHS = sorted({str(Path(spec.origin).parents[1]) for spec in SPECS if spec and spec.origin})
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
 # each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
 LAUNCH = (
@@ -56,8 +63,10 @@ def code_tests(
     prefills: Sequence[str] | None = None,
     seconds: float = 5.0,
     memory: int = 512,
-) -> list[float]:
+) -> list[Any]:
     """Return for each completion the fraction of its unit tests that its code passes.
+
+    For a completion with tests that are not supported, the result is the ValueError.
 
     Args:
         completions: N completions. See `code_of` for the code of a completion.
@@ -71,23 +80,23 @@ def code_tests(
         memory: memory limit in MiB of each process, including the interpreter.
 
     Raises:
-        ValueError: a limit is out of range, or tests are not supported.
+        ValueError: a limit is out of range.
     """
     if not (0 < seconds <= 3600 and 64 <= memory <= 1 << 20):
         expected = "0 < seconds <= 3600 and 64 <= memory (MiB) <= 1048576"
         raise ValueError(f"code_tests: expected {expected}, got {seconds}, {memory}")
     limits = {"seconds": seconds, "memory": memory << 20, "output": MOST_OUTPUT, "paths": []}
 
-    def one(turn: str, entry: Any) -> float:
-        tests = unit_tests.read_tests(entry)
-        share = share_of_tests if isinstance(tests, str) else share_of_programs
-        return share(answers.final_part(turn), tests, limits)  # type: ignore[operator]
+    def one(turn: str, entry: Any) -> float | ValueError:
+        try:
+            tests = unit_tests.read_tests(entry)
+            share = share_of_tests if isinstance(tests, str) else share_of_programs
+            return share(answers.final_part(turn), tests, limits)  # type: ignore[operator]
+        except ValueError as error:  # costs only this sample
+            return error
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(one, answers.turns(completions, prefills), tests))
-
-
-code_tests.per_sample = True  # type: ignore[attr-defined]
 
 
 def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
@@ -95,39 +104,21 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
 
     The last one is the last fenced block that defines one of the names, or else the last fenced
     block. Only blocks that are marked as Python count, if there is one. A block that is not closed
-    ends at the end of the text. Without names, only the imports of earlier blocks are returned. A
-    text without a fence is code.
+    ends at the end of the text. Without names, only the last block is returned. A text without a
+    fence is code.
 
     Args:
         text: the completion.
         names: names that the answer must define.
     """
-    fenced = [(mark, textwrap.dedent("".join(lines))) for mark, lines in _fenced(text)]
+    fenced = [(found[3], textwrap.dedent(found[4])) for found in FENCED.finditer(text)]
     blocks = [code for mark, code in fenced if PYTHON.match(mark)] or [code for _, code in fenced]
     blocks = blocks or [answers.marked_content(text, (answers.TAG,)) or text]
     if not names:
-        return ["\n".join(IMPORT.findall("\n".join(blocks[:-1]))), blocks[-1]]
+        return blocks[-1:]
     defined = [{name for pair in DEFINED.findall(code) for name in pair} for code in blocks]
     last = [i for i, found in enumerate(defined, 1) if not found.isdisjoint(names)]
     return blocks[: last[-1]] if last else blocks
-
-
-def _fenced(text: str) -> list[tuple[str, list[str]]]:
-    """Return the mark and the lines of each fenced block. A regular expression could be slow."""
-    blocks: list[tuple[str, list[str]]] = []
-    fence = ""
-    deepest = 0  # deepest indentation of the end of the block; docstrings may contain fences, too
-    for line in text.splitlines(keepends=True):
-        ends = fence and line.strip().startswith(fence) and not line.strip().strip(fence[0])
-        if ends and len(line) - len(line.lstrip()) <= deepest:
-            fence = ""
-        elif fence:
-            blocks[-1][1].append(line)
-        elif opened := OPENED.match(line):
-            fence = opened[1]
-            deepest = opened.start(1) + 3
-            blocks.append((opened[2], []))
-    return blocks
 
 
 def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:
@@ -144,7 +135,7 @@ def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:
     left, right = socket.socketpair()
     with left, right, _file() as results:
         with _process("answer", request, left, subprocess.DEVNULL):
-            with _process("judge", limits | prepared, right, results) as judge:
+            with _process("judge", limits | prepared | {"paths": PATHS}, right, results) as judge:
                 # Close our copies of the sockets. While they are open, neither process notices the
                 # end of the other.
                 left.close()
@@ -229,6 +220,6 @@ def _wait(child: subprocess.Popen, seconds: float) -> None:
 # Try the sandbox at import, so that a run fails at its start on a machine without sandbox support.
 if code_tests(completions=["def f(): return 1"], tests=["assert f() == 1"], seconds=60.0) != [1]:
     raise OSError("code_tests: the sandbox does not run an answer")
-if not sandbox.landlock_version():
+if not sandbox.has_landlock():
     sandbox.hide_memory()  # answers could read the tests from this process's memory
     print("code_tests: this kernel has no Landlock: answers can read files", file=sys.stderr)

@@ -12,8 +12,10 @@ import os
 import sys
 
 import sandbox
-from answer import Channel, NotPlain, decode, encode
+from answer import Channel, NotPlain, encode
 
+# StopIteration becomes a plain Exception. If a call in a `map` over test cases raised it, the
+# remaining cases would be skipped.
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
           and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
@@ -45,28 +47,29 @@ class Object:
     __ne__ = __bool__ = __eq__
 
 
-class Mark:
-    """Context of each statement. It records whether a test was reached, and whether one failed."""
-
-    def __init__(self, judge):
-        self.judge = judge
-        self.is_reached = self.has_failed = False
-
-    def __enter__(self):
-        self.is_reached = True
-
-    def __exit__(self, kind, *_):
-        self.has_failed |= kind is not None
-        self.judge.apply_changes()
-
-
 class Judge:
-    """Connection to the answer's process, through which the tests call the answer's code."""
+    """Connection to the answer's process, through which the tests call the answer's code.
+
+    It is also the context of each test, and records whether a test was reached, and whether one
+    failed. The changes that the answer has made to its arguments are applied after the test.
+    Therefore `sorted` sees the original x in `assert f(x) == sorted(x)`.
+    """
 
     def __init__(self, channel):
         self.channel = channel
         self.changes = []  # (arguments before a call, arguments after the call)
         self.errors = {}  # exception classes that the answer defines, keyed by name
+        self.open = 0  # number of tests that are running
+        self.is_reached = self.has_failed = False
+
+    def __enter__(self):
+        self.is_reached = True
+        self.open += 1
+
+    def __exit__(self, kind, *_):
+        self.has_failed |= kind is not None
+        self.open -= 1
+        self.apply_changes()
 
     def call(self, target, method, /, *args, **kwargs):
         """Call a function of the answer, or a method of an object, and return its result.
@@ -77,46 +80,45 @@ class Judge:
             args: positional arguments.
             kwargs: keyword arguments.
         """
-        tree = encode([[*args], kwargs])
+        message = [target, method, encode([*args]), encode(kwargs)]
         try:
-            self.channel.send([target, method, tree])
+            self.channel.send(message)
             kind, result, after = self.channel.receive()
-            result = decode(result) if kind == "value" else result
-            error = self.error_of(result, *after) if kind == "error" else None
-            self.changes += [(args, kwargs, *decode(after))] if after and error is None else []
+            error = self.error_of(result, after) if kind == "error" else None
+            if after and error is None:
+                new = [*after[0], *after[1].values()]
+                self.changes += zip([*args, *kwargs.values()], new, strict=True)
         except Exception:  # the answer's process has ended or does not follow the protocol
             os._exit(0)
         if error is not None:
             raise error
+        if not self.open:
+            self.apply_changes()
         # A method returns plain data. Of an object that it returns, no method can be called.
         methods = None if method else functools.partial(self.call, result)
         return result if kind == "value" else Object(methods, is_new=not (args or kwargs))
 
-    def error_of(self, kinds, args, attributes):
-        """Rebuild an exception that the answer has raised: its type, arguments and attributes.
-
-        StopIteration becomes a plain Exception. If a call in a `map` over test cases raised it, the
-        remaining cases would be skipped.
-        """
+    def error_of(self, kinds, args):
+        """Rebuild an exception that the answer has raised, from the names of its classes."""
         bases = [self.errors[name] for name in kinds if name in self.errors]
         bases += [ERRORS[name] for name in kinds if name in ERRORS][:1]
         try:
-            error = (bases[0] if len(bases) == 1 else type(kinds[0], tuple(bases), {}))(*args)
-            error.__dict__.update(attributes)
-            return error
+            return type(kinds[0], tuple(bases), {"__init__": Exception.__init__})(*args)
         except Exception:  # for example a UnicodeDecodeError without arguments
             return RuntimeError(f"the answer raised {kinds}")
 
     def apply_changes(self):
         """Apply the changes that the answer made to its arguments, which were copies."""
-        changes = self.changes
+        for old, new in self.changes:
+            if type(old) is type(new) and hasattr(old, "clear"):
+                old.clear()
+                getattr(old, "extend", getattr(old, "update", None))(new)
         self.changes = []
-        for args, kwargs, new_args, new_kwargs in changes:
-            new = [*new_args, *new_kwargs.values()]
-            for x, y in zip([*args, *kwargs.values()], new, strict=True):
-                if type(x) is type(y) and hasattr(x, "clear"):
-                    x.clear()
-                    getattr(x, "extend", getattr(x, "update", None))(y)
+
+
+def refuse(*_):
+    """Raise an error, because the tests called an exception class in place of a function."""
+    raise TypeError("code_tests: tests cannot create exceptions of the answer")
 
 
 def run_method(kind, name):
@@ -125,19 +127,6 @@ def run_method(kind, name):
     kind = kind if issubclass(kind, case) else type(kind.__name__, (kind, case), {})
     kind.setUpClass()
     kind(name).debug()
-
-
-def names_of(request, judge):
-    """Return the global names of the tests, which may be below `if __name__ == "__main__"`."""
-    names = {"__name__": "__main__", "_step_": Mark(judge), "_run_": run_method}
-    exec("\n".join(request["imports"].values()), names)
-    for name, own in request["names"].items():
-        names[name] = judge.errors.get(own, functools.partial(judge.call, own, ""))
-    if request["seeds"]:  # seed the answer's generator of random numbers, too
-        random = importlib.import_module("random")
-        seed = random.seed
-        random.seed = lambda *args: (seed(*args), judge.call("random.seed", "", *args))[0]
-    return names
 
 
 def main(descriptor):
@@ -149,14 +138,19 @@ def main(descriptor):
     try:
         sandbox.confine(request)
         judge.channel.send("go")
-        judge.errors = {name: type(name, (Exception,), {}) for name in judge.channel.receive()}
-        names = names_of(request, judge)
+        defined = judge.channel.receive()
+        judge.errors = {x: type(x, (Exception,), {"__init__": refuse}) for x in defined}
+        # The tests may be below `if __name__ == "__main__"`.
+        names = {"__name__": "__main__", "_test_": judge, "_run_": run_method}
+        exec("\n".join(request["imports"]), names)
+        for name, own in request["names"].items():
+            names[name] = judge.errors.get(own, functools.partial(judge.call, own, ""))
         # Run the statements one by one. Write a line to `out` for each test that passes.
         for is_test, stored, code in request["units"]:
-            names["_test_"] = test = Mark(judge)
+            judge.is_reached = judge.has_failed = False
             try:
                 exec(compile(code, "<tests>", "exec"), names)
-                if is_test and test.is_reached and not test.has_failed:
+                if is_test and judge.is_reached and not judge.has_failed:
                     os.write(out, f"{sandbox.HELD}\n".encode())
             except NotPlain as error:
                 os.write(out, f"{error}\n".encode())

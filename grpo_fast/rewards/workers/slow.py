@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SECONDS = 1.0  # time limit for one completion
 
 
-def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = False) -> list[float]:
+def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = False) -> list[Any]:
     """Return 1 where the completion contains the pattern, else 0.
+
+    A completion in which the search takes longer than a second has no reward. Its entry in the
+    result is the TimeoutError.
 
     Args:
         completions: N completions.
@@ -15,8 +22,20 @@ def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = Fa
         whole: if True, the pattern must match the full completion.
     """
     compiled = re.compile(pattern, re.DOTALL)
+    signal.signal(signal.SIGALRM, _stop)  # the search looks for signals while it runs
     find = compiled.fullmatch if whole else compiled.search
-    return [float(find(text) is not None) for text in completions]
+    return [_found(find, text) for text in completions]
 
 
-format_pattern.per_sample = True  # type: ignore[attr-defined]
+def _found(find: Callable[[str], Any], text: str) -> float | TimeoutError:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        return float(find(text) is not None)
+    except TimeoutError as error:
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"the search took longer than {SECONDS:g} s")

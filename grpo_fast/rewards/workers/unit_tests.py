@@ -10,7 +10,6 @@ import ast
 import builtins
 import collections
 import contextlib
-import datetime
 import decimal
 import fractions
 import functools
@@ -19,35 +18,29 @@ import json
 import logging
 import symtable
 import sys
-from pathlib import Path
 from typing import Any
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 SOLUTIONS = ("solution", "submission", "answer", "main", "__main__")  # modules of the answer
 PACKAGES = ("numpy", "pytest")  # tests may import them if they are installed
-REFUSED = "asyncio concurrent mock multiprocessing socket subprocess tempfile threading".split()
+REFUSED = {"asyncio", "concurrent", "mock", "multiprocessing", "redirect_stdout", "socket",
+           "subprocess", "tempfile", "threading"}  # fmt: skip
 # Names that tests use without importing them, each with its module. The answer does not define
 # them, unless the tests use no other undefined name.
-LIBRARY = {name: module for module in ("statistics", "functools", "itertools", "math")
-           for name in dir(importlib.import_module(module))}  # fmt: skip
-LIBRARY |= {
-    **dict.fromkeys("Counter OrderedDict defaultdict deque namedtuple".split(), "collections"),
-    **dict.fromkeys("Any Callable Dict List Optional Set Tuple Union".split(), "typing"),
-    "date": "datetime", "timedelta": "datetime", "Decimal": "decimal", "Fraction": "fractions",
-    "deepcopy": "copy", "allclose": "numpy", "array_equal": "numpy",
-}  # fmt: skip
-PLAIN = (*(kind for kind in vars(builtins).values() if isinstance(kind, type)), decimal.Decimal,
-         collections.Counter, collections.OrderedDict, collections.deque, fractions.Fraction,
-         datetime.datetime, datetime.timedelta)  # fmt: skip
+NAMED = ("typing", "collections", "decimal", "fractions", "statistics", "functools", "itertools")
+LIBRARY = {name: module for module in (*NAMED, "math")
+           for name in vars(importlib.import_module(module)) if name[0] != "_"}  # fmt: skip
+LIBRARY |= {"deepcopy": "copy", "allclose": "numpy", "array_equal": "numpy"}
+PLAIN = (*(kind for kind in vars(builtins).values() if isinstance(kind, type)),
+         collections.deque, decimal.Decimal, fractions.Fraction)  # fmt: skip
 METHODS = {name for kind in PLAIN for name in dir(kind) if callable(getattr(kind, name, 0))}
 FIELDS = {name for kind in PLAIN for name in dir(kind)} - METHODS
 LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}  # look into their arguments
 # Statements and expressions that pass a value on without looking into it.
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
-          ast.ExceptHandler, ast.arg, ast.FunctionDef, ast.Call)  # fmt: skip
-BASES = ("TestCase", "Error", "Exception", "NamedTuple")  # of classes that tests may define
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Raise)
-SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Assert, ast.Return)
+          ast.ExceptHandler, ast.Call)  # fmt: skip
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Raise)
+MARKED = (ast.Expr, ast.Assert, ast.With)
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
 
 
@@ -83,8 +76,7 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
         are_texts = are_lists and all(isinstance(text, str) for text in inputs + outputs)
         if not are_texts or len(inputs) != len(outputs):
             expected = 'Python source, a list of sources, or {"input": text, "output": text}'
-            got = f"{part!r:.60} ({type(part).__name__})"
-            raise ValueError(f"tests: expected {expected}, got {got}")
+            raise ValueError(f"tests: expected {expected}, got {part!r:.60}")
         pairs += zip(inputs, outputs, strict=True)
     return pairs
 
@@ -110,18 +102,15 @@ def root(node: Any) -> str:
 
 
 class Tests(ast.NodeTransformer):
-    """Syntax tree of Python tests, whose statements `visit` puts into `with` blocks.
+    """Syntax tree of Python tests, whose tests `visit` puts into blocks `with _test_:`.
 
-    A simple statement is put into a block `with _step_:`, and a test into `with _test_:`. `_test_`
-    notices a loop or `if` that skips all its tests, for example because the answer returns an empty
-    list. It also notices a failure that a `try` or `with` around the test swallows. At the end of a
-    block, the changes that the answer has made to its arguments are applied. Therefore `sorted`
-    sees the original x in `assert f(x) == sorted(x)`.
+    `_test_` notices a loop or `if` that skips all its tests, for example because the answer returns
+    an empty list. It also notices a failure that a `try` or `with` around the test swallows.
 
     Attributes:
         tree: syntax tree, in which imports of the answer are replaced.
         names: the names that the answer must define, each with its name in the answer.
-        imports: names of libraries, each with the statement that imports it.
+        imports: the import statements of names that the tests do not import.
     """
 
     def __init__(self, text: str) -> None:
@@ -133,20 +122,19 @@ class Tests(ast.NodeTransformer):
                 node.module, node.names, node.level = "builtins", [ast.alias("object")], 0
         self.nodes = list(ast.walk(self.tree))
         self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        self.imports: dict[str, str] = {}
+        self.imports: list[str] = []
         self.find_names()
-        functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
-        self.functions = {x.name for x in functions} | LOOKS - {x.__name__ for x in PLAIN}
-        # Variables with a result of the answer. The result is an object if the tests call a method
-        # on it that no plain data has.
+        # Variables with a result of the answer. A class has a capital letter, and makes an object.
         assigned = [node for node in self.nodes if isinstance(node, ast.Assign)]
-        targets = [x for node in assigned if called(node.value) in self.names for x in node.targets]
-        self.results = {x.id for x in targets if isinstance(x, ast.Name)}
-        attributes = [node for node in self.nodes if isinstance(node, ast.Attribute)]
-        self.objects = {
-            root(x) for x in attributes if x.attr not in METHODS | FIELDS
-        } & self.results
-        self.testers: set[str] = set()  # functions that contain a test, or call such a function
+        self.results = {getattr(x, "id", ""): called(node.value) for node in assigned
+                        for x in node.targets if called(node.value) in self.names}  # fmt: skip
+        self.objects = {name for name, function in self.results.items() if function[0].isupper()}
+        functions: list[Any] = [x for x in self.nodes if isinstance(x, ast.FunctionDef)]
+        classes = [x for x in self.nodes if isinstance(x, ast.ClassDef)]
+        # Names of arrays, functions and classes, which are no plain data.
+        self.unplain = {"np", "numpy"} | {x.name for x in [*functions, *classes]}
+        # Functions that contain a test, or call such a function.
+        self.testers: set[str] = set()
         found = {"_run_"}
         while found - self.testers:
             self.testers |= found
@@ -154,13 +142,7 @@ class Tests(ast.NodeTransformer):
 
     def find_names(self) -> None:
         free = free_names(symtable.symtable(ast.unparse(self.tree), "<tests>", "exec"))
-        free -= self.names.keys()
-        for name in {"np", *sys.stdlib_module_names} & free:
-            module = importlib.import_module("numpy" if name == "np" else name)
-            uses = [self.up[x] for x in self.nodes if isinstance(x, ast.Name) and x.id == name]
-            if all(hasattr(module, getattr(use, "attr", "?")) for use in uses):
-                self.imports[name] = f"import {module.__name__} as {name}"
-        undefined = free - vars(builtins).keys() - self.imports.keys()
+        undefined = free - vars(builtins).keys() - self.names.keys()
         known = undefined & LIBRARY.keys()
         # The other names are the answer's. If there is none, it is the only name of a library or
         # the only builtin, as in `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`.
@@ -169,43 +151,36 @@ class Tests(ast.NodeTransformer):
         if not own and not self.names and len(candidates) == 1:
             own = candidates
         self.names |= {name: name for name in own}
-        self.imports |= {name: f"from {LIBRARY[name]} import {name}" for name in known - own}
+        self.imports = [f"from {LIBRARY[name]} import {name}" for name in sorted(known - own)]
 
     def is_wrong(self, node: Any) -> bool:
         """Return True if a node of the syntax tree is not supported."""
+        outer = self.up.get(node)
         match node:
-            case ast.AsyncFunctionDef() | ast.Await() | ast.Name("redirect_stdout" | "patch"):
-                return True
-            case ast.FunctionDef("setup_method" | "setup_class") | ast.Attribute(attr="fixture"):
+            case ast.AsyncFunctionDef() | ast.Await():
                 return True
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
                 return not all(map(can_import, paths))
-            case ast.ClassDef(name, bases):
-                return name[:4] != "Test" and not any(ast.unparse(x).endswith(BASES) for x in bases)
             case ast.FunctionDef(name, ast.arguments(args=[*_, ast.arg(last)])):
                 return name[:4] == "test" and last != "self"  # a fixture
-            case ast.Name(name) if name in self.names.keys() | self.objects:
-                is_receiver = name in self.objects and isinstance(self.up[node], ast.Attribute)
-                return not is_receiver and isinstance(node.ctx, ast.Load) and not self.passes(node)
+            case ast.Name(name, ast.Load()) if name in self.names.keys() | self.objects:
+                is_receiver = name in self.objects and isinstance(outer, ast.Attribute)
+                return not is_receiver and not self.passes(node)
             case ast.Attribute(value, name, context) if root(value) in {*self.names, *self.results}:
                 is_chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-                is_read = name not in FIELDS and not self.passes(node)
                 is_unknown = is_chain and name not in METHODS | FIELDS
+                is_read = name not in FIELDS and not self.passes(node)
                 return is_read or is_unknown or isinstance(context, ast.Store)
-            case ast.Compare(left, comparators=[right]) | ast.BinOp(left, right=right):
-                both = (called(left), called(right))
-                return all(x in self.names and x[0].isupper() for x in both)
-            case ast.Call(function, values, keywords) if self.calls_answer(node):
-                given = [*values, *(x.value for x in keywords)]
-                is_function = any(map(self.is_function, given))
-                return is_function or isinstance(function, ast.Call)
+            case ast.Call(ast.Call()) if self.calls_answer(node):
+                return True
+            case ast.Call(_, arguments) if self.calls_answer(node) and any(
+                isinstance(x, ast.Lambda) or root(x) in self.unplain for x in arguments
+            ):
+                return True
+            case ast.Call() if called(node) in self.names and called(node)[0].isupper():
+                return not isinstance(outer, ast.Attribute) and not self.passes(node)
         return False
-
-    def is_function(self, value: ast.AST) -> bool:
-        """Return True for an argument that is a function, or an array of numpy."""
-        is_name = isinstance(value, ast.Name) and value.id in self.functions
-        return is_name or isinstance(value, ast.Lambda) or root(value) in ("np", "numpy")
 
     def calls_answer(self, node: ast.AST) -> bool:
         return root(node) in self.names.keys() | self.objects
@@ -234,13 +209,23 @@ class Tests(ast.NodeTransformer):
     def visit(self, node: Any) -> Any:
         if isinstance(node, ast.expr):
             return node
-        is_test = isinstance(node, ast.stmt) and self.is_test(node)
-        if not any("aises" in ast.unparse(x) for x in getattr(node, "items", [])):
-            self.generic_visit(node)  # an assert inside of `with raises(…)` need not finish
-        if isinstance(node, SIMPLE) or (is_test and isinstance(node, (ast.With, ast.Try))):
-            mark = ast.withitem(ast.Name("_test_" if is_test else "_step_"))
-            return ast.copy_location(ast.With([mark], [node]), node)
-        return node
+        parts = getattr(node, "items", [node])
+        is_own = called(getattr(node, "value", node)) in self.testers  # its own tests get marks
+        is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
+        if not is_marked:  # an assert inside of `with raises(…)` need not finish
+            self.generic_visit(node)
+        # These are reached if nothing fails: a `try` whose error skips its `assert False`, and a
+        # function that raises an error only if the answer is wrong.
+        raises = isinstance(node, ast.FunctionDef) and any(
+            isinstance(x, ast.Raise) for x in ast.walk(node)
+        )
+        is_try = isinstance(node, ast.Try) and self.is_test(node)
+        mark = ast.copy_location(ast.With([ast.withitem(ast.Name("_test_"))], [ast.Pass()]), node)
+        if is_marked:
+            mark.body = [node]
+        elif is_try or raises:
+            node.body.insert(0, mark)
+        return mark if is_marked else node
 
 
 def can_import(path: str) -> bool:
@@ -249,7 +234,7 @@ def can_import(path: str) -> bool:
     is_known = parts[0] in sys.stdlib_module_names or (
         parts[0] in PACKAGES and importlib.util.find_spec(parts[0]) is not None
     )
-    return is_known and not is_star and not {*parts} & {*REFUSED}
+    return is_known and not is_star and REFUSED.isdisjoint(parts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -269,16 +254,17 @@ def prepared(text: str) -> dict[str, Any]:
             wrong = tests.up[wrong]
         expected = "what the table in the README of rewards lists"
         raise ValueError(f"tests: expected {expected}, got {ast.unparse(wrong)[:80]!r}")
-    # 2. Call the test functions that the tests do not call, and the methods of test classes.
+    # 2. Call the test functions that the tests do not call, and the methods of test classes. A
+    # function without a test is not called.
     body: list[Any] = tests.tree.body
     calls = {called(node) for node in tests.nodes}
     for node in [*body]:
         is_class = isinstance(node, ast.ClassDef)
         for name in [getattr(x, "name", "") for x in (node.body if is_class else [node])]:
-            if name.startswith("test") and name not in calls:
+            if name.startswith("test") and name in tests.testers - calls:
                 call = f"_run_({node.name}, {name!r})" if is_class else f"{name}()"
                 body += ast.parse(call).body
-    # 3. Mark the statements one by one.
+    # 3. Mark the tests in the statements one by one.
     units = []
     for node in body:
         stored = [x.id for x in ast.walk(node) if isinstance(x, ast.Name)
@@ -289,7 +275,4 @@ def prepared(text: str) -> dict[str, Any]:
         expected = "at least one assert, or call of a function that the tests define"
         got = f"{text[:60]!r}, which uses {len(tests.names)} names of the answer"
         raise ValueError(f"tests: expected {expected}, got {got}")
-    specs = [importlib.util.find_spec(x) for x in PACKAGES if x in f"{text}{tests.imports}"]
-    return {"units": units, "count": count, "names": tests.names, "imports": tests.imports,
-            "paths": [str(Path(x.origin).parents[1]) for x in specs if x and x.origin],
-            "seeds": "random" in text and "seed(" in text}  # fmt: skip
+    return {"units": units, "count": count, "names": tests.names, "imports": tests.imports}

@@ -297,12 +297,11 @@ class RewardConfig(Section):
 
     Attributes:
         name: A built-in reward, package.module:function or file.py:function.
-        convention: Library whose reward signature the function has; {verl: FUNCTION} also sets the
-            name.
+        convention: Library whose reward signature the function has; {trl: FUNCTION} also sets the
+            name; null is grpo_fast's.
         label: Name of the reward in the metrics; null uses the function's name.
         weight: Weight in the sum of the rewards; 0 logs the reward without training on it.
         options: Keyword arguments of the function.
-        path: Folder or hub id of the model for the reward named reward_model.
         timeout: Seconds that a call in a worker process may take.
         in_process: Call the function in the trainer's process instead of a worker process.
     """
@@ -312,7 +311,6 @@ class RewardConfig(Section):
     label: str | None = None
     weight: float = Field(1.0, ge=-1e30, le=1e30)
     options: dict[str, Any] = {}
-    path: UserPath | None = None
     timeout: float = Field(60.0, gt=0, le=1e6)
     in_process: bool = False
 
@@ -327,9 +325,6 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
-        needed = self.name == "reward_model"
-        expected = f"{'a folder or hub id' if needed else 'none'} for {self.name}"
-        require(needed == (self.path is not None), "path", expected, repr(self.path))
         if ":" not in self.name and (self.convention is not None or self.in_process):
             why = "only package.module:function and file.py:function have this setting"
             setting = "in_process" if self.in_process else f"convention={self.convention}"

@@ -1,6 +1,5 @@
 """Tests of `IsolatedReward`, which runs a reward function in a worker process."""
 
-import math
 import os
 import signal
 import subprocess
@@ -11,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_fast import rewards as package
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.conventions import RewardFailure
-from grpo_fast.rewards.isolated import IsolatedReward
+from grpo_fast.rewards.isolated import IsolatedReward, path_of
+from grpo_fast.rewards.scoring import EXPRESSIONS
 from tests.pids import alive, wait_until
 from tests.reward_specs import own, spec
 
@@ -27,8 +28,11 @@ def value(*, prompts, completions, answers):
     return [float(c) for c in completions]
 
 
-def pid(*, prompts, completions, answers):
-    return [os.getpid()] * len(completions)
+def moody(completions):
+    if "hang" in completions: time.sleep(60)
+    if "die" in completions: os._exit(3)
+    if "raise" in completions: raise ValueError("boom")
+    return [{"nan": float("nan")}.get(c, 1.0) for c in completions]
 
 
 def hang(*, prompts, completions, answers):
@@ -63,10 +67,6 @@ def leaves_a_program(completions):
     os._exit(3)
 
 
-def unclear(*, prompts, completions, answers):
-    return ["one", 0.5]
-
-
 def half_a_reply(*, prompts, completions, answers):
     os.write(int(sys.argv[1]), b"\0\0\1\0half")  # of a message of 256 bytes
     time.sleep(15)
@@ -79,12 +79,13 @@ def isolated(tmp_path, monkeypatch):
     """Return a function that builds an `IsolatedReward` for a reward function of `MODULE`."""
     (tmp_path / "tried_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda name, timeout=30.0: IsolatedReward(f"tried_rewards:{name}", timeout=timeout)
+    return lambda name, timeout=30.0: IsolatedReward(f"tried_rewards:{name}", timeout)
 
 
 def ask(reward, *completions, prompt="p"):
     n = len(completions)
-    return reward(prompts=[prompt] * n, completions=list(completions), answers=["x"] * n)
+    given = dict(prompts=[prompt] * n, completions=list(completions), answers=["x"] * n)
+    return reward(**reward.signature.select(given))
 
 
 # --------------------------------------------------------------------- Each call gets its own reply
@@ -107,17 +108,6 @@ def test_no_reply_is_left_by_an_interrupted_call(isolated):
     assert [ask(reward, str(i)) for i in (3, 4)] == [[3.0], [4.0]]
 
 
-def test_a_value_that_is_no_score_is_nan(isolated, caplog):
-    one, other = ask(isolated("unclear"), "a", "b")
-    assert math.isnan(one) and other == 0.5 and "not a finite number: 'one'" in caplog.text
-
-
-def test_a_set_starts_the_worker_of_a_reward(isolated):
-    assert own(isolated("value"))(["p"] * 2, ["3", "4"], ["x"] * 2).total.tolist() == [3, 4]
-    lost = own(isolated("absent"))(["p"] * 2, ["3", "4"], ["x"] * 2)
-    assert lost.total.isnan().all() and lost.reasons["f"] == {"error": 2}
-
-
 def test_four_threads_on_one_set(isolated):
     rewards = build_rewards([spec("tried_rewards:value", timeout=30)])
 
@@ -133,10 +123,23 @@ def test_four_threads_on_one_set(isolated):
 def test_an_error_of_the_function_keeps_the_worker(isolated):
     reward = isolated("value")
     assert ask(reward, "1") == [1.0]
-    worker = reward.worker.child.pid
+    worker = reward.child.pid
     with pytest.raises(RuntimeError, match="ValueError: could not convert"):
         ask(reward, "no number")
-    assert ask(reward, "5") == [5.0] and reward.worker.child.pid == worker
+    assert ask(reward, "5") == [5.0] and reward.child.pid == worker
+
+
+@pytest.mark.parametrize(
+    ("completion", "why", "lost"),
+    [("hang", "timeout", 3), ("die", "died", 3), ("raise", "error", 3), ("nan", "not_a_number", 1)],
+)
+def test_a_call_that_fails_costs_its_samples_and_has_its_reason(isolated, completion, why, lost):
+    rewards = own(isolated("moody", 1.0))
+    result = rewards(["p"] * 3, ["good", completion, "good"], ["x"] * 3)
+    assert result.total.isnan().sum() == lost and result.reasons == {"f": {why: lost}}
+    assert rewards(["p"], ["good"], ["x"]).total.tolist() == [1.0]
+    absent = own(isolated("absent"))(["p"] * 2, ["3", "4"], ["x"] * 2)
+    assert absent.total.isnan().all() and absent.reasons["f"] == {"error": 2}
 
 
 # ------------------------------------------------------------ No worker process outlives its caller
@@ -156,7 +159,7 @@ def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
         "calls = []\n"
         "for kind in sys.argv[1:]:\n"
         "    path = 'import_hangs:f' if kind == 'import' else 'tried_rewards:hang'\n"
-        "    calls.append(IsolatedReward(path, timeout=600))\n"
+        "    calls.append(IsolatedReward(path, 600))\n"
         "    asked = dict(prompts=[kind], completions=[kind], answers=['x'])\n"
         "    threading.Thread(target=calls[-1], kwargs=asked, daemon=True).start()\n"
         "time.sleep(600)\n"
@@ -206,8 +209,9 @@ def test_a_worker_that_does_not_read_takes_too_long(isolated):
 
 
 def test_a_forgotten_reward_ends_its_worker(isolated):
-    reward = IsolatedReward("tried_rewards:pid", timeout=30)
-    pid = int(ask(reward, "a")[0])
+    reward = isolated("value")
+    ask(reward, "1")
+    pid = reward.child.pid
     assert alive(pid)
     del reward
     wait_until(lambda: not alive(pid), 5)
@@ -217,3 +221,31 @@ def test_a_worker_prints_to_stderr_and_has_no_input(isolated, capfd):
     assert [ask(isolated("prints"), "1") for _ in range(2)] == [[7.0], [7.0]]
     shown = capfd.readouterr()
     assert not shown.out and "printed\nby a child\n" in shown.err
+
+
+# ---------------------------------------------------- Built-in reward functions in a worker process
+def test_a_pattern():
+    def found(*texts, **options):
+        rewards = build_rewards([spec("format_pattern", **options)])
+        return rewards(["p"] * len(texts), list(texts), [""] * len(texts))
+
+    texts = "so <a>1\n2</a>.", "<a>", "", "<a>1</a>"
+    assert found(*texts, pattern="<a>.*</a>").total.tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert found(*texts, pattern="<a>.*</a>", whole=True).total.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert found("a", pattern="(").reasons == {"format_pattern": {"error": 1}}
+    # The search in the second completion never ends. Only this completion must lose its reward.
+    result = found("aaa", "a" * 60 + "b", "a", pattern="^(a+)+$")
+    assert result.total.isnan().tolist() == [False, True, False]
+    assert result.reasons == {"format_pattern": {"timeout": 1}}
+
+
+def test_without_math_verify_the_reward_says_what_to_install(monkeypatch, tmp_path):
+    (tmp_path / "math_verify.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'math_verify'\")"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    worker = IsolatedReward(path_of(EXPRESSIONS), 20.0)
+    monkeypatch.setattr(package, "built_in", lambda _: worker)
+    with pytest.raises(ValueError, match=r"cannot be used: .*pip install 'grpo_fast\[math\]"):
+        build_rewards([spec("math_equal")])
+    worker.close()

@@ -38,8 +38,4 @@ SUITES = {
     "triton_support_public": "tests/loss/test_support.py -k 'triton and (one_hidden or logps_entropies or no_row_has)'",
     "triton_stride": "tests/kernels/triton_tools/cases_launches.py -k several_rows",
     "triton_scale": "tests/kernels/triton_tools/cases_scale.py",
-    # Suites for the bugs that are generated with `--library`.
-    "python_objective": "tests/objective tests/loss/test_loss_parity.py",
-    "python_loss": "tests/loss/test_loss_parity.py tests/loss/test_refusals.py tests/attention/test_trees.py tests/loss/test_loss_extras.py tests/loss/test_fuzz.py tests/loss/test_loss_autograd.py",
-    "python_attention": "tests/attention",
 }  # fmt: skip

@@ -38,8 +38,6 @@ CASES: dict[str, list[str]] = {
               "rollout.mask_truncated=true"],
     "ppo": [*PPO, "critic={kind: model, coef: 0.5}", "minibatches=2", "shuffle=groups"],
     "ppo-shared": [*PPO, "critic={kind: shared}", *KL, "kl.into=reward"],
-    "per-token": [*PPO, "critic={bootstrap: false}", "rewards=[{name: "
-                  "'tests.train.tiny_runs:of_each_token', label: own, in_process: true}]"],
     "warm": ["warm_start={steps: 2, batch_size: 4}", SUMS, *KL,
              "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
     "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",

@@ -80,12 +80,3 @@ def adapted(folder: Path) -> list[str]:
 
 def characters(completions: list[str]) -> list[float]:
     return [1.0 + len(c) for c in completions]
-
-
-def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
-    """Compute a reward for every token from the token's id and its position.
-
-    Returns:
-        One list of rewards per completion.
-    """
-    return [[float(i % 3) / (place + 1) for place, i in enumerate(ids)] for ids in completion_ids]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo_fast.data import hub, reason
+from grpo_fast.data import reason
 from grpo_fast.errors import nearest_hint, require
 
 Rows = list[tuple[str, Any]]  # (location such as "file:line", fields)
@@ -230,14 +230,13 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
         needs = f"data.path: loading {source!r} needs the package `datasets`"
         other = "(pip install 'grpo_fast[train]'); or name a local jsonl file"
         raise ValueError(f"{needs} {other}") from None
-    offline = is_hub and hub.is_offline()
     try:
         loaded = getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         place = " from the hub, and no such file or folder exists here" if is_hub else ""
         # DatasetGenerationError only says that an error occurred. Its cause says which one.
         is_vague = type(error).__name__ == "DatasetGenerationError"
-        why = hub.LOCAL if offline else reason((is_vague and error.__cause__) or error)
+        why = reason((is_vague and error.__cause__) or error)
         raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, Mapping) else {"train": loaded}
 

@@ -22,7 +22,7 @@ import pydantic
 from filelock import FileLock, Timeout
 from pydantic_core import to_jsonable_python
 
-from grpo_fast.data import escape_control, hub, reason
+from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import WriteError, require
 from grpo_fast.train import ranks
 from grpo_fast.train.config import RunConfig
@@ -368,7 +368,6 @@ def _of_path(path: str, patterns: tuple[str, ...] = WEIGHT_FILES) -> str:
         return f"sha256 {hashlib.sha256(' '.join(rows).encode()).hexdigest()[:16]}"
     from transformers.utils import cached_file
 
-    hub.is_offline()  # if so, this call makes the hub's client skip its six retries
     config = None
     with suppress(OSError):  # loading the model later raises a clearer error
         config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)

@@ -177,7 +177,6 @@ def test_the_message_of_the_hub_is_kept(monkeypatch):
     def load_dataset(*_):
         raise OSError("visit its page to ask for access") from OSError("403 Client Error")
 
-    monkeypatch.setattr("grpo_fast.data.hub.is_offline", lambda: False)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match="could not load 'a/b'.*: visit its page"):
         load(path="a/b")

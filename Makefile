@@ -10,7 +10,6 @@
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
-#            FILES=...              which files `make mutation-python` takes
 #            PYTHONS=...            which interpreters `make packages` installs into
 #            TORCHES="2.11.0 2.13.0"  versions of torch that `make packages` tests the compiled wheel with
 #            FLOOR_PYTHON=python3.12  which interpreter `make test-floor` takes
@@ -35,7 +34,6 @@ ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 VERSION ?=
-FILES ?= grpo_fast/objective/kl.py grpo_fast/objective/losses.py grpo_fast/loss/call.py grpo_fast/attention/layout.py
 PYTHONS ?= python3.11 python3.12
 runs = $(if $(shell '$(1)' -c 'print(1)' 2>/dev/null),$(1))
 FLOOR_PYTHON ?= $(firstword $(call runs,python3.12) $(call runs,python3.11) $(PYTHON))
@@ -52,7 +50,6 @@ NEWEST := $(VENV)/newest
 TRL_ENV := $(VENV)/trl-$(VERSION)
 VLLM_ENV := $(VENV)/vllm
 TRAINERS := $(VENV)/trainers
-COSMIC_RAY := $(VENV)/cosmic-ray
 GGUF := $(VENV)/real
 REAL_DATA := runs/capitals-data
 REAL_MODEL := $(REAL_DATA)/model/model.safetensors
@@ -63,14 +60,14 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
+.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-loop gpu-trace bench-small bench-readme mutation docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
 	@echo 'make real      train a pretrained language model, SmolLM2-135M-Instruct, on this machine: SEEDS=3 for three runs'
 	@echo 'make race      the time to a held-out accuracy on that model, ours and TRL (an hour): SEEDS=3 for standard errors'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
-	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
+	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then trees of samples'
 	@echo 'make bench-loop a whole step, rollout included, ours and TRL'
 	@echo 'make test-integrations  install TRL, verl, OpenRLHF and Lightning, and compare with their own numbers'
 	@echo 'make test-compile  the Triton kernels for every architecture, and on the oldest triton, too'
@@ -81,10 +78,8 @@ help:
 	@echo 'make test-vllm the engines vllm and vllm-server against vLLM itself on a CPU (3.5 GB, some minutes)'
 	@echo 'make test-real the fused head on a pretrained model (install as for make real), against fp64'
 	@echo 'make sweep     every causal LM class of transformers against our packed rows and sampling loop (some minutes)'
-	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
 	@echo 'make mutation  plant bugs in the kernels, count how many the tests catch'
-	@echo 'make mutation-python  the same for objective/, loss/ and attention/, with bugs that cosmic-ray makes: FILES="..."'
 	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
 	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
 	@echo 'make hub       a folder for the Kernels Hub, in build/hub'
@@ -179,15 +174,18 @@ demo: $(SETUP) csrc $(if $(filter capitals,$(RECIPE)),$(REAL_MODEL))
 	@$(STEP) 'training the recipe $(RECIPE)'
 	@$(BIN)/grpo-fast train $(RECIPE) output_dir=runs/$(RECIPE)-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-# A pretrained model of 135M parameters, from a PyPI package. One run prints before -> after with the standard error
-# over questions. Several runs give a table and a picture with the standard error over seeds.
+# A pretrained model of 135M parameters, from a PyPI package. Each run prints before -> after with the standard error
+# over questions. Several runs have different seeds, and one picture.
 ifeq ($(SEEDS),1)
 real:
 	@$(MAKE) demo RECIPE=capitals
 else
 real: $(SETUP) csrc $(REAL_MODEL)
 	@$(STEP) 'training the recipe capitals with $(SEEDS) seeds'
-	@$(PY) -m benchmarks.experiments.compare capitals $(ARGS) --seeds $(SEEDS) -o runs/real
+	@for ((seed = 0; seed < $(SEEDS); seed++)); do \
+	    $(BIN)/grpo-fast train capitals seed=$$seed output_dir=runs/real/seed-$$seed $(ARGS); \
+	done
+	@$(BIN)/grpo-fast plot runs/real/seed-* -o runs/real/curves.png
 endif
 
 # Time to an accuracy on the same model, by three trainers. What has finished is not repeated: repeat the command after
@@ -309,26 +307,16 @@ bench: $(PEERS) csrc
 	@$(PY) -m benchmarks $(BENCH_ARGS)
 	@$(STEP) 'trees of samples against plain packing, with their bars'
 	@$(PY) -m benchmarks.trainers.trees $(filter --quick,$(BENCH_ARGS)) $(if $(filter --quick,$(BENCH_ARGS)),,\
-	  --json benchmarks/results/cpu-trees.json --plot benchmarks/results/trees.png)
-	@$(if $(filter --quick,$(BENCH_ARGS)),,$(MAKE) bench-gate)
+	  --json benchmarks/results/cpu-trees.json)
 
 # Launches, waits, bytes and products of a call on a GPU, counted on any build of torch.
 gpu-trace: $(SETUP)
 	@$(PY) -m benchmarks.gpu.trace $(ARGS)
 
-experiments: $(SETUP) csrc
-	@$(STEP) 'the experiments of grpo_fast/train/README.md'
-	@PYTHON=$(PY) benchmarks/experiments.sh
-
 # A whole step, rollout included, against TRL's on the same model, prompts and lengths. Some minutes.
 bench-loop: $(PEERS) csrc
 	@$(STEP) 'a GRPO step with its rollout, ours and TRL'
 	@$(PY) -m benchmarks.trainers.loop --json benchmarks/results/cpu-loop.json $(ARGS)
-
-# Fails when a ratio to the limit is more than 15% worse than the one stored for this kind of CPU.
-bench-gate: $(SETUP) csrc
-	@$(STEP) 'regression gate of the CPU path'
-	@$(PY) -m benchmarks.kernels.gate
 
 bench-small: $(PEERS) csrc
 	@$(BIN)/pytest -q benchmarks/kernels/test_small.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
@@ -345,16 +333,6 @@ soak: $(SETUP) csrc
 mutation: $(SETUP) csrc
 	@$(STEP) 'mutation check'
 	@$(PY) -m tests.mutation $(ARGS)
-
-# The library that changes Python files. It has its own releases of packages that .venv has, too.
-$(COSMIC_RAY): $(SETUP)
-	@$(STEP) 'installing cosmic-ray next to the environment (once)'
-	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --disable-pip-version-check --target $@.part 'cosmic-ray==8.7.0'
-	@mv $@.part $@ && touch $@
-
-mutation-python: $(SETUP) $(COSMIC_RAY)
-	@$(STEP) 'mutation check of Python files'
-	@PYTHONPATH='$(abspath $(COSMIC_RAY))' $(PY) -m tests.mutation $(addprefix --library ,$(FILES)) $(ARGS)
 
 # ---- documentation ----
 

@@ -9,8 +9,7 @@ keeps freed pages ("fair").
     grpo-fast bench --quick
     grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
     grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
-    grpo-fast bench step trees
-    grpo-fast bench step --model runs/capitals-data/model --data path/to/gsm8k
+    grpo-fast bench linear_grpo_loss --shapes 512,896,32000 --support 0 50
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import dataclasses
 import datetime
 import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
 from benchmarks.kernels import shapes as shape_table
-from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
+from benchmarks.kernels.operations import OPERATIONS
 from benchmarks.options import new_parser, positive
 
 
@@ -38,9 +36,6 @@ def main(arguments: list[str]) -> int:
         0 on success, 1 if a case did not run or a result of grpo_fast is wrong, and 2 if the
         arguments are wrong.
     """
-    scripts = list(itertools.takewhile(SCRIPTS.__contains__, arguments))
-    if scripts:
-        return max(run_script(name, arguments[len(scripts) :]) for name in scripts)
     options = parse_arguments(arguments)
     from benchmarks.kernels.runner import Plan
 
@@ -57,9 +52,8 @@ def main(arguments: list[str]) -> int:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = new_parser(__doc__, "grpo-fast bench")
-    names = f"some of {', '.join(OPERATIONS)}, or only some of {', '.join(SCRIPTS)}"
-    words = f"{names} (these have their options: grpo-fast bench step --help)"
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=words)
+    names = f"some of {', '.join(OPERATIONS)}"
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=names)
 
     add = parser.add_argument_group("problems").add_argument
     add("--quick", action="store_true", help="two small shapes; under three minutes in all")
@@ -75,6 +69,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--inactive", choices=("masked", "zero-advantage", "clipped"), help=words)
     add("--softmax", nargs="+", default=["flat"], choices=("flat", "peaked"))
     add("--mask", nargs="+", default=["full"], choices=("full", "ragged"))
+    words = "ids in each token's support, of linear_* operations (default: 0, all ids)"
+    add("--support", nargs="+", type=int, default=[0], metavar="K", help=words)
 
     add = parser.add_argument_group("candidates").add_argument
     words = "backends of grpo_fast"
@@ -124,18 +120,27 @@ def plan_fields(options: argparse.Namespace) -> dict[str, Any]:
     if options.allocator and device == "cuda":
         got = options.allocator[0]
         raise ValueError(f"allocator: expected no --allocator for a GPU, got {got}")
+    if min(options.support) < 0:
+        raise ValueError(f"support: expected at least 0, got {min(options.support)}")
+    if any(options.support) and any(x.startswith("logits") for x in options.operations):
+        raise ValueError("support: expected only operations linear_*, got logits_*")
+    shapes = chosen_shapes(options, device)
+    if max(options.support) > min(shape.v for shape in shapes):
+        raise ValueError(f"support: expected at most V, got {max(options.support)}")
     known = {p.name for name in options.operations for p in providers_of(name) if p.role != "limit"}
     for part in options.providers:
         if not any(part.lower() in name.lower() for name in known):
             expected = f"parts of {', '.join(sorted(known))}"
             raise ValueError(f"providers: expected {expected}, got {part!r}")
     reasons = [options.inactive or "masked"]
-    product = itertools.product(options.active, reasons, options.softmax, options.mask)
+    product = itertools.product(
+        options.active, reasons, options.softmax, options.mask, options.support
+    )
     quick = options.quick
     budget = 3.0 if device == "cuda" else 20.0
     return {
         "operations": options.operations,
-        "shapes": chosen_shapes(options, device),
+        "shapes": shapes,
         "dtypes": options.dtype or ["bf16" if device == "cuda" else "fp32"],
         "variants": [Variant(*fields) for fields in product],
         "device": device,
@@ -186,17 +191,15 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
     from benchmarks import measure
     from benchmarks.kernels.runner import run
     from benchmarks.report.files import write
-    from benchmarks.report.tables import verdict
 
     report: dict[str, Any] = {
         **measure.header("grpo-fast bench", plan.device),
-        "settings": dataclasses.asdict(plan),
-    }
+        "settings": dataclasses.asdict(plan), "cases": [],
+    }  # fmt: skip
     what = plan.operations[0] if len(plan.operations) == 1 else "operations"
     path = Path(options.out or default_path(what, plan.device, report["commit"], options.quick))
-    cases = run(plan, lambda found: write(path, report | {"cases": found}))
-    if not plan.verify_only:
-        print(verdict(cases))
+    write(path, report)
+    cases = run(path)
     print(f"written: {os.path.relpath(path)}")
     wrong = [
         f"{case['operation']} {case['shape']} {case['dtype']}: "
@@ -218,32 +221,3 @@ def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
     day = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
     return RESULTS / f"{'quick-' if quick else ''}{what}-{device}-{day}-{commit}.json"
-
-
-def run_script(name: str, arguments: list[str]) -> int:
-    """Run a benchmark of benchmarks/trainers/ in a new process. Return its exit status, 0 or 1.
-
-    The process gets all arguments except --out and --dry.
-    """
-    import torch
-
-    from benchmarks import measure
-
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--device")
-    options, rest = parser.parse_known_args(arguments)
-    is_gpu = (options.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
-    if options.device is not None:
-        rest += ["--device", options.device]
-    device = "cuda" if is_gpu and torch.cuda.is_available() else "cpu"
-    path = default_path(name, device, measure.commit(), "--quick" in rest)
-    if options.out:
-        path = options.out.with_stem(f"{options.out.stem}-{name}")
-    command = [sys.executable, "-m", f"benchmarks.trainers.{name}", "--json", str(path)]
-    command += [*(SCRIPTS[name].split() if is_gpu and "--quick" not in rest else ()), *rest]
-    if options.dry:
-        print(f"{name}: would run {' '.join(command[1:])}")
-        return 0
-    return 1 if subprocess.run(command, env=measure.child_environment()).returncode else 0

@@ -62,11 +62,13 @@ class Step:
             `run` overwrites.
         owned_bytes: size of the gradients that `run` writes over an input. They need no additional
             memory, so `peak_memory` does not subtract them from the peak.
+        path: name of the code that a library chose, if it has several, for the report.
     """
 
     run: Callable[[], Any]
     reset: Callable[[], Any] = lambda: None
     owned_bytes: int = 0
+    path: str = ""
 
     def __call__(self) -> Any:
         self.reset()
@@ -261,16 +263,6 @@ def hardware(device: str) -> dict[str, Any]:
         information["gpu"] = f"{gpu.name}, {size}"
         information["cuda"] = torch.version.cuda
     return information
-
-
-def cpu_class(hardware: dict[str, Any]) -> str:
-    """Return a name for the kind of CPU, for use in file names.
-
-    Timings from CPUs with the same name are comparable.
-    """
-    instructions = " ".join(hardware.get("instructions", []))
-    text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -344,13 +344,17 @@ def call(function: str, case: Case, layout: str = "padded", **changes: Any):
     """
     given = {**arguments(function, case, layout), **changes}
     backend = given.pop("backend", None) if function == "logps" else given.get("backend")
-    on_gpu = backend == "triton" and HAS_GPU
-    given = {name: moved(x, "cuda") if on_gpu else x for name, x in given.items()}
-    out = getattr(grpo_fast, LOSSES_OF[function])(**given)
-    if not on_gpu:
-        return out
+    device = on_device(backend)
+    if device == "cpu":
+        return getattr(grpo_fast, LOSSES_OF[function])(**given)
+    out = getattr(grpo_fast, LOSSES_OF[function])(**moved(given, device))
     names = ("loss", "logps", "entropy", "metrics", "divergence")
     return SimpleNamespace(**{name: moved(getattr(out, name), "cpu") for name in names})
+
+
+def on_device(backend: str | None) -> str:
+    """Return the device on which a backend runs. Triton's interpreter needs CPU tensors."""
+    return "cuda" if backend == "triton" and HAS_GPU else "cpu"
 
 
 def moved(x: Any, device: str) -> Any:
@@ -359,10 +363,14 @@ def moved(x: Any, device: str) -> Any:
         return x.to(device)
     if isinstance(x, dict):
         return {name: moved(value, device) for name, value in x.items()}
+    if isinstance(x, list):
+        return [moved(value, device) for value in x]
     if isinstance(x, grpo_fast.LossConfig):
         return x.replace(temperature=moved(x.temperature, device))
-    is_named = isinstance(x, tuple) and hasattr(x, "_fields")
-    return type(x)(*(moved(value, device) for value in x)) if is_named else x
+    if not isinstance(x, tuple):
+        return x
+    values = [moved(value, device) for value in x]
+    return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
 
 
 def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Tensor]:
@@ -374,11 +382,12 @@ def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Te
 
 def run(
     function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0,
-    view: Callable[[Tensor], Tensor] = lambda x: x, **changes: Any,
+    view: Callable[[Tensor], Tensor] = lambda x: x, frozen: Collection[str] = (), **changes: Any,
 ) -> Result:  # fmt: skip
     """Call a public loss function and its backward pass on a case.
 
-    `view` changes the memory layout of the tensors that receive gradients.
+    `view` changes the memory layout of the tensors that receive gradients. `frozen` names tensors
+    that receive none.
 
     Returns:
         The outputs and the gradients, converted to the padded layout.
@@ -386,13 +395,17 @@ def run(
     lengths, L = spans(case.mask), case.mask.shape[1]
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
     leaves = leaves_of(function, case, layout)
-    if changes.get("backend") == "triton" and HAS_GPU:
+    if on_device(changes.get("backend")) == "cuda":
         leaves = moved(leaves, "cuda")  # before `view`, because a move may drop the layout
-    leaves = {name: view(x).requires_grad_() for name, x in leaves.items()}
+    frozen = {"lm_head_weight" if name == "weight" else name for name in frozen}
+    leaves = {name: view(x).requires_grad_(name not in frozen) for name, x in leaves.items()}
     out = call(function, case, layout, **leaves, **changes)
     (out.loss * upstream).backward()
     grads: dict[str, Tensor] = {}
     for name, leaf in leaves.items():
+        if not leaf.requires_grad:
+            assert leaf.grad is None
+            continue
         grad = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).cpu()
         is_of_rows = name not in ("lm_head_weight", "bias")
         grads[name.removeprefix("lm_head_")] = back(grad) if is_of_rows else grad

@@ -1,17 +1,14 @@
 """Bars, which are acceptance thresholds for the measurements on one GPU.
 
-Each bar has a prediction, and a function that finds its value in the measurements. A bar that is a
-ratio compares two times of the same run, such as the time of grpo_fast and the time of a limit.
-Bars for memory depend on the memory of the card.
+Each bar has a prediction and, if it was measured, a value. A bar that is a ratio compares two times
+of the same run, such as the time of grpo_fast and the time of a limit. The bars for contexts depend
+on the memory of the card.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu import predict
 from benchmarks.gpu.parts import STEPS
@@ -19,7 +16,7 @@ from benchmarks.gpu.predict import CARDS, Card, Case
 from benchmarks.kernels.shapes import MODELS, Shape
 
 OURS = "grpo_fast (auto)"
-GIB = 2**30
+STEP = "python -m benchmarks.trainers.step --device cuda"
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
 # For each (prompt, completion, group) in STEPS: the required speedup over TRL's step, and the
 # speedup that LOG.md predicts for Qwen2.5-0.5B.
@@ -59,15 +56,14 @@ class Results:
         return self.rows(case).get(OURS, {}).get(field)
 
 
-@dataclasses.dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A measured value with an upper or a lower bound.
 
     Attributes:
         title: description of the value in the report.
         wanted: the bound.
         predicted: the predicted value, or None if there is no prediction.
-        measured: function that returns the value from `Results`, or None if it was not measured.
+        value: the measured value, or None if it was not measured.
         command: the command that measures only this value.
         unit: text after the value.
         at_least: True if `wanted` is a lower bound.
@@ -76,7 +72,7 @@ class Bar:
     title: str
     wanted: float
     predicted: float | None
-    measured: Callable[[Results], float | None]
+    value: float | None
     command: str
     unit: str = "×"
     at_least: bool = False
@@ -89,128 +85,99 @@ class Bar:
         return f"{value:,.{digits}f}{self.unit}"
 
 
-def bars(card: Card) -> list[Bar]:
+def bars(card: Card, results: Results) -> list[Bar]:
     """Return all bars for a card, with the most important bar first."""
     heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
     small = Shape(1024, *MODELS["qwen2.5-0.5b"])
     title = "head forward + backward / three GEMMs"
     limits = zip((*heads, small), (*RATIOS.values(), 1.35), strict=True)
-    found = [ratio(card, "linear_grpo_loss", title, shape, wanted) for shape, wanted in limits]
-    found += [over_peer(shape, "TRL", 2.5) for shape in heads]
-    found += [over_peer(shape, "peer", 1.0) for shape in (*heads, small)]
+    found = [ratio(card, results, "linear_grpo_loss", title, *pair) for pair in limits]
+    found += [over_peer(results, shape, "TRL", 2.5) for shape in heads]
+    found += [over_peer(results, shape, "peer", 1.0) for shape in (*heads, small)]
     title = "linear_logps without gradient / one GEMM"
-    found += [ratio(card, "linear_logps", title, shape, 1.10) for shape in heads]
-    found += [sparse(card, inactive) for inactive in ("masked", "zero-advantage")]
+    found += [ratio(card, results, "linear_logps", title, shape, 1.10) for shape in heads]
+    found += [sparse(card, results, inactive) for inactive in ("masked", "zero-advantage")]
     operations = ("logits_grpo_loss_inplace", "logits_grpo_loss")
-    found += [copy_share(card, operation) for operation in operations]
-    found += [peak(card, shape) for shape in (*heads, Shape(131072, *MODELS["qwen3-8b"]))]
-    found += [step_ratio(sizes) for sizes in STEPS]
-    return found + [context(card, name) for name in CONTEXTS]
+    found += [copy_share(card, results, operation) for operation in operations]
+    found += [step_ratio(results, sizes) for sizes in STEPS]
+    return found + [context(card, results, name) for name in CONTEXTS]
 
 
 def title_of(shape: Shape) -> str:
     return f"N = {shape.n}, H = {shape.h}, V = {shape.v}"
 
 
-def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -> Bar:
+def ratio(
+    card: Card, results: Results, operation: str, title: str, shape: Shape, wanted: float
+) -> Bar:
     """Return a bar for the time of an operation divided by the time of its limit."""
     case = Case(operation, shape)
     guess = predict.estimate(card, case)
+    value = results.value(case, "ratio_to_limit")
     title = f"{title}, {title_of(shape)}"
-    measured = functools.partial(Results.value, case=case, field="ratio_to_limit")
-    return Bar(title, wanted, guess.ours / guess.limit, measured, predict.command(case))
+    return Bar(title, wanted, guess.ours / guess.limit, value, predict.command(case))
 
 
-def over_peer(shape: Shape, peer: str, wanted: float) -> Bar:
+def over_peer(results: Results, shape: Shape, peer: str, wanted: float) -> Bar:
     """Return a bar for the speedup over a peer, or over the fastest peer if `peer` is "peer"."""
     case = Case("linear_grpo_loss", shape)
-
-    def measured(results: Results) -> float | None:
-        rows = results.rows(case, peer)
-        peers = [row["median_ms"] for name, row in rows.items() if peer in (name, row["role"])]
-        return min(peers) / rows[OURS]["median_ms"] if peers else None
-
+    rows = results.rows(case, peer)
+    peers = [row["median_ms"] for name, row in rows.items() if peer in (name, row["role"])]
+    value = min(peers) / rows[OURS]["median_ms"] if peers else None
     title = f"faster than {'the fastest peer' if peer == 'peer' else peer}, {title_of(shape)}"
-    return Bar(title, wanted, None, measured, predict.command(case), at_least=True)
+    return Bar(title, wanted, None, value, predict.command(case), at_least=True)
 
 
-def sparse(card: Card, inactive: str) -> Bar:
+def sparse(card: Card, results: Results, inactive: str) -> Bar:
     """Return a bar for the speedup of a call with 20% active rows over a call with 100%.
 
     The two runs may differ in speed, so each time is first divided by the limit of its run.
     """
     dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
     case = dense._replace(active=0.2, inactive=inactive)
-
-    def measured(results: Results) -> float | None:
-        pair = [results.value(c, "ratio_to_limit") for c in (dense, case)]
-        return pair[0] / pair[1] if pair[0] and pair[1] else None
-
+    pair = [results.value(c, "ratio_to_limit") for c in (dense, case)]
+    value = pair[0] / pair[1] if pair[0] and pair[1] else None
     guess = predict.estimate(card, dense).ours / predict.estimate(card, case).ours
     title = f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}"
-    return Bar(title, 2.0, guess, measured, predict.command(case), at_least=True)
+    return Bar(title, 2.0, guess, value, predict.command(case), at_least=True)
 
 
-def copy_share(card: Card, operation: str) -> Bar:
+def copy_share(card: Card, results: Results, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
     guess = predict.estimate(card, case)
+    value = results.value(case, "fraction_of_limit")
     title = f"{operation}, share of a copy's speed"
-    measured = functools.partial(Results.value, case=case, field="fraction_of_limit")
-    return Bar(title, 0.8, guess.limit / guess.ours, measured, predict.command(case), at_least=True)
+    return Bar(title, 0.8, guess.limit / guess.ours, value, predict.command(case), at_least=True)
 
 
-def peak(card: Card, shape: Shape) -> Bar:
-    """Return a bar for the peak memory. Its bound is the prediction, rounded up to 0.05 GiB."""
-    case = Case("linear_grpo_loss", shape)
-    planned = predict.estimate(card, case).workspace / GIB
-
-    def measured(results: Results) -> float | None:
-        found = results.value(case, "workspace_mib")
-        return None if found is None else found / 1024
-
-    title = f"peak besides inputs and gradients, {title_of(shape)}"
-    wanted = math.ceil(20 * planned) / 20
-    return Bar(title, wanted, planned, measured, predict.command(case), " GiB")
-
-
-def step_ratio(sizes: tuple[int, int, int]) -> Bar:
-    names = ("prompt", "completion", "group")
+def step_ratio(results: Results, sizes: tuple[int, int, int]) -> Bar:
     wanted, guess = STEP_RATIOS[sizes]
-
-    def measured(results: Results) -> float | None:
-        for report in reversed(results.reports):
-            settings, rows = report.get("settings", {}), report.get("providers", {})
-            same = tuple(settings.get(name) for name in names) == sizes
-            if same and {"TRL", "shared"} <= rows.keys():
-                return rows["TRL"]["median_ms"] / rows["shared"]["median_ms"]
-        return None
-
+    value = None
+    for report in results.reports:
+        settings, rows = report.get("settings", {}), report.get("providers", {})
+        same = tuple(settings.get(name) for name in ("prompt", "completion", "group")) == sizes
+        if same and {"TRL", "shared"} <= rows.keys():
+            value = rows["TRL"]["median_ms"] / rows["shared"]["median_ms"]
     prompt, completion, group = sizes
     options = f"--prompt {prompt} --completion {completion} --group {group}"
-    where = "--device cuda --model-config qwen2.5-0.5b"
-    command = f"python -m benchmarks.trainers.step {where} {options} --providers shared TRL"
+    command = f"{STEP} --model-config qwen2.5-0.5b {options} --providers shared TRL"
     size = f"{prompt} + {group} x {completion} tokens"
     title = f"training step faster than TRL's, Qwen2.5-0.5B, {size}"
-    return Bar(title, wanted, guess, measured, command, at_least=True)
+    return Bar(title, wanted, guess, value, command, at_least=True)
 
 
-def context(card: Card, model: str) -> Bar:
+def context(card: Card, results: Results, model: str) -> Bar:
     """Return a bar for the longest prompt with which a training step fits into GPU memory."""
-
-    def measured(results: Results) -> float | None:
-        prompts = [
-            float(report["settings"]["prompt"])
-            for report in results.reports
-            if report.get("settings", {}).get("model_config") == model
-            and "shared" in report.get("providers", {})
-        ]
-        longest = max(prompts, default=0.0)
-        # Ignore shorter prompts. Their runs measured the time of a step, not the memory limit.
-        return longest if longest >= 100_000 else None
-
+    prompts = [
+        float(report["settings"]["prompt"])
+        for report in results.reports
+        if report.get("settings", {}).get("model_config") == model
+        and "shared" in report.get("providers", {})
+    ]
+    # Ignore shorter prompts. Their runs measured the time of a step, not the memory limit.
+    value = max((prompt for prompt in prompts if prompt >= 100_000), default=None)
     wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000
     lora = " --lora 16" if model.endswith("7b") else ""
-    command = f"python -m benchmarks.trainers.step --device cuda --model-config {model}{lora}"
-    command += f" --prompt {wanted} --providers shared"
+    command = f"{STEP} --model-config {model}{lora} --prompt {wanted} --providers shared"
     title = f"context of a step that fits, {model}"
-    return Bar(title, wanted, None, measured, command, " tokens", at_least=True)
+    return Bar(title, wanted, None, value, command, " tokens", at_least=True)

@@ -1,8 +1,7 @@
 """CPU time that the host spends on one call on a GPU, measured without a GPU.
 
-    python -m benchmarks.gpu.host                      prints a table in Markdown
-    python -m benchmarks.gpu.host --against CHECKOUT   also measures a second checkout
-    python -m benchmarks.gpu.host --profile CASE       prints the functions that take the most time
+    python -m benchmarks.gpu.host                  prints a table in Markdown
+    python -m benchmarks.gpu.host --profile CASE   prints the functions that take the most time
 
 All tensors are CPU tensors that claim to be on a GPU. The Triton kernels are compiled for sm_90 and
 launched by Triton's own code, but the last step, which enters the CUDA driver, does nothing.
@@ -17,13 +16,10 @@ import contextlib
 import cProfile
 import os
 import pstats
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -42,6 +38,8 @@ HIDDEN = 896
 VOCAB = 20032
 BATCHES = 15
 CALLS = 25
+# Let malloc keep freed pages, as the allocator of a GPU does.
+KEPT_PAGES = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 40))
 
 
 class Driver(TargetOnlyDriver):
@@ -149,73 +147,45 @@ def cases() -> dict[str, Callable[[], object]]:
 CONFIGS = {name: LossConfig(loss_type=name) for name in ("dapo", "gspo")}
 
 
-def serve() -> None:
-    """Read names of cases from standard input, and print the microseconds per call of each."""
-    with claimed_gpu():
-        calls = cases()
-        for call in calls.values():
+def microseconds(call: Callable[[], object]) -> float:
+    """Return the least CPU time of a call over all batches, in microseconds."""
+    call()
+    call()
+    times = []
+    for _ in range(BATCHES):
+        start = time.thread_time()
+        for _ in range(CALLS):
             call()
-            call()
-        for line in sys.stdin:
-            call = calls[line.strip()]
-            start = time.thread_time()
-            for _ in range(CALLS):
-                call()
-            print((time.thread_time() - start) / CALLS * 1e6, flush=True)
+        times.append((time.thread_time() - start) / CALLS * 1e6)
+    return min(times)
 
 
-def worker(checkout: Path) -> Callable[[str], float]:
-    """Start a process that measures the package of a checkout.
-
-    Returns:
-        A function that sends the name of a case to the process, and returns us per call.
-    """
-    code = f"import runpy; runpy.run_path({__file__!r}, run_name='host')['serve']()"
-    # Let malloc keep freed pages, as the allocator of a GPU does.
-    kept = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 40))
-    environment = {**os.environ, **kept, "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=checkout, env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-
-    def ask(case: str) -> float:
-        assert child.stdin is not None and child.stdout is not None
-        print(case, file=child.stdin, flush=True)
-        return float(child.stdout.readline())
-
-    return ask
+def profile(call: Callable[[], object]) -> None:
+    call()
+    call()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(10 * CALLS):
+        call()
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--against", type=Path, help="a second checkout, measured in turn")
     parser.add_argument("--profile", metavar="CASE", help="profile one case")
     options = parser.parse_args(arguments)
+    if not KEPT_PAGES.items() <= os.environ.items():
+        command = [sys.executable, "-m", "benchmarks.gpu.host", *arguments]
+        os.execve(sys.executable, command, {**os.environ, **KEPT_PAGES})
     torch.set_num_threads(1)
-    if options.profile:
-        with claimed_gpu():
-            call = cases()[options.profile]
-            call()
-            call()
-            profile = cProfile.Profile()
-            profile.enable()
-            for _ in range(10 * CALLS):
-                call()
-            profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
-        return 0
-    checkouts = [Path.cwd()] + ([options.against] if options.against else [])
-    workers = [worker(x) for x in checkouts]
-    rows = []
-    for case in ("linear_grpo_loss, dapo", "linear_grpo_loss, gspo", "logits_grpo_loss, dapo",
-                 "linear_logps and backward", "linear_logps, no gradient"):  # fmt: skip
-        times = [[ask(case) for ask in workers] for _ in range(BATCHES)]
-        least = [f"{min(x):.0f}" for x in zip(*times, strict=True)]
-        ratio = statistics.median(x[0] / x[-1] for x in times)
-        rows.append((case, *least, *([f"{ratio:.2f}"] if options.against else [])))
-    columns = "case | us" + (" | us, second checkout | ratio" if options.against else "")
-    print(*table("CPU time of one call", columns, rows), sep="\n")
+    with claimed_gpu():
+        calls = cases()
+        if options.profile:
+            profile(calls[options.profile])
+            return 0
+        rows = [(name, f"{microseconds(call):.0f}") for name, call in calls.items()]
+    print(*table("CPU time of one call", "case | us", rows), sep="\n")
     return 0
 
 

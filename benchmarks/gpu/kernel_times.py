@@ -5,9 +5,8 @@
 torch's profiler records a forward and backward pass. The report lists the 25 slowest kernels, with
 their launches and microseconds in one call. Kernels of vendor libraries, copies and fills are
 included. The report also has the time of a call without the profiler. The GPU is idle for the part
-of this time that exceeds the sum of the kernel times. To explain this part, the report lists the
-CUDA functions in which the host spends most time, and counts the allocations of GPU memory that
-torch's cache did not serve.
+of this time that exceeds the sum of the kernel times. To explain this part, the command prints the
+CUDA functions in which the host spends most time.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
+from benchmarks.kernels.ours import loss
 from benchmarks.kernels.problem import make_problem
-from benchmarks.kernels.providers.ours import loss
 from benchmarks.kernels.shapes import Shape
 from benchmarks.options import measuring
 from benchmarks.report.files import write
@@ -42,20 +41,16 @@ def profiled(shape: Shape, device: str) -> dict[str, Any]:
     for _ in range(2):
         step.run()
     measure.synchronize(device)
-    before = device_allocations(device)
     with profile(activities=[getattr(ProfilerActivity, device.upper())]) as profiler:
         for _ in range(CALLS):
             step.run()
         measure.synchronize(device)
-    allocations = (device_allocations(device) - before) / CALLS
     events = profiler.key_averages()
     field = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
     found = [
         {"kernel": event.key, "calls": event.count / CALLS, "us": getattr(event, field) / CALLS}
         for event in events
     ]
-    host = [{"name": x.key, "us": x.self_cpu_time_total / CALLS} for x in events]
-    host = sorted((row for row in host if row["us"] > 0), key=lambda row: -row["us"])[:SHOWN]
     found.sort(key=lambda row: -row["us"])
     kernels = [row for row in found[:SHOWN] if row["us"] > 0]
     if not kernels:
@@ -63,16 +58,9 @@ def profiled(shape: Shape, device: str) -> dict[str, Any]:
     inside = sum(row["us"] for row in found)
     alone = measure.seconds(step, CALLS, device) * 1e6
     print(f"{tuple(shape)}: {inside / 1e3:.2f} ms in kernels, {alone / 1e3:.2f} ms a call")
-    print(*(f"    host {row['us']:8.1f} us {row['name'][:70]}" for row in host[:8]), sep="\n")
-    print(f"    {allocations:g} allocations of device memory a call")
-    entry = {"us_in_kernels": inside, "us_without_profiler": alone, "host": host}
-    entry["device_allocations"] = allocations
+    print(events.table(sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=70))
+    entry = {"us_in_kernels": inside, "us_without_profiler": alone}
     return {"shape": list(shape), "kernels": kernels, **entry}
-
-
-def device_allocations(device: str) -> int:
-    """Return how often torch's cache has requested memory from the GPU, which takes long."""
-    return torch.cuda.memory_stats().get("num_device_alloc", 0) if device == "cuda" else 0
 
 
 def main(arguments: list[str]) -> int:

@@ -18,8 +18,13 @@ from benchmarks import ROOT
 PY = sys.executable
 SESSION_SECONDS = 900  # for both visits, including the time in which the machines start
 START_SECONDS = 120  # assumed time in which a machine starts
+# Assumed time of a call that only carries a piece of the wheels. At most 64 MiB travel in one call.
+CARRY_SECONDS = 30
 SLACK_SECONDS = 60  # must be left after both visits, even if every part takes its limit
-VISIT_SECONDS = {1: 400, 2: 200}
+VISIT_SECONDS = {1: 370, 2: 170}
+# Number of pieces of the wheels that each visit carries: those of wheels.sh, and of wheels.sh
+# --cute. The call of the visit carries the last piece.
+PIECES = {1: 1, 2: 3}
 BY_NAME = 0  # the visit number of a part that runs only if the command line names it
 PROCESSES = 16  # processes that run tests, one for each core of the machine
 OURS = "--providers grpo_fast --backend auto"
@@ -54,10 +59,6 @@ LONGEST = (
     "linear_logps linear_grpo_loss --model gemma-3-1b --tokens 28672 114688 --budget 0.3 "
     "--backend auto --providers grpo_fast TRL",
 )
-IN_TRL = (
-    "step --prompt 512 --completion 64 --group 8 "
-    "--providers FastGRPOTrainer GRPOTrainer-fast-head GRPOTrainer"
-)
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 # Seconds that a part is expected to take if no recorded visit has finished it. They are estimates.
 # In the visit of 2026-11-26, a process needed 8 s before its first kernel, three shapes with all
@@ -65,7 +66,7 @@ STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion,
 # and that the exact results of 114,688 rows take 10 s.
 EXPECTED = {
     "small": 30, "steps": 55, "support": 20, "tests": 110, "rows": 35, "frozen": 35, "heads": 45,
-    "hybrid": 25, "longest": 30,
+    "hybrid": 20, "longest": 30,
 }  # fmt: skip
 
 
@@ -95,26 +96,25 @@ def parts() -> dict[str, Part]:
     """Return all parts, keyed by name. The most valuable part of each visit comes first."""
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
-        "smoke": own(1, 35, "smoke")._replace(stops=True),
-        "bars": bench(1, 60, *BARS),
-        "small": bench(1, 40, SMALL),
+        "smoke": own(1, 25, "smoke")._replace(stops=True),
+        "bars": bench(1, 50, *BARS),
+        "small": bench(1, 35, SMALL),
         "profile": own(1, 20, "kernel_times"),
-        "steps": steps(1, 70, STEPS[1:]),
-        "support": support(1, 25),
+        "steps": steps(1, 65, STEPS[1:]),
+        "support": bench(1, 25, f"linear_grpo_loss linear_logps --support 50 {LARGE}"),
         "tests": tests(1, 110),
         "rows": tune(1, 40, "--kind", "rows"),
         "frozen": bench(2, 40, *FROZEN),
-        "heads": bench(2, 55, *HEADS),
-        "hybrid": bench(2, 30, "trees --hybrid"),
-        "longest": bench(2, 40, *LONGEST),
+        "heads": bench(2, 50, *HEADS),
+        "hybrid": trees(2, 25, "--hybrid"),
+        "longest": bench(2, 30, *LONGEST),
         "step": steps(BY_NAME, 95, STEPS[:1]),
         "peers": bench(BY_NAME, 130, *PEERS),
         "tune": tune(BY_NAME, 120),
         "memcheck": sanitize(BY_NAME, 60, "memcheck"),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
-        "trees": bench(BY_NAME, 40, "trees"),
+        "trees": trees(BY_NAME, 40),
         "long": bench(BY_NAME, 60, long),
-        "trl": bench(BY_NAME, 60, IN_TRL),
     }
 
 
@@ -156,10 +156,10 @@ def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> 
     return Part(visit, seconds, commands, [[*command, *"--device cpu --quick --layers 1".split()]])
 
 
-def support(visit: int, seconds: int) -> Part:
-    """Return a part that times the loss with `support=` against the loss over all token ids."""
-    command = [PY, "-m", "benchmarks.trainers.support"]
-    timed = [*command, "--device", "cuda", "--cases", "8192,4096,151936,50"]
+def trees(visit: int, seconds: int, *options: str) -> Part:
+    """Return a part that times trees of samples against plain packed rows."""
+    command = [PY, "-m", "benchmarks.trainers.trees", *options]
+    timed = [*command, *"--device cuda --rounds 9 --budget 1".split()]
     return Part(visit, seconds, [timed], [[*command, "--help"]])
 
 

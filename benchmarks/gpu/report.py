@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import predict, tune
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
-from benchmarks.gpu.candidates import PERSISTENT
 from benchmarks.gpu.parts import BY_NAME, parts
 from benchmarks.gpu.predict import CARDS, Card
 from benchmarks.options import new_parser
@@ -56,7 +55,9 @@ def rendered(path: Path) -> str:
     for name, card in CARDS.items():
         own = [x for x in reports if name in str(x.get("hardware", {}).get("gpu", ""))]
         cases = [c for c in every_case if name in str(c["hardware"].get("gpu", ""))]
-        found = Results([c for c in cases if c.get("allocator") == "cuda"], own)
+        found = Results(
+            [c for c in cases if c.get("allocator") == "cuda" and not c.get("support")], own
+        )
         lines += table(f"## Bars on an {name}", BAR_COLUMNS, bar_rows(card, found))
         title = f"## Times on an {name}, predicted / measured"
         lines += table(title, TIME_COLUMNS, time_rows(card, found))
@@ -91,11 +92,10 @@ def table(title: str, columns: str, rows: Iterable[Iterable[Any]]) -> Iterator[s
 
 
 def bar_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
-    for bar in bars(card):
-        value = bar.measured(found)
+    for bar in bars(card, found):
         wanted = f"{'≥' if bar.at_least else '≤'} {bar.text(bar.wanted)}"
         guess = "none" if bar.predicted is None else judged(bar, bar.predicted)
-        measured = NOTHING if value is None else judged(bar, value)
+        measured = NOTHING if bar.value is None else judged(bar, bar.value)
         yield bar.title, wanted, guess, measured, f"`{bar.command}`"
 
 
@@ -133,7 +133,7 @@ def candidate_rows(card: Card, reports: list[dict[str, Any]]) -> Iterator[tuple[
     every = (entry for report in reports for entry in report.get("settings", ()))
     found = [x for x in every if isinstance(x, dict) and x.get("setting") == wanted]
     rows = found[-1]["rows"] if found else {}
-    for sizes in PERSISTENT:
+    for sizes in tune.PERSISTENT:
         line = f"RowConfig{(*sizes, 'evict_first')}"
         guess = f"{1e3 * predict.row_candidate(card, n, v, sizes[0], sizes[2]):.1f}"
         if line not in rows:

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,9 @@ from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import lacking
 from benchmarks.gpu.parts import (
     BY_NAME,
+    CARRY_SECONDS,
     EXPECTED,
+    PIECES,
     SESSION_SECONDS,
     START_SECONDS,
     VISIT_SECONDS,
@@ -114,34 +115,19 @@ def run(
     if limit <= 1:
         return 124
     say(f"$ {' '.join(command)}"[:400])  # the list of test files is long
+    timed = ["timeout", "--signal=KILL", f"{limit:.1f}", *command]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    try:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, start_new_session=True, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except FileNotFoundError:
-        say(f"{command[0]} is not on the PATH")
-        return 127
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit, end)
-    timer.start()
-    try:
+    with subprocess.Popen(
+        timed, cwd=ROOT, env=environment, start_new_session=True, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
             say(line.rstrip("\n"))
-        code = process.wait()
-    finally:
-        timer.cancel()
-    if late.is_set():
+    if process.returncode == -signal.SIGKILL:  # `timeout` kills its whole process group
         say(f"ended after {limit:.0f} s")
         return 124
-    return code
+    return process.returncode
 
 
 def gpu_or_reason() -> tuple[str | None, str]:
@@ -155,17 +141,32 @@ def gpu_or_reason() -> tuple[str | None, str]:
     return None, f"{torch.cuda.get_device_name()}, {versions}"
 
 
-def clock(every: dict[str, Part], known: dict[str, dict[str, Any]]) -> Iterator[str]:
+def pieces() -> int:
+    """Return the number of pieces in which wheels.sh has stored the wheels."""
+    return len([*ROOT.glob("wheels/*/wheels.tar.*")])
+
+
+def clock(
+    every: dict[str, Part], known: dict[str, dict[str, Any]], carried: dict[int, int]
+) -> Iterator[str]:
     """Yield a table of a whole session, with the expected and the latest end of each part.
 
     The expected time of a part is the time that it took in a recorded visit, or an assumption.
+    `carried` has the number of pieces of the wheels that each visit carries. Each piece but the
+    last one needs a separate call before the visit.
     """
     yield f"# {SESSION_SECONDS} s for both visits, {START_SECONDS} s of them for each machine start"
-    yield f"{'visit':5} {'part':8} {'limit':>6} {'expected':>15} {'ends at':>9} {'latest':>7}"
+    yield f"{'visit':5} {'part':9} {'limit':>6} {'expected':>15} {'ends at':>9} {'latest':>7}"
     end = latest = 0.0
     for visit in VISIT_SECONDS:
         end += START_SECONDS
         latest += START_SECONDS
+        for piece in range(carried[visit] - 1):
+            end += CARRY_SECONDS
+            latest += CARRY_SECONDS
+            cost = f"{CARRY_SECONDS} assumed"
+            name = f"wheels/{piece:02}"
+            yield f"{visit:5} {name:9} {CARRY_SECONDS:6} {cost:>15} {end:9.0f} {latest:7.0f}"
         for name, part in of_visit(every, visit).items():
             took = known.get(name, {})
             measured = took.get("status") == "done"
@@ -174,7 +175,7 @@ def clock(every: dict[str, Part], known: dict[str, dict[str, Any]]) -> Iterator[
             latest += part.seconds
             source = "measured" if measured else "assumed"
             expected = f"{seconds:.0f} {source}"
-            yield f"{visit:5} {name:8} {part.seconds:6} {expected:>15} {end:9.0f} {latest:7.0f}"
+            yield f"{visit:5} {name:9} {part.seconds:6} {expected:>15} {end:9.0f} {latest:7.0f}"
     yield f"# slack: {SESSION_SECONDS - latest:.0f} s if every part takes its limit"
     last = [name for name, part in every.items() if part.visit in VISIT_SECONDS and not part.stops]
     yield f"# if time is short, parts are cut in this order: {', '.join(reversed(last))}"
@@ -269,7 +270,11 @@ def main(arguments: list[str]) -> int:
     session = Session(Path(os.environ.get("OUT") or RESULTS), f"{commit()} on {gpu}")
     chosen = chosen_parts(every, options, session)
     if options.dry and not (options.part or options.visit):
-        print(*clock(every, session.parts), sep="\n", flush=True)
+        found = pieces()
+        carried = PIECES if found == 0 else {1: min(found, PIECES[1]), 2: found}
+        origin = "assumed, because wheels/ is empty" if found == 0 else "counted in wheels/"
+        print(f"# pieces of the wheels for visit 2: {carried[2]}, {origin}")
+        print(*clock(every, session.parts, carried), sep="\n", flush=True)
     limits = ", ".join(f"{name} {part.seconds} s" for name, part in chosen.items())
     total = sum(part.seconds for part in chosen.values())
     print(f"# plan: {limits}; in all at most {total} s", flush=True)

@@ -3,9 +3,9 @@
 #
 #   benchmarks/gpu_session.sh --commit HASH      the next visit that is not done at this commit. Visit
 #                                                1: smoke test, bars, peers at N = 1024, profile, two
-#                                                steps, support, tests, row kernels (400 s). Visit 2:
+#                                                steps, support, tests, row kernels (370 s). Visit 2:
 #                                                smoke test, frozen heads, CuTe-DSL heads, hybrid
-#                                                models, the longest sequences (200 s)
+#                                                models, the longest sequences (170 s)
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part
@@ -20,12 +20,15 @@
 # gpu_session.log and, with OUT, triton-cache.tgz (compiled kernels). Put these files into
 # benchmarks/results/ before the next visit. That visit then skips the parts that are finished at its
 # commit and compiles only changed kernels. If a fault was mended between the visits, the commit has
-# changed, and the next call would repeat visit 1. Pass --visit 2 to skip it. Give the machine back at once after each visit: its idle time counts.
+# changed, and the next call would repeat visit 1. Pass --visit 2 to skip it. Give the machine back
+# at once after each visit: its idle time counts.
 # `python -m benchmarks.gpu.report` renders the results. A tree that travels without .git has no
 # commit, so pass --commit.
 # Peers, and the parts that run our trainer, need packages that the machine lacks.
-# benchmarks/gpu/wheels.sh fills wheels/ with them. This script unpacks the wheels into a
-# folder of PYTHONPATH.
+# benchmarks/gpu/wheels.sh fills wheels/ with pieces of one archive. Each piece is in a separate
+# folder. Before visit 2, one call with the command `true` carries each piece but the last one. The
+# call of a visit carries the last piece. This script joins the pieces, and unpacks the wheels into
+# a folder of PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
@@ -41,17 +44,12 @@ fi
 
 path=$PWD
 shopt -s nullglob
-wheels=(wheels/*.whl)
-pieces=(wheels/*/*.whl.00)
-if ((${#wheels[@]} + ${#pieces[@]})); then
+pieces=(wheels/*/wheels.tar.*)
+if ((${#pieces[@]})); then
     site=$(mktemp -d) || exit 2
     trap 'rm -rf "$site"' EXIT
-    for first in "${pieces[@]}"; do
-        name=$(basename "${first%.00}")
-        cat wheels/*/"$name".?? > "$site/$name"
-        wheels+=("$site/$name")
-    done
-    for wheel in "${wheels[@]}"; do
+    cat "${pieces[@]}" | tar -x -C "$site" || echo 'gpu_session: a piece of wheels/ is missing' >&2
+    for wheel in "$site"/*.whl; do
         "$python" -m zipfile -e "$wheel" "$site" || echo "gpu_session: $wheel does not unpack" >&2
     done
     path+=":$site"

@@ -36,10 +36,10 @@ def loss(device: str, operation: str) -> tuple[float, str]:
     Returns:
         The largest error as a fraction of its tolerance, and a description.
     """
+    from benchmarks.kernels import ours
     from benchmarks.kernels.exact import OUR_TOLERANCE
     from benchmarks.kernels.operations import OPERATIONS
     from benchmarks.kernels.problem import make_problem
-    from benchmarks.kernels.providers import ours
     from benchmarks.kernels.runner import route_of
     from benchmarks.kernels.shapes import Shape
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Downloads into wheels/ the packages that a GPU machine with Python 3.12 and torch lacks.
 #
-#   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for both
-#                                       visits
-#   benchmarks/gpu/wheels.sh --cute     also QuACK, and the CuTe-DSL of QuACK and Liger SM90. Its
-#                                       large wheel is split into pieces, each in a separate folder
-#                                       (wheels/0/, wheels/1/), because only 64 MiB travel in one
-#                                       call. session.sh joins the pieces.
+#   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for visit 1
+#   benchmarks/gpu/wheels.sh --cute     also QuACK, and the CuTe-DSL of QuACK and Liger SM90, about
+#                                       100 MB: for visit 2
 #
-# Nothing is installed. Versions come from constraints.txt or from this file. PYTHON=... selects a
-# different pip.
+# The wheels become one archive, because a call carries at most 8 paths. The archive is split into
+# pieces, each in a separate folder, because only 64 MiB travel in one call. The
+# folders are wheels/00/, wheels/01/ and so on. The last lines of the output are the calls, and
+# session.sh joins the pieces. Nothing is installed. Versions come from constraints.txt or from this
+# file. PYTHON=... selects a different pip.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -35,28 +35,30 @@ elif [ $# -gt 0 ]; then
     exit 2
 fi
 
-mkdir -p wheels
+rm -rf wheels
+mkdir wheels
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 for name in "${wanted[@]}"; do
     pin=$(grep -iE "^${name//-/[-_]}==" constraints.txt | head -n 1 || true)
-    "$python" -m pip download -q --disable-pip-version-check --no-deps "${target[@]}" -d wheels \
+    "$python" -m pip download -q --disable-pip-version-check --no-deps "${target[@]}" -d "$scratch" \
         "${pin:-$name}"
 done
 
-shopt -s nullglob
-for wheel in wheels/*.whl; do
-    bytes=$(stat -c %s "$wheel")
+for wheel in "$scratch"/*.whl; do
     unpacked=$("$python" -c 'import sys, zipfile
 print(sum(entry.file_size for entry in zipfile.ZipFile(sys.argv[1]).infolist()))' "$wheel")
-    awk -v name="$(basename "$wheel")" -v a="$bytes" -v b="$unpacked" \
+    awk -v name="$(basename "$wheel")" -v a="$(stat -c %s "$wheel")" -v b="$unpacked" \
         'BEGIN { printf "%-66s %7.1f MiB, unpacked %7.1f MiB\n", name, a / 2^20, b / 2^20 }'
-    if ((bytes > piece)); then
-        split -d -b "$piece" "$wheel" "$wheel."
-        rm "$wheel"
-        for part in "$wheel".*; do
-            folder=wheels/$((10#${part##*.}))
-            mkdir -p "$folder"
-            mv "$part" "$folder"
-            echo "  $folder/$(basename "$part")"
-        done
-    fi
+done
+
+(cd "$scratch" && tar -c -- *.whl) | split -d -b "$piece" - "$scratch/wheels.tar."
+pieces=("$scratch"/wheels.tar.*)
+for part in "${pieces[@]}"; do
+    folder=wheels/${part##*.}
+    mkdir "$folder"
+    mv "$part" "$folder"
+    command=true
+    if [ "$part" = "${pieces[-1]}" ]; then command='bash benchmarks/gpu_session.sh --commit HASH'; fi
+    echo "a call carries $folder and runs: $command"
 done

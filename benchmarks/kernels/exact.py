@@ -133,13 +133,33 @@ def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
     return target_ids
 
 
+def logits_of(hidden: Tensor, head: Tensor, support: Tensor | None) -> Tensor:
+    """Return the logits of some rows, (rows, V). Logits outside of a row's support are -inf.
+
+    Args:
+        hidden: (rows, H) hidden states.
+        head: (V, H) weight of the LM head.
+        support: (rows, K) ids, or None for all ids.
+    """
+    logits = hidden @ head.T
+    if support is None:
+        return logits
+    is_outside = torch.ones_like(logits, dtype=torch.bool).scatter_(1, support, False)
+    return logits.masked_fill_(is_outside, -math.inf)
+
+
 @torch.no_grad()
-def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """Return the exact log-probabilities of the targets, (N,) in fp64."""
+def logps(
+    hidden: Tensor, weight: Tensor, target_ids: Tensor, support: Tensor | None = None
+) -> Tensor:
+    """Return the exact log-probabilities of the targets, (N,) in fp64.
+
+    They are normalised over the ids in `support`, (N, K), or over all ids.
+    """
     head = weight.double()
     found = torch.empty(len(target_ids), dtype=torch.float64, device=hidden.device)
     for rows in blocks(target_ids):
-        logits = hidden[rows].double() @ head.T
+        logits = logits_of(hidden[rows].double(), head, None if support is None else support[rows])
         found[rows] = logits.gather(-1, target_ids[rows, None]).squeeze(-1) - logits.logsumexp(-1)
     return found
 
@@ -171,11 +191,12 @@ def dapo(
 
 @torch.no_grad()
 def gradients(
-    hidden: Tensor, weight: Tensor, target_ids: Tensor, slope: Tensor
+    hidden: Tensor, weight: Tensor, target_ids: Tensor, slope: Tensor, support: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of Σ slope·logp with respect to hidden and weight.
 
-    Rows with slope 0 are skipped.
+    The logps are normalised over the ids in `support`, (N, K), or over all ids. Rows with slope 0
+    are skipped.
 
     Returns:
         The gradients of `hidden` (N, H) and of `weight` (V, H), in the dtype of `slope`.
@@ -187,7 +208,8 @@ def gradients(
     for block in blocks(active):
         rows = active[block]
         h = hidden[rows].to(slope.dtype)
-        grad_logits = torch.softmax(h @ head.T, -1).neg_()
+        logits = logits_of(h, head, None if support is None else support[rows])
+        grad_logits = torch.softmax(logits, -1).neg_()
         grad_logits[torch.arange(len(rows)), target_ids[rows]] += 1.0
         grad_logits *= slope[rows, None]
         grad_hidden[rows] = grad_logits @ head

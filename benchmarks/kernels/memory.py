@@ -24,9 +24,9 @@ from torch import Tensor
 
 from benchmarks import RESULTS, measure
 from benchmarks.kernels.exact import acceptable, bars_of
+from benchmarks.kernels.ours import Provider
 from benchmarks.kernels.problem import Problem, make_problem
 from benchmarks.kernels.providers import providers_of
-from benchmarks.kernels.providers.base import Provider
 from benchmarks.kernels.shapes import COMPLETIONS, Shape
 from benchmarks.options import new_parser, positive
 from benchmarks.report.files import write

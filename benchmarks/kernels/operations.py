@@ -47,12 +47,3 @@ OPERATIONS: dict[str, Operation] = {
     "logits_grpo_loss_inplace": Operation(
         "logits -> GRPO loss, gradient over the logits", "logits_loss", passes=2),
 }  # fmt: skip
-
-
-# Benchmarks in benchmarks/trainers/NAME.py, with their options on a GPU, which select sizes and
-# numbers of rounds that take less than a minute.
-SCRIPTS: dict[str, str] = {
-    "step": "--rounds 5 --budget 3",
-    "support": "--rounds 9 --budget 1",
-    "trees": "--rounds 9 --budget 1",
-}

@@ -15,6 +15,7 @@ from benchmarks.kernels.shapes import COMPLETIONS, Shape
 
 EPSILON = 0.2
 LOGIT_STD = 2.0
+FREQUENT = 2000  # number of ids from which half of each support is drawn
 # Mean and standard deviation of the gap in a peaked row, in nats. The gap is the logit of the
 # likeliest token minus the log-sum-exp of all other logits.
 PEAK = (4.0, 2.0)
@@ -32,12 +33,15 @@ class Variant(NamedTuple):
             target is mostly above 0.9).
         mask: "full", or "ragged" for right-padded completions, which fill between a quarter and all
             of their slots.
+        support: number of ids in the support of each token, which are the ids that a truncating
+            sampler could choose. 0: all ids.
     """
 
     active: float = 1.0
     inactive: str = "masked"
     softmax: str = "flat"
     mask: str = "full"
+    support: int = 0
 
 
 STANDARD = Variant()
@@ -58,6 +62,7 @@ class Problem:
     old_logps: Tensor  # (N,) fp32
     mask: Tensor  # (N,) fp32, 0 or 1
     cu_seqlens: Tensor  # (B + 1,) int32
+    support_ids: Tensor | None = None  # (N, K) int64, with the target first; None: all ids
 
     @property
     def shape(self) -> Shape:
@@ -100,7 +105,7 @@ class Problem:
     @functools.cached_property
     def logps(self) -> Tensor:
         """Return the exact log-probabilities, (N,)."""
-        return exact.logps(self.hidden, self.weight, self.target_ids)
+        return exact.logps(self.hidden, self.weight, self.target_ids, self.support_ids)
 
     @functools.cached_property
     def _loss_and_slope(self) -> tuple[Tensor, Tensor, float]:
@@ -159,7 +164,8 @@ class Problem:
         return exact.Truth({"loss": loss, "grad_logits": rows}, loss_scale=scale)
 
     def _gradients(self, slope: Tensor) -> dict[str, Tensor]:
-        pair = exact.gradients(self.hidden, self.weight, self.target_ids, slope)
+        inputs = (self.hidden, self.weight, self.target_ids)
+        pair = exact.gradients(*inputs, slope, self.support_ids)
         return dict(zip(("grad_hidden", "grad_weight"), pair, strict=True))
 
 
@@ -195,14 +201,38 @@ def make_problem(
         hidden += lift * likeliest / likeliest.square().sum(-1, keepdim=True)
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     target_ids = exact.draw(hidden, weight, generator)
-    logps = exact.logps(hidden, weight, target_ids)
+    support_ids = None
+    if variant.support:
+        support_ids = draw_support(target_ids, v, variant.support, generator)
+    logps = exact.logps(hidden, weight, target_ids, support_ids)
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
     # A positive log-probability is impossible. Replace it by the current logp: the ratio is then 1.
     old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    return Problem(hidden, weight, target_ids, advantages, old_logps, mask, cu_seqlens)
+    fields = (hidden, weight, target_ids, advantages, old_logps, mask, cu_seqlens)
+    return Problem(*fields, support_ids=support_ids)
+
+
+def draw_support(target_ids: Tensor, v: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw `count` different ids for each token, (N, count). The first id is the target.
+
+    Half of the ids are among `FREQUENT` frequent ids.
+    """
+    n, device = len(target_ids), target_ids.device
+    frequent = min(FREQUENT, v // 2)
+    half = min(count // 2, frequent)
+    parts = []
+    for first, size, number in ((0, frequent, half), (frequent, v - frequent, count - half)):
+        # Draw one id from each of `number` intervals, so that the ids of a row differ.
+        width = size // max(number, 1)
+        offsets = torch.randint(width, (n, number), generator=generator, device=device)
+        parts.append(first + torch.arange(number, device=device) * width + offsets)
+    ids = torch.randperm(v, generator=generator, device=device)[torch.cat(parts, 1)]
+    ids = torch.where(ids == target_ids[:, None], ids[:, :1], ids)
+    ids[:, 0] = target_ids
+    return ids
 
 
 def coefficients(

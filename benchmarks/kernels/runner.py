@@ -9,7 +9,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,9 @@ import torch
 from benchmarks import measure
 from benchmarks.kernels.exact import acceptable, bars_of
 from benchmarks.kernels.operations import OPERATIONS
+from benchmarks.kernels.ours import BACKENDS, Provider
 from benchmarks.kernels.problem import Problem, Variant, make_problem
 from benchmarks.kernels.providers import providers_of
-from benchmarks.kernels.providers.base import Provider
-from benchmarks.kernels.providers.ours import BACKENDS
 from benchmarks.kernels.shapes import Shape, name_of
 from benchmarks.measure import Step
 from benchmarks.report.files import write
@@ -35,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Settings of a run. Child processes receive them as JSON.
+    """Settings of a run. They are stored in its report.
 
     Attributes:
         operations: names in `OPERATIONS`.
@@ -69,11 +67,11 @@ class Plan:
     verify_only: bool = False
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        fields = json.loads(text)
-        fields["shapes"] = [Shape(*shape) for shape in fields["shapes"]]
-        fields["variants"] = [Variant(*variant) for variant in fields["variants"]]
-        return cls(**fields)
+    def of(cls, settings: dict[str, Any]) -> Plan:
+        """Build a plan from the settings of a report, which were read from JSON."""
+        shapes = [Shape(*shape) for shape in settings["shapes"]]
+        variants = [Variant(*variant) for variant in settings["variants"]]
+        return cls(**{**settings, "shapes": shapes, "variants": variants})
 
     def candidates(self, operation: str) -> list[Provider]:
         """Return the providers of an operation that this plan runs, including the limits."""
@@ -97,78 +95,47 @@ class Plan:
         return [name for name in BACKENDS if name != chosen]
 
 
-Save = Callable[[list[dict[str, Any]]], None]  # saves the finished cases
+def run(path: Path) -> list[dict[str, Any]]:
+    """Run all cases of a report, whose settings are a plan, and return them.
 
-
-def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run all cases and return their results. Call `save` each time that some have finished.
-
+    The report is written after each case, so an interrupted run keeps the cases that had finished.
     On a CPU, the cases run in one child process for each allocator, because a process chooses its
     allocator when it starts.
     """
-    if plan.device == "cuda":
-        return run_cases(plan, save)
-    cases: list[dict[str, Any]] = []
-    for allocator in plan.allocators:
-        saved = functools.partial(lambda earlier, found: save([*earlier, *found]), list(cases))
-        cases += run_child(plan, allocator, saved)
-    return cases
-
-
-def run_child(
-    plan: Plan, allocator: str, save: Save = lambda _: None, *, quiet: bool = False
-) -> list[dict[str, Any]]:
-    """Run the cases in a new process with the given allocator, and return their results.
-
-    If the process is interrupted or crashes, return the results of the cases that had finished.
-    """
-    changes = measure.FAIR_ALLOCATOR if allocator == "fair" else {}
-    environment = measure.child_environment(**changes)
-    if not quiet:
+    settings = json.loads(path.read_text())["settings"]
+    if settings["device"] == "cuda":
+        run_cases(path, "cuda")
+    for allocator in settings["allocators"] if settings["device"] == "cpu" else ():
+        changes = measure.FAIR_ALLOCATOR if allocator == "fair" else {}
         print(f"\n# allocator: {allocator}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        plan_file = Path(folder) / "plan.json"
-        file = Path(folder) / "cases.json"
-        plan_file.write_text(json.dumps(dataclasses.asdict(plan)))
-        file.write_text("[]")
-        command = [sys.executable, "-m", "benchmarks.kernels.runner", str(plan_file), str(file)]
-        stdout = subprocess.DEVNULL if quiet else None
-        finished: list[dict[str, Any]] = []
-        with subprocess.Popen(command, env=environment, stdout=stdout) as process:
-            status = None
-            while status is None:
-                try:
-                    status = process.wait(1)
-                except subprocess.TimeoutExpired:
-                    pass
-                except KeyboardInterrupt:
-                    process.kill()
-                    status = -2
-                found = json.loads(file.read_text())
-                if len(found) > len(finished):
-                    finished = [{**case, "allocator": allocator} for case in found]
-                    save(finished)
+        command = [sys.executable, "-m", "benchmarks.kernels.runner", str(path), allocator]
+        try:
+            environment = measure.child_environment(**changes)
+            status = subprocess.run(command, env=environment, check=False).returncode
+        except KeyboardInterrupt:
+            status = -2
         if status:
             print(f"# interrupted (status {status}): the finished cases remain", file=sys.stderr)
-        return finished
+    return json.loads(path.read_text())["cases"]
 
 
-def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run the cases in this process. Call `save` after each case.
+def run_cases(path: Path, allocator: str) -> None:
+    """Run the cases of a report in this process. Write the report after each case.
 
     All operations of a shape, dtype and variant use the same tensors.
     """
+    report = json.loads(path.read_text())
+    plan = Plan.of(report["settings"])
     warnings.filterwarnings("ignore")
     torch.set_num_threads(plan.threads)
-    cases: list[dict[str, Any]] = []
     for dtype, shape, variant in itertools.product(plan.dtypes, plan.shapes, plan.variants):
         problem = make_problem(shape, DTYPES[dtype], plan.device, variant)
         for operation in plan.operations:
-            cases.append(run_case(operation, problem, dtype, variant, plan))
-            save(cases)
+            case = run_case(operation, problem, dtype, variant, plan)
+            report["cases"].append({"allocator": allocator, **case})
+            write(path, report)
         del problem
         release(plan.device)
-    return cases
 
 
 def run_case(
@@ -194,7 +161,7 @@ def run_case(
         rate = functools.partial(OPERATIONS[operation].rate, problem.shape, dtype.itemsize)
         time_steps(steps, rows, plan, rate)
     case = {
-        "allocator": "cuda", "operation": operation, "shape": list(problem.shape),
+        "operation": operation, "shape": list(problem.shape),
         "model": name_of(problem.shape), "dtype": dtype_name, "itemsize": dtype.itemsize,
         **variant._asdict(), "threads": plan.threads,
         "route": route_of(operation, problem), "rows": rows,
@@ -239,9 +206,12 @@ def verify(
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
         reason = provider.missing(device, dtype, problem.shape)
+        if provider.role == "peer" and problem.support_ids is not None:
+            reason = "computes over all ids"
         if reason:
             return row | {"status": "missing", "reason": reason}, None
         step = provider.prepare(problem)
+        row |= {"path": step.path} if step.path else {}
         result = step()
         if provider.role == "limit":
             return row, step
@@ -267,5 +237,4 @@ def release(device: str) -> None:
 
 
 if __name__ == "__main__":
-    plan = Plan.from_json(Path(sys.argv[1]).read_text())
-    run_cases(plan, functools.partial(write, Path(sys.argv[2])))
+    run_cases(Path(sys.argv[1]), sys.argv[2])

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure
-from benchmarks.experiments.compare import band, with_error
 from benchmarks.options import new_parser, positive
 from benchmarks.race.runs import TASKS, TRAINERS, Evaluator, Job, Task, read_examples, sweep, work
 from benchmarks.report.files import write
@@ -189,7 +188,8 @@ def table(runs: Runs) -> str:
         times = [mean_time(records, level, clock) for level in levels for clock in ("cpu", "wall")]
         ends = [record["points"][-1] for record in records]
         speed, _ = mean_and_error([end["cpu"] / max(1, end["step"]) for end in ends])
-        final = with_error([100 * end["accuracy"] for end in ends])
+        mean, error = mean_and_error([100 * end["accuracy"] for end in ends])
+        final = f"{mean:.4g}" if math.isnan(error) else f"{mean:.4g} ± {error:.2g}"
         peak = max(end.get("peak", 0) for end in ends) / GIB
         rows.append(
             [trainer, str(len(records)), *times, f"{speed:.1f}", f"{final}%", f"{peak:.2f}"]
@@ -210,9 +210,18 @@ def mean_time(records: Sequence[Record], level: float, clock: str) -> str:
 
 def curve(records: Sequence[Record], field: str) -> tuple[list[float], list[float], list[float]]:
     """Return the mean of a field at each evaluation, and the ends of one standard error."""
-    lines = [[(point["step"], point[field]) for point in x["points"]] for x in records]
-    middle, low, high = band(lines, "eval_")
-    return [value for _, value in middle], low, high
+    values = defaultdict(list)
+    for record in records:
+        for point in record["points"]:
+            values[point["step"]].append(point[field])
+    means, low, high = [], [], []
+    for step in sorted(values):
+        mean, error = mean_and_error(values[step])
+        error = 0.0 if math.isnan(error) else error  # a single run has a band of width 0
+        means.append(mean)
+        low.append(mean - error)
+        high.append(mean + error)
+    return means, low, high
 
 
 def gap(runs: Runs) -> float:

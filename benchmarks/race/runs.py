@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.measure import resident
-from benchmarks.trainers.loop import make_run
-from benchmarks.trainers.trl import make_trainer
+from benchmarks.trainers.loop import make_run, make_trainer
 from grpo_fast.data import Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require

@@ -1,15 +1,13 @@
-"""Measure all numbers in benchmarks/README.md that come from a CPU, and update all its tables.
+"""Measure the tables of the loss on this CPU, and update benchmarks/README.md and README.md.
 
-    python -m benchmarks.report.readme                 measure everything (15 minutes)
-    python -m benchmarks.report.readme --machine       measure the loss on this CPU (8 minutes)
-    python -m benchmarks.report.readme --only loss     run one step (--help names all steps)
-    python -m benchmarks.report.readme --tables        only update tables and pictures
+    python -m benchmarks.report.readme                    measure everything (15 minutes)
+    python -m benchmarks.report.readme --only loss large  measure some steps (--help names all)
+    python -m benchmarks.report.readme --tables           only update the tables and the picture
 
-Measure on a quiet machine. Each step writes a file to benchmarks/results/, usually cpu-STEP.json.
-The steps of --machine write cpu-STEP-PROCESSOR.json. The command then draws kernels.png,
-readme.png and step-real.png, and updates the tables in benchmarks/README.md and the table of the
-loss in README.md. The GPU tables come from gpu_session.json, which benchmarks/gpu_session.sh
-writes, and the memory in readme.png from `python -m benchmarks.kernels.memory`.
+Measure on a quiet machine. Each step writes benchmarks/results/cpu-STEP-PROCESSOR.json. The command
+then draws readme.png, and updates the tables in benchmarks/README.md and the table of the loss in
+README.md. The GPU tables come from gpu_session.json, which benchmarks/gpu_session.sh writes, and
+the memory in readme.png from `python -m benchmarks.kernels.memory`.
 """
 
 from __future__ import annotations
@@ -37,39 +35,24 @@ CPU = "--device cpu --allocator default"
 SMALL = "--shapes 1024,256,8192 512,896,32000"
 FAST = "--providers grpo_fast plain compile CCE"
 PARTS = "linear_logps linear_logps_backward logits_grpo_loss logits_grpo_loss_inplace"
-LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
 PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
 FAIR = "--device cpu --allocator fair"
-
-# Commands of the steps. If a command ends with --out or --json, the path of the results is
-# appended: benchmarks/results/cpu-STEP.json. Budgets are in seconds for each candidate and case.
-STEPS = {
-    "loss": f"benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000 --out",
-    "loss-large": f"benchmarks {CPU} --budget 8 --shapes 512,896,151936 {FAST} --out",
-    "gate": "benchmarks.kernels.gate --update",
-    "parts": f"benchmarks {PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL --out",
-    "tokens": f"benchmarks {CPU} --budget 1.5 {LENGTHS} {FAST} TRL Liger --out",
-    "fair": f"benchmarks {FAIR} --budget 1.5 {SMALL} --dtype fp32 bf16 {FAST} --out",
-    "peaked": f"benchmarks {CPU} --budget 1 {PEAKED} {FAST} --out",
-    "bf16": f"benchmarks {CPU} --budget 1.5 {SMALL} --dtype bf16 --out",
-}
-# Steps of --machine. They measure the loss against its peers, on any CPU.
-OURS_ONCE = f"{FAST.replace('grpo_fast', 'auto')} --backend auto"
+OURS_ONCE = "--providers auto plain compile CCE --backend auto"
 BF16 = f"--budget 1 --shapes 1024,256,8192 --dtype bf16 {OURS_ONCE}"
-MACHINE_STEPS = {
-    "loss": f"benchmarks {CPU} --backend auto --budget 1.5 {SMALL} --out",
-    "large": f"benchmarks {CPU} --budget 1 --shapes 512,896,151936 {OURS_ONCE} --out",
-    "bf16": f"benchmarks {CPU} {BF16} --out",
-    "fair": f"benchmarks {FAIR} --budget 1 {SMALL} {OURS_ONCE} --out",
-    "fair-bf16": f"benchmarks {FAIR} {BF16} --out",
+# Options of `grpo-fast bench` for each step. Budgets are in seconds for each candidate and case.
+STEPS = {
+    "loss": f"{CPU} --backend auto --budget 1.5 {SMALL}",
+    "large": f"{CPU} --budget 1 --shapes 512,896,151936 {OURS_ONCE}",
+    "bf16": f"{CPU} {BF16}",
+    "fair": f"{FAIR} --budget 1 {SMALL} {OURS_ONCE}",
+    "fair-bf16": f"{FAIR} {BF16}",
+    "parts": f"{PARTS} {CPU} --budget 1.5 {SMALL} {FAST} TRL",
+    "tokens": f"{CPU} --budget 1.5 --model cpu-s --tokens 64 256 1024 4096 {FAST} TRL Liger",
+    "peaked": f"{CPU} --budget 1 {PEAKED} {FAST}",
 }
 # Processors in the order in which the tables show them.
 MACHINES = ("zen3", "zen4", "zen5", "xeon")
-PLOTTED = ("loss", "loss-large", "parts", "tokens")
 BARS_SHAPE = [512, 896, 32000]  # the CPU's shape in readme.png, which all peers ran
-# Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md lists the
-# commands.
-REAL_STEPS = ("step-real", "step-real-2k", "step-real-2k-trl", "step-real-8k")
 
 
 def file_of(name: str) -> Path:
@@ -80,23 +63,21 @@ def processor() -> str:
     """Return the name of this machine's processor in the names of files, such as "zen3"."""
     cpu = measure.hardware("cpu")["cpu"]
     if cpu not in PROCESSORS:
-        raise ValueError(f"--machine: expected one of {list(PROCESSORS)}, got {cpu}")
+        raise ValueError(f"processor: expected one of {list(PROCESSORS)}, got {cpu}")
     return PROCESSORS[cpu].partition(" ")[2].lower().replace(" ", "")
 
 
 def machine_files() -> list[Path]:
-    """Return the results of --machine that exist, in the order of `MACHINES`."""
-    files = (file_of(f"{step}-{name}") for name in MACHINES for step in MACHINE_STEPS)
+    """Return the results of the steps that exist, in the order of `MACHINES`."""
+    files = (file_of(f"{step}-{name}") for name in MACHINES for step in STEPS)
     return [file for file in files if file.is_file()]
 
 
-def run_step(name: str, command_line: str) -> int:
+def run_step(name: str, out: Path) -> int:
     """Run a step, and return its exit code."""
     started = time.monotonic()
     print(f"== {name}", flush=True)
-    command = [sys.executable, "-m", *command_line.split()]
-    if command[-1] in ("--out", "--json"):
-        command.append(str(file_of(name)))
+    command = [sys.executable, "-m", "benchmarks", *STEPS[name].split(), "--out", str(out)]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     print(f"== {name}: {time.monotonic() - started:.0f} s, exit code {code}", flush=True)
     return code
@@ -104,11 +85,7 @@ def run_step(name: str, command_line: str) -> int:
 
 def tables(device: str) -> str:
     """Return the tables for "cpu" or "gpu" in Markdown, with one table for each operation."""
-    files = machine_files()
-    files += [file_of(name) for name, command in STEPS.items() if command.endswith("--out")]
-    if device == "gpu":
-        files = [RESULTS / "gpu_session.json"]
-    cases = cases_of(file for file in files if file.is_file())
+    cases = cases_of([RESULTS / "gpu_session.json"] if device == "gpu" else machine_files())
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         groups.setdefault(machine(case["hardware"]), []).append(case)
@@ -139,8 +116,7 @@ def readme_table() -> str:
     A row of the fair allocator is shown if a different provider is the fastest with it.
     """
     peers = [case for case in read_cases(RESULTS / "gpu_session.json") if "TRL" in case["rows"]]
-    files = [*machine_files(), file_of("loss")]
-    every = [case for file in files for case in read_cases(file)]
+    every = [case for file in machine_files() for case in read_cases(file)]
     timed = [case for case in every if case["shape"][0] > 64 and "+" not in case["commit"]]
     lines = [
         "| tokens, hidden, vocabulary | machine | grpo_fast | best peer |", "|---|---|---|---|"
@@ -189,8 +165,7 @@ def read_cases(file: Path) -> list[dict[str, Any]]:
 def draw_readme() -> None:
     """Draw readme.png: the H100, the first CPU with results, and the memory over tokens."""
     gpu = [case for case in read_cases(RESULTS / "gpu_session.json") if "TRL" in case["rows"]]
-    first = next(iter(machine_files()), file_of("loss"))
-    cpu = [case for case in read_cases(first) if case["shape"] == BARS_SHAPE]
+    cpu = [case for case in read_cases(machine_files()[0]) if case["shape"] == BARS_SHAPE]
     memory = json.loads(file_of("memory").read_text())
     plots.draw_readme([gpu[0], cpu[0]], memory, RESULTS / "readme.png")
 
@@ -202,6 +177,7 @@ def label(case: dict[str, Any]) -> str:
     words += [f"{case['active']:g} active"] if case["active"] < 1 else []
     words += [f"(rest: {inactive})"] if inactive != "masked" else []
     words += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
+    words += [f"support of {case['support']} ids"] if case.get("support") else []
     return " ".join(words)
 
 
@@ -242,20 +218,16 @@ def pages() -> dict[Path, str]:
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=tuple(STEPS))
-    parser.add_argument("--machine", action="store_true", help="measure the loss on this CPU")
+    parser.add_argument("--only", nargs="+", choices=tuple(STEPS), default=list(STEPS))
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
-    chosen = {name: STEPS[name] for name in options.only or STEPS}
-    if options.machine:
-        chosen = {f"{name}-{processor()}": line for name, line in MACHINE_STEPS.items()}
-    codes = [run_step(name, line) for name, line in chosen.items() if not options.tables]
-    plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
+    codes = []
+    for name in [] if options.tables else options.only:
+        codes.append(run_step(name, file_of(f"{name}-{processor()}")))
     draw_readme()
-    plots.draw_steps([file_of(name) for name in REAL_STEPS], RESULTS / "step-real.png")
     for page, text in pages().items():
         page.write_text(text)
-    print("written: README.md, benchmarks/README.md and three pictures in benchmarks/results")
+    print("written: README.md, benchmarks/README.md and benchmarks/results/readme.png")
     return 1 if any(codes) else 0
 
 

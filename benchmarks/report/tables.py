@@ -1,4 +1,4 @@
-"""Tables for the terminal: one for each case, and one with a summary of all cases."""
+"""Tables for the terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def case_table(case: dict[str, Any]) -> str:
     if case["active"] < 1:
         what.append(f"active {case['active']:g} ({case['inactive']})")
     what += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
+    what += [f"support of {case['support']} ids"] if case.get("support") else []
     title = f"{OPERATIONS[case['operation']].title}   {'  '.join(what)}"
     title += f"\ngrpo_fast (auto) is: {case['route']}"
     units = [row["unit"] for row in case["rows"].values() if "unit" in row]
     unit = units[0] if units else "rate"
     rows = []
     for name, row in case["rows"].items():
-        note = f"{row['status']}: {row['reason']}" if row.get("reason") else ""
+        note = f"{row['status']}: {row['reason']}" if row.get("reason") else row.get("path", "")
         rows.append([name, *cells(row), note])
     return text_table(
         title, ["", "ms", "±", "× limit", "% of limit", unit, "MiB", "error", ""], rows
@@ -45,30 +46,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     times = [f"{row[name]:.{digits}f}" for name in ("median_ms", "spread_ms")]
     fractions = [f"{row['ratio_to_limit']:.2f}", f"{row['fraction_of_limit']:.0%}"]
     return [*times, *fractions, f"{row['rate']:.3g}", memory, error]
-
-
-def verdict(cases: list[dict[str, Any]]) -> str:
-    """Return the summary of all cases.
-
-    It compares grpo_fast (auto) with the limit and with the fastest correct peer.
-    """
-    lines = []
-    for case in cases:
-        rows, best = case["rows"], fastest_peer(case)
-        ours = rows.get("grpo_fast (auto)", {})
-        variant = [f"{case['active']:g}", case["softmax"]]
-        variant += [case["mask"]] if case["mask"] != "full" else []
-        label = [case["operation"], ",".join(map(str, case["shape"])), case["dtype"]]
-        label += [case["allocator"], " ".join(variant)]
-        if "median_ms" in ours:
-            speed = f"{rows[best]['median_ms'] / ours['median_ms']:.2f}" if best else ""
-            label += [f"{ours['ratio_to_limit']:.2f}", speed, best or "no peer ran"]
-        else:
-            label += ["", "", f"{ours.get('status', 'not run')} {ours.get('reason', '')}"]
-        lines.append(label)
-    title = "grpo_fast (auto) against the limit and the fastest correct peer"
-    columns = "operation|N,H,V|dtype|allocator|rows|× limit|peer's time ÷ ours|"
-    return text_table(title, columns.split("|"), lines)
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:

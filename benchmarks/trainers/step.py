@@ -3,18 +3,10 @@ r"""Time and memory of a GRPO step without rollout: shared prompts, packed, padd
     python -m benchmarks.trainers.step
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
         --prompt 8192 --completion 512 --group 16
-    python -m benchmarks.trainers.step --prompt 512 --layers 2 \
-        --providers FastGRPOTrainer GRPOTrainer-fast-head GRPOTrainer
-    python -m benchmarks.trainers.step --model runs/capitals-data/model --data path/to/gsm8k \
-        --clock process --threads 1 --providers shared packed TRL
 
-Without options, the benchmark runs a tiny model with random weights and random prompts on a CPU.
-For a pretrained model, the prompt is a GSM8K question that follows worked examples. A step computes
-the old logps, runs the forward and backward passes, and updates the weights with AdamW.
-
-The provider "TRL" is TRL's fused head with the loss of `GRPOTrainer` in plain torch. The last three
-providers are trainers of TRL: GRPOTrainer, the same with our LM head, and FastGRPOTrainer. Only
-their loss and gradients are compared, because they report no metrics of ours.
+The model has random weights, and the prompt is random. Without options, the model is tiny and on a
+CPU. A step computes the old logps, runs the forward and backward passes, and updates the weights
+with AdamW. The provider "TRL" is TRL's fused head with the loss of `GRPOTrainer` in plain torch.
 
 The loss, gradients and metrics of every provider are first compared with the results of the padded
 provider, or of the last one if `padded` is not selected. In fp32, the tolerance is 1e-5 up to 4096
@@ -36,7 +28,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,10 +37,9 @@ from torch.linalg import vector_norm
 from benchmarks import measure
 from benchmarks.options import positive
 from benchmarks.report.tables import text_table
-from benchmarks.trainers.options import Defaults, add_pretrained, new_parser, parsed, save
+from benchmarks.trainers.options import new_parser, parsed, save
 from benchmarks.trainers.step_providers import Ours, Padded, StepProblem, Trl, make_problem, step_of
-from benchmarks.trainers.trl import InTrl
-from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
+from grpo_fast.train.config import LoraConfig, ModelConfig
 from grpo_fast.train.plan import KNOWN_MODELS
 
 TINY = {
@@ -57,17 +48,14 @@ TINY = {
     "tie_word_embeddings": True, "max_position_embeddings": 65536, "initializer_range": 0.05,
 }  # fmt: skip
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
-# Default numbers of prompt tokens, completion tokens and completions.
-SIZES = {"cpu": (2048, 64, 8), "cuda": (4096, 256, 8), "pretrained": (2048, 32, 4)}
-DEFAULTS = Defaults(threads=2, budget=(120.0, 5.0), rounds=(5, 5))
+# Default numbers of prompt tokens and of completion tokens.
+SIZES = {"cpu": (2048, 64), "cuda": (4096, 256)}
+BUDGET, ROUNDS = (120.0, 5.0), (5, 5)  # without --quick, with --quick
 PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
     "shared": functools.partial(Ours, shared=True),
     "packed": functools.partial(Ours, shared=False),
     "padded": Padded,
     "TRL": Trl,
-    "GRPOTrainer": InTrl,
-    "GRPOTrainer-fast-head": functools.partial(InTrl, has_fast_head=True),
-    "FastGRPOTrainer": functools.partial(InTrl, is_fast=True),
 }
 
 
@@ -77,19 +65,16 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
-    models = parser.add_mutually_exclusive_group()
-    words = "random weights (tiny; on a GPU qwen2.5-0.5b)"
-    models.add_argument("--model-config", choices=("tiny", *KNOWN_MODELS), help=words)
-    add_pretrained(models, parser)
+    words = "default: tiny; on a GPU qwen2.5-0.5b"
+    parser.add_argument("--model-config", choices=("tiny", *KNOWN_MODELS), help=words)
     count = positive(int)
-    words = "instead of the model's own number of layers; random weights only"
-    parser.add_argument("--layers", type=count, help=words)
+    parser.add_argument("--layers", type=count, help="instead of the model's number of layers")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
-    words = "tokens (2048; on a GPU 4096; --quick: 512; with --model at least 2048)"
+    words = "tokens (2048; on a GPU 4096; --quick: 512)"
     parser.add_argument("--prompt", type=count, help=words)
-    words = "tokens, at most (64; on a GPU 256; with --model 32)"
+    words = "tokens, at most (64; on a GPU 256)"
     parser.add_argument("--completion", type=count, help=words)
-    parser.add_argument("--group", type=count, help="completions (8; with --model 4)")
+    parser.add_argument("--group", type=count, default=8, help="completions")
     parser.add_argument(
         "--providers", nargs="+", default=["shared", "packed", "padded"], choices=tuple(PROVIDERS)
     )
@@ -98,25 +83,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lora", type=count, metavar="R", help="rank of LoRA adapters")
     parser.add_argument("--tokens-per-microbatch", type=count, default=1 << 40)
-    words = "completions that padded and TRL process at once (all; with --model 1)"
+    words = "completions that padded and TRL process at once (default: all)"
     parser.add_argument("--padded-rows", type=count, help=words)
-    options = parsed(parser, DEFAULTS)
+    options = parsed(parser, BUDGET, ROUNDS)
     gpu = options.device == "cuda"
-    if options.pretrained:
-        options.padded_rows = options.padded_rows or 1
-        if options.layers:
-            parser.error(f"--layers: expected without --model, got {options.layers}")
-    else:
-        large = gpu and not options.quick
-        options.model_config = options.model_config or ("qwen2.5-0.5b" if large else "tiny")
-    prompt, completion, group = SIZES["pretrained" if options.pretrained else options.device]
+    large = gpu and not options.quick
+    options.model_config = options.model_config or ("qwen2.5-0.5b" if large else "tiny")
+    prompt, completion = SIZES[options.device]
     options.prompt = options.prompt or (512 if options.quick else prompt)
     options.completion = options.completion or completion
-    options.group = options.group or group
     options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
     options.checkpointing = gpu if options.checkpointing is None else options.checkpointing
     options.model = ModelConfig(
-        path=options.pretrained or options.model_config, dtype=options.dtype, device=options.device,
+        path=options.model_config, dtype=options.dtype, device=options.device,
         gradient_checkpointing=options.checkpointing,
         lora=None if options.lora is None else LoraConfig(r=options.lora),
     )  # fmt: skip
@@ -127,7 +106,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Verify and time all providers, measure their peak memory, and save and return the report."""
     model = build_model(options)
     vocab = model.config.vocab_size
-    prompts = build_prompts(options, vocab)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(2, vocab, (1, options.prompt), generator=generator).tolist()
     problem = make_problem(prompts, options.group, options.completion, vocab)
     providers = {n: PROVIDERS[n](copy.deepcopy(model), problem, options) for n in options.providers}
     del model
@@ -141,61 +121,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         peak = peak_bytes(step, options.device) / measure.MIB
         row = {"tokens": providers[name].tokens, "peak_mib": peak}
         rows[name] = {**row, **times[name], **errors[name]}
-    settings = {k: v for k, v in vars(options).items() if k not in ("model", "data", "json")}
+    settings = {k: v for k, v in vars(options).items() if k not in ("model", "json")}
     return save(
-        options, "GRPO step without rollout", settings,
-        prompt_tokens=sorted({len(p) for p in prompts}), completion_tokens=problem.samples.lengths,
-        providers=rows,
+        options, "GRPO step without rollout", settings, prompt_tokens=[options.prompt],
+        completion_tokens=problem.samples.lengths, providers=rows,
     )  # fmt: skip
 
 
 def build_model(options: argparse.Namespace) -> Any:
-    """Load the pretrained model, or build a model with random weights, on the chosen device."""
+    """Build a model with random weights on the chosen device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = getattr(torch, options.dtype)
-    if options.pretrained:
-        model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=dtype)
-        return model.to(options.device)
     fields = dict(TINY if options.model_config == "tiny" else KNOWN_MODELS[options.model_config])
     fields["num_hidden_layers"] = options.layers or fields["num_hidden_layers"]
     config = AutoConfig.for_model(**fields, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     torch.manual_seed(0)
     with torch.device(options.device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
-    """Return the token ids of one prompt, in a list.
-
-    For a pretrained model, it is a GSM8K question that follows worked examples, and has at least
-    `--prompt` tokens. For random weights, it is random and has exactly this many tokens.
-    """
-    if not options.pretrained:
-        generator = torch.Generator().manual_seed(1)
-        return torch.randint(2, vocab, (1, options.prompt), generator=generator).tolist()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
-    texts = k_shot_texts(options.data, options.prompt, lambda text: len(tokenizer(text).input_ids))
-    return [tokenizer(next(texts)).input_ids]
-
-
-def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
-    """Yield GSM8K questions, each preceded by the worked examples that fit into `tokens` tokens.
-
-    A prompt with fewer than `tokens` tokens is skipped. With 0 tokens, there are no worked
-    examples.
-    """
-    from grpo_fast.data.splits import Splits
-
-    def tokenizer(text: str, **_: object) -> Any:
-        return {"input_ids": range(count(text))}
-
-    shots = tokens or None
-    data = DataConfig(task="gsm8k", path=folder, prompt_template="plain", shots_tokens=shots)
-    texts = (str(e.prompt) for e in Splits(data, 0, tokenizer).train)
-    return (text for text in texts if count(text) >= tokens)
 
 
 def verify(

@@ -1,28 +1,26 @@
 """Time and memory of a model without its head, on trees of samples and on plain packed rows.
 
-    python -m benchmarks.trainers.trees [--quick] [--hybrid] [--json PATH] [--plot PATH]
+    python -m benchmarks.trainers.trees [--quick] [--hybrid] [--json PATH]
 
 A tree stores each common prefix of the samples once. Plain packing repeats it for each sample. The
 cases are a group of 16 completions of one long prompt, an agent that branches in two at each of
-four turns, and combs, which are conversations with a side branch at every turn. The picture shows
-agents with three turns and one to four branches. Every sample is trained on its last turn. With
---hybrid, models with recurrent layers are timed on a group of 8 completions of one prompt.
+four turns, and combs, which are conversations with a side branch at every turn. Every sample is
+trained on its last turn. With --hybrid, models with recurrent layers are timed on a group of 8
+completions of one prompt.
 
 The outputs and all gradients of both layouts are compared before they are timed. On a CPU, all
 lengths are divided by 4. With one thread, which is the default, the CPU time of the process is
-measured, because other programs hardly affect it. All cases but those of the picture have targets:
-the speedup must be at least 3/4 of the ratio of the token counts, and the tree must need less
-memory. The exit status is 1 if a case misses a target.
+measured, because other programs hardly affect it. The speedup must be at least 3/4 of the ratio of
+the token counts, and the tree must need less memory. The exit status is 1 if a case misses a
+target.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,13 +29,11 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE, relative_l2
-from benchmarks.report.files import machine
-from benchmarks.report.plots import COLORS, picture
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import new_parser, parsed, save
 from grpo_fast.attention import PackedTree, dispatch, pack_tree, prepare
 from grpo_fast.attention.dispatch import Kind
 
-DEFAULTS = Defaults(threads=1, budget=(8.0, 0.2), rounds=(3, 3))
+BUDGET, ROUNDS = (8.0, 0.2), (3, 3)  # without --quick, with --quick
 LAYERS = 1
 Turns = list[range]  # token ids of each turn of a sample
 Step = Callable[[], Any]  # returns the output and the gradients
@@ -118,42 +114,33 @@ def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
     return paths
 
 
-# Each case is a function that takes a divisor for all lengths and returns the samples. The picture
-# shows the cases in BRANCHES.
+# Each case is a function that takes a divisor for all lengths and returns the samples.
 CASES: dict[str, Callable[[int], list[Turns]]] = {
     "16 completions of a prompt": lambda n: group(8192 // n, 512 // n, 16),
     "binary agent, 4 turns": functools.partial(agent, 2, 4),
     "combs of 20 and 21 turns": lambda n: combs((20, 21), 1250 // n, 256 // n),
-}
-BRANCHES: dict[str, Callable[[int], list[Turns]]] = {
-    f"3 turns, branches: {count}": functools.partial(agent, count, 3) for count in (1, 2, 3, 4)
 }
 HYBRID_CASES = {"8 completions of a prompt": lambda n: group(4096 // n, 512 // n, 8)}
 BAR = 0.75  # required speedup, as a fraction of the ratio of the token counts
 
 
 def main() -> int:
-    """Time every case. Write the report and the picture. Return 1 if a case misses a target."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--plot", help="file for the picture")
+    """Time every case, and write the report. Return 1 if a case misses a target."""
+    parser = new_parser(__doc__, threads=1)
     parser.add_argument("--hybrid", action="store_true", help="time models with recurrent layers")
-    options = parsed(parser, DEFAULTS)
+    options = parsed(parser, BUDGET, ROUNDS)
     on_cpu = options.device == "cpu"
-    if on_cpu and options.threads == 1:
-        options.clock = measure.clock = "process"
     options.divide = 64 if options.quick else 4 if on_cpu else 1
     options.dtype = torch.float32 if on_cpu else torch.bfloat16
     models = HYBRIDS if options.hybrid else CPU_MODELS if on_cpu else GPU_MODELS
     rows = []
-    for name, paths in (HYBRID_CASES if options.hybrid else {**CASES, **BRANCHES}).items():
+    for name, paths in (HYBRID_CASES if options.hybrid else CASES).items():
         for model in models:
             rows.append(time_case(name, paths(options.divide), model, options))
     layers = [model.fields.get("num_hidden_layers", LAYERS) for model in models]
     settings = {"divide": options.divide, "layers": layers, "dtype": str(options.dtype)}
     title = "a trunk over trees of samples, against plain packing, forward + backward"
-    report = save(options, title, settings, cases=rows)
-    if options.plot:
-        draw_trees(report, Path(options.plot))
+    save(options, title, settings, cases=rows)
     below = [row["case"] for row in rows if not (options.quick or passes(row))]
     if below:
         print(f"below a target: {', '.join(below)}")
@@ -161,32 +148,8 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Return True if a case meets its two targets, or has none."""
-    is_fast = row["ratio"] >= BAR * row["tokens_ratio"] and row["memory_ratio"] > 1
-    return row["case"] in BRANCHES or is_fast
-
-
-def draw_trees(report: dict[str, Any], out: Path) -> None:
-    """Draw the token counts and the memory of the cases in `BRANCHES` for both layouts."""
-    rows = [row for row in report["cases"] if row["case"] in BRANCHES]
-    rows = [row for row in rows if row["model"] == rows[0]["model"]]
-    settings = report["settings"]
-    note = f"{machine(report['hardware'])}, {settings['dtype']}; commit {report['commit']}"
-    title = f"Turns of {512 // settings['divide']} tokens, {LAYERS} layer"
-    with picture(out, (9, 3.4), (1, 2), title, note) as axes:
-        counts = range(1, len(rows) + 1)
-        for key, name, role in (("flat", "packed", "peer"), ("tree", "tree", "ours")):
-            style = {"color": COLORS[role], "label": name}
-            memory = [row["times"][key]["workspace_mib"] for row in rows]
-            axes[0].plot(counts, [row["tokens"][key] for row in rows], "o-", **style)
-            axes[1].plot(counts, memory, "o-", **style)
-        labels = "rows of the trunk", "MiB, forward + backward"
-        for panel, label in zip(axes, labels, strict=True):
-            panel.set(yscale="log", xlabel="branches at each of 3 turns", ylabel=label)
-            panel.set_xticks(counts)
-            panel.grid(True, which="major", alpha=0.3)
-            panel.legend(fontsize=8, frameon=False)
-    print(f"written: {os.path.relpath(out)}")
+    """Return True if a case meets its two targets."""
+    return row["ratio"] >= BAR * row["tokens_ratio"] and row["memory_ratio"] > 1
 
 
 def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict[str, Any]:

@@ -1,52 +1,15 @@
-"""Checks that the hub is reachable and that a model's files are safe to load."""
+"""Checks that a model's files are safe to load."""
 
 from __future__ import annotations
 
-import functools
-import os
-import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from grpo_fast.errors import require
 
-SECONDS = 3.0  # timeout of the connection to the hub
-LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOLDER"
 # Names that architectures use in config.json for the number of layers.
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 MOST_LAYERS = 10_000
-
-
-@functools.cache
-def is_offline() -> bool:
-    """Return whether the hub is unreachable. If it is, switch its clients to offline mode.
-
-    Without this check, the hub's clients would retry for half a minute. If the environment sets a
-    proxy, the hub is assumed to be reachable, without a test connection. The result is cached.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return True
-    if getproxies():
-        return False
-    place = urlsplit(constants.ENDPOINT)
-    try:
-        port = place.port or (80 if place.scheme == "http" else 443)
-        socket.create_connection((place.hostname, port), timeout=SECONDS).close()
-    except OSError:
-        # Set the environment variable for libraries that are imported later. Libraries that are
-        # already imported have copied the variable into a constant, so change that constant, too.
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True
-        # If `datasets` is not imported yet, it will read the environment variable.
-        if settings := sys.modules.get("datasets.config"):
-            vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
-        return True
-    return False
 
 
 def check_fields(fields: Mapping[str, object], allow_code: bool = False) -> None:
@@ -85,8 +48,6 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, object]:
 
 def check_files(path: str) -> None:
     """Raise a ValueError if a model folder contains a pipe or a device, which could block reads."""
-    if not Path(path).exists():
-        is_offline()
     for file in Path(path).glob("*"):
         fits = not file.exists() or file.is_file() or file.is_dir()
         require(fits, "model.path", f"regular files in {path}", file.name)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo_fast.data import hub, reason
+from grpo_fast.data import reason
 from grpo_fast.errors import nearest_hint, require
 
 Rows = list[tuple[str, Any]]  # (location such as "file:line", fields)
@@ -30,6 +30,7 @@ GYM = "reasoning_gym:"  # begins the source of a task that the package reasoning
 GYM_TEST = 1 << 31  # seed of the first held-out item of such a task; training seeds are smaller
 GYM_SIZES = {"train": 500, "test": 128}  # usual numbers of items
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
+SPLITS = ("train", *TEST_SPLITS)
 
 
 def splits_of(data: Any) -> Splits:
@@ -49,26 +50,27 @@ def is_local(source: str) -> bool:
 def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
-    A file is the split "train", and a folder needs a file such as train.jsonl. A file whose name
-    has "test" or "validation" in place of "train" is the split of that name.
+    A single file becomes the split "train". If its name contains "train" and the folder has a file
+    of the same name with "test" instead, that file becomes the split "test".
 
     Raises:
         ValueError: the path does not exist, or the folder has no data.
     """
-    train = path
     if os.path.isdir(path):  # without permission, Path.is_dir would raise an error
         if os.path.isfile(path / "dataset_dict.json") or os.path.isfile(path / "state.json"):
             return _datasets(str(path), "load_from_disk", str(path))
-        named = [path / f"train{ending}" for ending in FORMATS]
-        if not any(map(os.path.isfile, named)):
+        names = [(name, path / f"{name}{end}") for name in SPLITS for end in FORMATS]
+        files = {name: file for name, file in names if os.path.isfile(file)}
+        if "train" not in files:
             return _datasets(str(path), "load_dataset", str(path))
-        train = next(filter(os.path.isfile, named))
-    elif not os.path.isfile(path):
+    elif os.path.isfile(path):
+        test = path.with_name(path.name.replace("train", "test", 1))
+        files = {"train": path}
+        if test != path and os.path.isfile(test):
+            files["test"] = test
+    else:
         expected = f"a file with one of the endings {', '.join(FORMATS)}, or a folder with one"
         raise ValueError(f"data.path: expected {expected}, found nothing at {path}")
-    others = {name: train.with_name(train.name.replace("train", name, 1)) for name in TEST_SPLITS}
-    found = {name: file for name, file in others.items() if file != train and os.path.isfile(file)}
-    files = {"train": train, **found}
     return {name: functools.partial(read_file, file) for name, file in files.items()}
 
 
@@ -228,14 +230,13 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
         needs = f"data.path: loading {source!r} needs the package `datasets`"
         other = "(pip install 'grpo_fast[train]'); or name a local jsonl file"
         raise ValueError(f"{needs} {other}") from None
-    offline = is_hub and hub.is_offline()
     try:
         loaded = getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         place = " from the hub, and no such file or folder exists here" if is_hub else ""
         # DatasetGenerationError only says that an error occurred. Its cause says which one.
         is_vague = type(error).__name__ == "DatasetGenerationError"
-        why = hub.LOCAL if offline else reason((is_vague and error.__cause__) or error)
+        why = reason((is_vague and error.__cause__) or error)
         raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, Mapping) else {"train": loaded}
 

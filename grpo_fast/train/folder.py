@@ -19,7 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic_core import to_jsonable_python
 
-from grpo_fast.data import hub, reason
+from grpo_fast.data import reason
 from grpo_fast.errors import WriteError, require
 from grpo_fast.train import ranks
 from grpo_fast.train.config import RunConfig
@@ -264,7 +264,6 @@ def _of_path(path: str, patterns: tuple[str, ...] = WEIGHT_FILES) -> str:
         return f"sha256 {found.hexdigest()[:16]}"
     from transformers.utils import cached_file
 
-    hub.is_offline()  # if so, this call makes the hub's client skip its six retries
     config = None
     with suppress(OSError):  # loading the model later raises a clearer error
         config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)

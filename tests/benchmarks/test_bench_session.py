@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import bars, kernel_times, parts, predict, report, session, smoke
-from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
+from benchmarks.kernels.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = ROOT / "benchmarks" / "gpu_session.sh"
@@ -32,8 +34,40 @@ def test_the_script_is_sound():
 def test_without_wheels_the_script_says_what_to_run_first():
     environment = {**os.environ, "PYTHON": "true"}
     done = subprocess.run([CALLER, "--dry"], env=environment, capture_output=True, text=True)
-    has_wheels = any(ROOT.glob("wheels/**/*.whl*"))
-    assert ("benchmarks/gpu/wheels.sh first" in done.stderr) is not has_wheels
+    assert ("benchmarks/gpu/wheels.sh first" in done.stderr) is (session.pieces() == 0)
+
+
+def test_the_script_joins_the_pieces_of_the_wheels(tmp_path):
+    """Check that the script unpacks an archive of wheels that is split into two pieces."""
+    script = tmp_path / "benchmarks" / "gpu" / "session.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(SCRIPT.read_text())
+    for folder in (script.parent, script.parent.parent):
+        (folder / "__init__.py").touch()
+    for name in ("first", "second"):
+        with zipfile.ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+    archive = tmp_path / "wheels.tar"
+    with tarfile.open(archive, "w") as tar:
+        for wheel in tmp_path.glob("*.whl"):
+            tar.add(wheel, wheel.name)
+    written, cut = archive.read_bytes(), 550  # the cut is in the first wheel
+    for number, part in enumerate((written[:cut], written[cut:])):
+        folder = tmp_path / "wheels" / f"0{number}"
+        folder.mkdir(parents=True)
+        (folder / f"wheels.tar.0{number}").write_bytes(part)
+    module = tmp_path / "benchmarks" / "gpu" / "session.py"
+    module.write_text("import first, second, sys; print('imported', *sys.argv[1:])")
+    environment = {**os.environ, "PYTHON": PY}
+    done = subprocess.run(
+        ["bash", script, "--dry"], env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("imported --dry\n", "", 0)
+    (tmp_path / "wheels" / "01" / "wheels.tar.01").unlink()
+    done = subprocess.run(
+        ["bash", script, "--dry"], env=environment, capture_output=True, text=True
+    )
+    assert "a piece of wheels/ is missing" in done.stderr
 
 
 def test_a_python_without_torch_is_refused():
@@ -52,14 +86,15 @@ def test_the_parts_fit_into_both_visits():
         expected = {name: parts.EXPECTED.get(name, 0) for name in chosen}
         assert all(expected[name] <= part.seconds for name, part in chosen.items())
     starts = len(parts.VISIT_SECONDS) * parts.START_SECONDS
+    carried = sum(count - 1 for count in parts.PIECES.values()) * parts.CARRY_SECONDS
     most = parts.SESSION_SECONDS - parts.SLACK_SECONDS
-    assert sum(parts.VISIT_SECONDS.values()) + starts <= most, "both visits and machine starts"
+    assert sum(parts.VISIT_SECONDS.values()) + starts + carried <= most
     assert parts.VISIT_SECONDS[1] + parts.START_SECONDS <= 540 and parts.VISIT_SECONDS[2] <= 240
 
 
 def test_the_clock_adds_measured_and_assumed_times():
     every, known = parts.parts(), {"bars": {"status": "done", "seconds": 31.0}}
-    lines = list(session.clock(every, known))
+    lines = list(session.clock(every, known, parts.PIECES))
     rows = {line.split()[1]: line.split() for line in lines if line.split()[0] in ("1", "2")}
     assert rows["bars"][3:5] == ["31", "measured"] and rows["small"][4] == "assumed"
     start, smoke = parts.START_SECONDS, every["smoke"].seconds
@@ -69,13 +104,18 @@ def test_the_clock_adds_measured_and_assumed_times():
     assert parts.SESSION_SECONDS - ends[-1] >= parts.SLACK_SECONDS
     assert "in this order: longest, hybrid, heads, frozen, rows, tests" in lines[-2]
     assert "left out" in lines[-1] and "step, peers, tune" in lines[-1]
+    carried = [line.split() for line in lines if "wheels/" in line]
+    assert [row[:2] for row in carried] == [["2", "wheels/00"], ["2", "wheels/01"]]
+    assert int(carried[1][5]) == int(carried[0][5]) + parts.CARRY_SECONDS
+    alone = list(session.clock(every, known, {1: 1, 2: 1}))
+    assert "wheels/" not in "\n".join(alone) and len(alone) == len(lines) - 2
 
 
 def test_parts_name_known_benchmarks():
     """Check that no part names a benchmark that was removed. Some parts run only by name."""
     commands = [x for part in parts.parts().values() for x in part.commands]
     lines = [line for x in commands if "benchmarks.gpu.several" in x for line in x[3:]]
-    assert len(lines) > 10 and {line.split()[0] for line in lines} <= {*OPERATIONS, *SCRIPTS}
+    assert len(lines) > 10 and {line.split()[0] for line in lines} <= {*OPERATIONS}
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
@@ -101,7 +141,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
     assert session.main(["--part", "smoke"]) == 2
     shown = capsys.readouterr().out
     assert "would run" in shown and "starts" in shown and "no NVIDIA GPU" in shown
-    assert "# plan: smoke 35 s; in all at most 35 s" in shown and not list(tmp_path.iterdir())
+    assert "# plan: smoke 25 s; in all at most 25 s" in shown and not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -235,7 +275,7 @@ def test_the_committed_report_is_of_the_committed_results():
 
 def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
     lines = report.rendered(tmp_path / "none.json").splitlines()
-    for bar in bars.bars(predict.CARDS["H100"]):
+    for bar in bars.bars(predict.CARDS["H100"], bars.Results([], [])):
         line = next(line for line in lines if line.startswith(f"| {bar.title} |"))
         assert "| not measured |" in line and f"`{bar.command}`" in line
 
@@ -286,9 +326,9 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     ratio = f"{predicted.ours / predicted.limit:.2f}×"
     assert f"| ≤ 1.12× | {ratio} | 1.05× |" in page
     assert page.count("| 2.86× |") == 2  # faster than TRL, and than the fastest peer
-    assert "| 2.00 GiB |" in page and "| 1.50× |" in page and "/ 42.0 |" in page
+    assert "/ 2048.0 |" in page and "| 1.50× |" in page and "/ 42.0 |" in page
     assert "`slice_kernel`" in page and "dH and dW products" in page
-    assert "| 1 | bars | 60 | done |" in page
+    assert "| 1 | bars | 50 | done |" in page
 
 
 def test_results_without_a_commit_are_not_rendered(tmp_path):

@@ -38,6 +38,6 @@ def test_a_provider_is_not_tried_again_after_it_ran_out_of_memory(tmp_path, monk
     found = json.loads(path.read_text())["providers"]
     assert ("plain torch", 2048) not in seen and (memory.OURS, 2048) in seen
     assert found["plain torch"]["tokens"]["1024"]["status"] == memory.OUT_OF_MEMORY
-    assert found["verl"]["missing"] and "tokens" not in found["verl"]
+    assert found["Liger SM90"]["missing"] and "tokens" not in found["Liger SM90"]
     assert "1,024 tokens  out of memory" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == [path]

@@ -6,14 +6,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.experiments.sums import write_sums
 from benchmarks.race import __main__ as driver
 from benchmarks.race.runs import SHOTS, TASKS, Evaluator, Task
 from grpo_fast.data import Example
 from tests.tiny import tiny_folder
 
 pytest.importorskip("trl", reason="the race compares with TRL: pip install 'grpo_fast[trl]'")
-SUMS = Task(lambda folder: write_sums(folder, 1), 2, 2, 3, 1e-3, 2, 1, 6)
+
+
+def write_sums(folder):
+    """Write prompts with one worked example and the question for a sum."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for n in range(20):
+        texts = ("user", "What is 1 + 1?"), ("assistant", "2"), ("user", f"What is {n} + 9?")
+        prompt = [{"role": role, "content": text} for role, text in texts]
+        rows.append(json.dumps({"prompt": prompt, "answer": str(n + 9)}) + "\n")
+    (folder / "train.jsonl").write_text("".join(rows[:12]))
+    (folder / "test.jsonl").write_text("".join(rows[12:]))
+
+
+SUMS = Task(write_sums, 2, 2, 3, 1e-3, 2, 1, 6)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +128,8 @@ def test_the_table_has_times_to_an_accuracy_and_the_gap_of_the_curves():
         driver.mean_time(theirs, 0.3, "wall") == "110"
         and driver.mean_time(ours, 0.55, "cpu") == "–"
     )
+    means, low, high = driver.curve(runs_of([(0, 1.0), (9, 4.0)], [(0, 3.0)]), "accuracy")
+    assert means == [2.0, 4.0] and low == [1.0, 4.0] and high == [3.0, 4.0]
     said = driver.table({"ours": ours, "theirs": theirs})
     assert "55 ± 5%" in said and "to 45%" in said
     # At step 1 the means are 0.3 and 0.4: 0.1 over sqrt(2 * 0.35 * 0.65 / 200).

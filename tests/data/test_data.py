@@ -1,7 +1,6 @@
 """Tests of data sources and tokenizers, including GSM8K if its files are available."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,25 +72,6 @@ def test_gold_answer():
 
 
 # -------------------------------------------------------------------------------------------- Files
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{not json", "not a JSON object"),
-        ("[1, 2]", "expected a JSON object, got list"),
-        ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' occurs twice"),
-        ("[" * 100_000, "not a JSON object"),
-        ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
-        ('{"prompt": "x \\ud800", "answer": "1"}', "got the lone surrogate '\\ud800'"),
-        ('{"prompt": [{"role": "user", "content": "\\udc00"}], "answer": "1"}', "lone surrogate"),
-    ],
-)
-def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
-    path = write_lines(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"}, "", line)
-    with pytest.raises(ValueError, match=re.escape(f"{path}:3: ")) as error:
-        read(path)
-    assert reason in str(error.value)
-
-
 @pytest.mark.parametrize("lines", [10, 2, 1])
 def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
     """Check that a warning is logged if every training prompt is also a test prompt.
@@ -197,7 +177,6 @@ def test_the_message_of_the_hub_is_kept(monkeypatch):
     def load_dataset(*_):
         raise OSError("visit its page to ask for access") from OSError("403 Client Error")
 
-    monkeypatch.setattr("grpo_fast.data.hub.is_offline", lambda: False)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match="could not load 'a/b'.*: visit its page"):
         load(path="a/b")

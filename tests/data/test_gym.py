@@ -5,6 +5,7 @@ The last test runs with the package itself: pip install 'grpo_fast[gym]'.
 
 import importlib.util
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -151,25 +152,24 @@ def test_an_answer_that_a_scorer_cannot_read_has_score_0():
     assert score(entry, "[1, 2]", entry["answer"], "") == [0.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("text", ["x**2 + 3**4", "(x**2 + 1)**3", "2**-3", "9**99", "x**(1/2)"])
-def test_text_with_powers(text):
-    check_arithmetic(text)
+SMALL = ["x**2 + 3**4", "(x**2 + 1)**3", "2**-3", "9**99", "x**(1/2)"]
+LARGE = ["9**9**9", "9**(9**9)", "9**1000", "((9**99)**99)**9", "2**(9*9)"]
+CODE = [
+    "().__class__", "exec(chr(49))", "(lambda: 1)()", "'a'*9", "x[0]", "[i for i in y]",
+    "sqrt(f'{x}')", "sin(x, y=1)", "(x := 2)", "print(1)", "1 if x else 2",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "text", ["9**9**9", "9**(9**9)", "9**1000", "((9**99)**99)**9", "2**(9*9)"]
+    ("text", "said"),
+    [
+        *((text, None) for text in SMALL),
+        *((text, "powers up to") for text in LARGE),
+        *((text, "expected arithmetic") for text in CODE),
+    ],
 )
-def test_text_with_large_powers(text):
-    with pytest.raises(ValueError, match="powers up to"):
-        check_arithmetic(text)
-
-
-@pytest.mark.parametrize("text", [
-    "().__class__", "exec(chr(49))", "(lambda: 1)()", "'a'*9", "x[0]", "[i for i in y]",
-    "sqrt(f'{x}')", "sin(x, y=1)", "(x := 2)", "print(1)", "1 if x else 2",
-])  # fmt: skip
-def test_text_that_is_no_arithmetic(text):
-    with pytest.raises(ValueError, match="expected arithmetic"):
+def test_only_text_with_arithmetic_is_evaluated(text, said):
+    with nullcontext() if said is None else pytest.raises(ValueError, match=said):
         check_arithmetic(text)
 
 

@@ -104,6 +104,9 @@ def test_values_of_text_files_are_not_changed(tmp_path, name, content, row):
     assert [fields for _, fields in read_file(tmp_path / name)] == [row]
 
 
+LINE = b'{"prompt": "q", "answer": "1"}\n'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -119,6 +122,12 @@ def test_values_of_text_files_are_not_changed(tmp_path, name, content, row):
         ("d.tsv", b"a\tb\n1\t2\n", "d.tsv:2: expected a field 'prompt'"),
         ("d.xlsx", b"PK", "data.path: expected an unpacked file with one of the endings .jsonl, "),
         ("d.jsonl.gz", b"\x1f\x8b", "data.path: expected an unpacked file with one of the endings"),
+        ("d.jsonl", LINE + b"\n{not json", "d.jsonl:3: not a JSON object"),
+        ("d.jsonl", LINE + b"[1, 2]", "d.jsonl:2: expected a JSON object, got list"),
+        ("d.jsonl", LINE + b"[" * 10_000, "d.jsonl:2: not a JSON object"),
+        ("d.jsonl", LINE + b'{"answer": ' + b"1" * 5000 + b"}", "d.jsonl:2: .*4300 digits"),
+        ("d.jsonl", b'{"prompt": "x \\ud800"}', r"d.jsonl:1: .*lone surrogate '\\ud800'"),
+        ("d.jsonl", b'{"prompt": [{"role": "user", "content": "\\udc00"}]}', "lone surrogate"),
         ("d.json", b"[]", "d.json: expected at least one row, got none"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
         ("d.json", b'{\n "question": "q"\n}', "d.json:1: not a JSON object .*one object per line"),

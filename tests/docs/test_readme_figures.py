@@ -44,7 +44,7 @@ def loss_cases(machine: str) -> list[dict[str, Any]]:
     else:
         cpu = machine.rpartition(" ")[2]
         files = sorted(RESULTS.glob(f"cpu-*-zen{cpu}.json"))
-        names = ["cpu-loss"] if cpu == "5" else [file.stem for file in files]
+        names = ["cpu-loss-zen5"] if cpu == "5" else [file.stem for file in files]
         reports = [read(name) for name in names if not name.startswith("cpu-loop")]
         assert all(MACHINES[machine] in report["hardware"]["cpu"] for report in reports)
     cases = [case for report in reports for case in report["cases"]]

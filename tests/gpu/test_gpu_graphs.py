@@ -8,19 +8,25 @@ values on the host.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss, linear_logps, logits_grpo_loss
+from grpo_fast import (
+    LossConfig,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logps,
+    logits_grpo_loss,
+    logits_logps,
+)
 
 pytestmark = pytest.mark.gpu
 T, H, V, B = 192, 128, 5000, 3
 
 
-def values(seed: int, T: int = T) -> dict[str, torch.Tensor]:
+def values(seed: int, T: int = T, device: str = "cuda") -> dict[str, torch.Tensor]:
     """Return a random batch of T tokens in which every row has a nonzero coefficient.
 
     A call outside of a graph then skips no row. Its GEMMs have the same shapes as the GEMMs in a
@@ -30,60 +36,73 @@ def values(seed: int, T: int = T) -> dict[str, torch.Tensor]:
     cut = torch.randint(1, T - 1, (2,), generator=g).sort().values
     found = {
         "hidden": torch.randn(T, H, generator=g).bfloat16(),
-        "weight": (torch.randn(V, H, generator=g) * (2 / H**0.5)).bfloat16(),
+        "lm_head_weight": (torch.randn(V, H, generator=g) * (2 / H**0.5)).bfloat16(),
+        "bias": torch.randn(V, generator=g).bfloat16(),
         "logits": torch.randn(T, V, generator=g).bfloat16(),
         "logps": -torch.rand(T, generator=g) - 0.5,
+        "entropy": torch.rand(T, generator=g),
         "target_ids": torch.randint(V, (T,), generator=g),
         "advantages": torch.rand(B, generator=g) + 0.5,
         "ref_logps": -torch.rand(T, generator=g) - 0.5,
         "cu_seqlens": torch.tensor([0, *cut, T], dtype=torch.int32),
         "num_items_in_batch": torch.tensor(float(200 + seed)),
     }
-    return {name: x.cuda() for name, x in found.items()}
+    return {name: x.to(device) for name, x in found.items()}
 
 
-def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
+def loss_of(function: Callable, *names: str, **options) -> Callable[..., list]:
     """Return a function that runs a loss function on a batch.
 
     The returned function computes loss, logps, metrics and the gradients of the tensors in `names`.
     """
     config = LossConfig(beta=0.1, **options)
+    more = ["advantages", "cu_seqlens", "ref_logps", "num_items_in_batch"]
+    more += [] if function is grpo_loss else ["target_ids"]
 
-    def step(x: dict) -> list:
-        leaves = [x[name].detach().requires_grad_() for name in names]
-        targets = [] if function is grpo_loss else [x["target_ids"]]
-        more = {name: x[name] for name in ("cu_seqlens", "ref_logps", "num_items_in_batch")}
-        result = function(*leaves, *targets, x["advantages"], config, **more)
+    def step(x: dict, gradients: Callable = torch.autograd.grad) -> list:
+        leaves = {name: x[name].detach().requires_grad_() for name in names}
+        result = function(**leaves, config=config, **{name: x[name] for name in more})
         metrics = list(result.metrics.values())
-        return [result.loss, result.logps, *metrics, *torch.autograd.grad(result.loss, leaves)]
+        return [result.loss, result.logps, *metrics, *gradients(result.loss, [*leaves.values()])]
 
     return step
 
 
-def logps_step(x: dict, return_entropy: bool = True) -> list:
-    leaves = [x[name].detach().requires_grad_() for name in ("hidden", "weight")]
-    found = linear_logps(*leaves, x["target_ids"], return_entropy=return_entropy)
-    results = list(found) if return_entropy else [found]
-    return [*results, *torch.autograd.grad((results[0] * x["ref_logps"]).sum(), leaves)]
+def logps_of(function: Callable, *names: str, **options) -> Callable[..., list]:
+    def step(x: dict, gradients: Callable = torch.autograd.grad) -> list:
+        leaves = {name: x[name].detach().requires_grad_() for name in names}
+        found = function(**leaves, target_ids=x["target_ids"], **options)
+        results = list(found) if isinstance(found, tuple) else [found]
+        total = (results[0] * x["ref_logps"]).sum()
+        return [*results, *gradients(total, [*leaves.values()])]
+
+    return step
 
 
-masked_step = functools.partial(logps_step, return_entropy=False)
-
-
-def frozen_step(x: dict) -> list:
+def frozen_step(x: dict, gradients: Callable | None = None) -> list:
     with torch.no_grad():
-        return [linear_logps(x["hidden"], x["weight"], x["target_ids"])]
+        return [linear_logps(x["hidden"], x["lm_head_weight"], x["target_ids"])]
 
 
-HEAD = "hidden", "weight"
+HEAD = "hidden", "lm_head_weight"
+masked_step = logps_of(linear_logps, *HEAD)
 STEPS = {
-    "linear_grpo_loss": loss_of(linear_grpo_loss, *HEAD),
+    "linear_grpo_loss": loss_of(linear_grpo_loss, *HEAD, "bias"),
     "linear_grpo_loss, entropy bonus": loss_of(linear_grpo_loss, *HEAD, entropy_coef=0.01),
-    "linear_grpo_loss, by sequence": loss_of(linear_grpo_loss, *HEAD, loss_type="gspo"),
+    "linear_grpo_loss, by sequence": loss_of(
+        linear_grpo_loss, *HEAD, loss_type="gspo", softcap=20.0
+    ),
+    "linear_grpo_loss, by length": loss_of(
+        linear_grpo_loss, *HEAD, loss_type="grpo", compute_entropy=True
+    ),
     "logits_grpo_loss": loss_of(logits_grpo_loss, "logits"),
+    "logits_grpo_loss, by sequence": loss_of(logits_grpo_loss, "logits", loss_type="gspo"),
     "grpo_loss": loss_of(grpo_loss, "logps"),
-    "linear_logps": logps_step,
+    "grpo_loss, entropy bonus": loss_of(grpo_loss, "logps", "entropy", entropy_coef=0.1),
+    "linear_logps": masked_step,
+    "linear_logps, entropy": logps_of(linear_logps, *HEAD, return_entropy=True, temperature=0.8),
     "linear_logps without a gradient": frozen_step,
+    "logits_logps": logps_of(logits_logps, "logits", return_entropy=True),
 }
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import grpo_fast
-from benchmarks.trainers import packages
 from grpo_fast.kernels.cpu import loader
 from tests import hub
+from tests.integrations import packages
 from tests.integrations.trainer_packages import skipping
 
 with skipping():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.trainers import packages
+from tests.integrations import packages
 
 
 def load(name: str) -> Any:

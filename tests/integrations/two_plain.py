@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from benchmarks.trainers import packages
 from grpo_fast import LossConfig
 from tests import grpo_reference
+from tests.integrations import packages
 from tests.integrations import test_examples as examples
 from tests.integrations.two_trl import Result, outcome
 from tests.tiny import tiny_model

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from benchmarks.trainers import packages
-from tests.integrations import trl_cases
+from tests.integrations import packages, trl_cases
 from tests.integrations.two_trl import Result, outcome
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")

@@ -8,8 +8,6 @@ import logging
 import os
 import pwd
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ import grpo_fast
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.cpu import loader as csrc_loader
+from tests.command_line import invoke, write_recipe
 
 LIBRARY, REASON = csrc_loader.compile_library("rows")
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no library to copy")
@@ -236,18 +235,12 @@ def test_a_library_of_the_wheel_is_used_without_a_warning(
     assert not [x for x in caplog.records if x.levelno >= logging.WARNING]
 
 
-def test_a_run_says_which_kernels_it_has(tmp_path: Path) -> None:
-    words = "steps=1 model.config.hidden_size=32 model.config.intermediate_size=64 data.n_test=16 "
-    words += "rollout.prompts_per_step=4 rollout.group_size=4 log.save_model=false"
-    line = [sys.executable, "-m", "grpo_fast", "train", "sort", *words.split()]
-    done = subprocess.run(
-        [*line, f"output_dir={tmp_path / 'run'}"], env=os.environ | {"GRPO_FAST_CPU": "sse9"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_a_run_says_which_kernels_it_has(machine: Path, monkeypatch, no_pictures) -> None:
+    monkeypatch.setenv("GRPO_FAST_CPU", "sse9")
+    done = invoke("train", write_recipe(machine), "log.save_model=false")
     (kernels,) = [x for x in done.stdout.splitlines() if x.startswith("kernels: ")]
     assert kernels.startswith("kernels: torch (slower; cpu: GRPO_FAST_CPU: expected one of")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((machine / "run" / "summary.json").read_text())
     assert summary["backend"] == "torch" and summary["backend_fallback"] in kernels
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode, gemm, linear, loader, rows
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import AddedRows, LogitTransform
@@ -42,6 +43,11 @@ def sets(index=None, **changes):
     return rows.head_rows(*given, return_entropy=False, return_slopes=False)
 
 
+def sums(**changes):
+    kernels = route.kernel_module("support", "cpu")
+    return kernels.head_hidden(torch.ones(8), WEIGHT, SETS._replace(**changes))
+
+
 def step(lengths=17, counts=3, time=0):
     own = decode.grow_tiles((), TILES, 3, 1)
     numbers = torch.tensor([lengths]), torch.tensor([counts])
@@ -65,6 +71,8 @@ def step(lengths=17, counts=3, time=0):
         (sets, "ids", torch.arange(8) + 3),
         (sets, "ids", torch.arange(8) - 1),
         (sets, "offsets", torch.tensor([0, 2, 4, 6, 9])),
+        (sums, "ids", torch.arange(8) + 3),
+        (sums, "offsets", torch.arange(5).flip(0) * 2),
         (step, "lengths", 33),
         (step, "counts", 4),
         (step, "time", 16),

@@ -146,35 +146,3 @@ def test_powers_of_two_are_exact(monkeypatch):
     exponents = torch.arange(-126, 128, dtype=torch.int32)
     exact = torch.tensor([2.0**e for e in range(-126, 128)])
     assert torch.equal(half_range.power_of_two(exponents), exact)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-@pytest.mark.parametrize("stored", [None, "logits", "exponentials"])
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
-    """Check that the large tile of sm_90 is used unless its code would spill registers.
-
-    test_triton_compile.py checks for each combination of options whether registers spill.
-    """
-    from grpo_fast.kernels.gpu import linear
-    from grpo_fast.kernels.types import LogitTransform
-
-    started: list[int] = []
-    for name, value in (
-        ("launch", lambda *args, **options: started.append(options["BLOCK_V"])),
-        ("architecture", lambda device: "sm_90"),
-        ("tiles", lambda p, matrix, *shape: matrix),
-    ):
-        monkeypatch.setattr(linear, name, value)
-    hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
-    given = weight[:, 0] if bias else None
-    p = linear.head_inputs(
-        hidden, weight, given, torch.zeros(4).long(), LogitTransform(1.0, softcap, 1.0)
-    )
-    out = None if stored is None else torch.zeros(4, 16).to(torch.bfloat16)
-    target = torch.zeros(4) if stored == "exponentials" else None
-    linear.sweep(p, torch.zeros(4 if entropy else 3, 1, 4), out, target)
-    spills = stored == "exponentials" and (softcap is not None or (bias and entropy))
-    assert started == [128 if spills else 256]

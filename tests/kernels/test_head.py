@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.types import POSITIVE16, Exponentials, LogitTransform, widened
@@ -187,19 +186,6 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
     assert all(torch.equal(x[others], y[others]) for x, y in zip(spoiled, whole, strict=True))
 
 
-def test_any_strides_of_the_weight(head) -> None:
-    """Check that a transposed or strided weight gives the same results as a contiguous weight.
-
-    The bits may differ, because a weight with unaligned rows may use a smaller tile.
-    """
-    hidden, weight, bias, ids = problem(5, 24, 100)
-    wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
-    expected = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=True)
-    for view in (weight.T.contiguous().T, wide):
-        found = head.logps(hidden, view, bias, ids, LogitTransform(), return_entropy=True)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("softcap", [None, 500.0])
 @pytest.mark.parametrize("nats", [19.9, 20.1, 90.0, 200.0, 1000.0])
 def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
@@ -312,14 +298,6 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
-def test_no_rows(head) -> None:
-    hidden, weight, bias, ids = problem(0, 16, 50)
-    stats = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=True)
-    assert [x.shape for x in stats] == [(0,)] * 3
-    stats, units, _ = weigh(head, hidden, weight, bias, ids, LogitTransform())
-    assert stats[0].shape == (0,) and units.shape == (2, 0)
-
-
 # ---- CPU kernels only
 
 
@@ -369,15 +347,3 @@ def test_columns_far_below_the_target_weigh_nothing(nats: float, softcap: float 
     torch.testing.assert_close(out[:, :T], (1 - bent**2) * (1 - torch.eye(T)), rtol=1e-4, atol=0)
     below = math.exp(-nats if softcap is None else -softcap * bent)
     torch.testing.assert_close(out[:, T:], torch.full((T, V - T), below), rtol=1e-3, atol=1e-38)
-
-
-@NO_CPP
-def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check when the kernels that start from hidden states are used.
-
-    The vocabulary must have at least 2048 ids, and the dtype must use the csrc product.
-    """
-    monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
-    for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):
-        found = route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps
-        assert (found is not None) == (columns == 2048 and dtype == torch.float32)

@@ -122,22 +122,6 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
     assert again.slopes is None and all(map(torch.equal, found.stats, again.stats))
 
 
-def test_any_strides(support_kernels):
-    """Check that the kernels accept a transposed weight and a strided `hidden`.
-
-    Tied embeddings have a transposed weight. `hidden` is every second column of a wider tensor.
-    """
-    hidden, index, weight, bias = tensors_of(20)
-    wide = torch.full((N, 40), math.nan)
-    wide[:, ::2] = hidden
-    given = wide[:, ::2], index, weight.t().contiguous().t(), bias
-    found, expected = (
-        of_head(support_kernels, x, LogitTransform()) for x in (given, tensors_of(20))
-    )
-    assert_close(found.slopes, expected.slopes, 1e-6)
-    assert_close(found.raw, expected.raw, 1e-6)
-
-
 def test_a_certain_token_keeps_its_digits(support_kernels):
     """Check that logps near 0 are accurate, and that slopes are accurate for probabilities near 1.
 
@@ -153,16 +137,6 @@ def test_a_certain_token_keeps_its_digits(support_kernels):
     assert ((found.stats[1] - stats[1]).abs() <= 1e-5 * stats[1].abs())[certain].all()
     assert (found.slopes - slopes).norm(dim=1).le(1e-4 * slopes.norm(dim=1))[certain].all()
     assert found.stats[1][0] == 0 and not found.slopes[0].any()
-
-
-def test_nan_stays_in_its_row(support_kernels):
-    hidden, index, weight, bias = tensors_of(20)
-    clean = of_head(support_kernels, (hidden, index, weight, bias), LogitTransform())
-    hidden[index[3], 5] = math.nan
-    found = of_head(support_kernels, (hidden, index, weight, bias), LogitTransform())
-    assert found.stats[1][3].isnan() and found.slopes[3].isnan().any()
-    others = torch.arange(R) != 3
-    assert torch.equal(found.slopes[others], clean.slopes[others])
 
 
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
@@ -279,19 +253,6 @@ def test_where_targets_stand(engine):
     assert places(torch.tensor([5, 5]), 8)[0].tolist() == [0, -1]
     ids[4] = 7
     assert int(places(torch.tensor([7, 0]), 8)[1]) == 7
-
-
-@pytest.mark.skipif(route.unavailable("cpu", "cpu") is not None, reason="no C++ kernels here")
-def test_the_kernels_read_nothing_outside():
-    """Check that the kernels reject ids and offsets that would make them read out of bounds."""
-    d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
-    ids, offsets = ROWS.ids, ROWS.offsets
-    wrong = [("ids", ids + V), ("ids", ids - V), ("offsets", offsets + 1)]
-    for name, value in [*wrong, ("offsets", offsets.flip(0))]:
-        with pytest.raises(RuntimeError, match=f"{name}: expected"):
-            route.kernel_module("support", "cpu").head_hidden(
-                d, weight, ROWS._replace(**{name: value})
-            )
 
 
 def test_the_reference_is_taken_without_a_compiler(monkeypatch):

@@ -8,6 +8,7 @@ The tests use the real torch.compile, which calls the functions outside of its g
 from __future__ import annotations
 
 import doctest
+import functools
 import inspect
 import sys
 
@@ -30,6 +31,7 @@ LEAVES = {
     "grpo_loss": ("logps",),
     "linear_grpo_loss": ("hidden", "weight"),
     "logits_grpo_loss": ("logits",),
+    "linear_divergence": ("hidden", "weight"),
 }
 CONFIG = dict(loss_type="grpo", beta=0.1)
 ADVANTAGES = torch.tensor([0.7, -1.2, 0.4])
@@ -46,10 +48,13 @@ TENSORS = {
     "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
     "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
+TEACHER = TeacherHead(rand(T, H, seed=9), rand(V, H, seed=10))
 # One value for each keyword. It changes the result, so that a test fails if the keyword is ignored.
 VALUES = {
     "softcap": 3.0,
     "temperature": 0.5 + rand(T, seed=7).abs(),  # one temperature for each row
+    "beta": 0.2,
+    "weights": rand(T, seed=11),
     "logit_scale": 1.3,
     "return_entropy": True,
     "hidden_rows": torch.tensor([0, 0, 1, 2, 2, 5, 6]),
@@ -63,9 +68,7 @@ VALUES = {
     "num_items_in_batch": 9.0,
     "num_completions_in_batch": torch.tensor(5.0),
     "grad_filter": 0.2,
-    "divergence": DivergenceTerm(
-        TeacherHead(rand(T, H, seed=9), rand(V, H, seed=10)), "jsd", coef=0.3, beta=0.2
-    ),
+    "divergence": DivergenceTerm(TEACHER, "jsd", coef=0.3, beta=0.2),
     "validate": "full",
     "inplace": True,
 }
@@ -89,10 +92,11 @@ class Call:
 
     def __init__(self, function: str, name: str = "", group=None) -> None:
         self.function, self.name = function, name
-        self.is_loss, self.drops = function.endswith("loss"), True
+        self.has_config, self.drops = function.endswith("loss"), True
+        self.is_loss = self.has_config or function == "linear_divergence"
         self.leaves = LEAVES[function]
         self.keywords, config = {}, {**CONFIG, **NEEDS.get(name, {})}
-        if self.is_loss:
+        if self.has_config:
             self.keywords = {
                 "cu_seqlens": torch.tensor([0, 2, 2, T]), "ref_logps": LOGPS - 0.1,
                 "old_logps": LOGPS + 0.1,
@@ -104,6 +108,8 @@ class Call:
             config[name[7:]] = IN_CONFIG[name[7:]]
         elif name:
             self.keywords[name] = {**VALUES, "group": group}[name]
+            if (function, name) == ("linear_divergence", "temperature"):
+                self.keywords[name] = 0.7  # it takes one temperature for all rows
         self.config = LossConfig(**config)
 
     def __call__(self, *leaves):
@@ -112,7 +118,12 @@ class Call:
             tensors["logits"] = tensors["logits"] * 1
         keywords = {x: tensors.pop(x) for x in ("bias", "entropy") if x in tensors} | self.keywords
         own = list(tensors.values())
-        own += [IDS] if self.function != "grpo_loss" else []
+        if self.function == "linear_divergence":
+            found = grpo_fast.linear_divergence(*own, TEACHER, "jsd", **keywords)
+            return found.loss, found.values
+        # A normal call skips a row without a target, and a recorded call computes it.
+        ids = IDS if self.is_loss else IDS.index_fill(0, torch.tensor(3), -100)
+        own += [ids] if self.function != "grpo_loss" else []
         own += [ADVANTAGES, self.config] if self.is_loss else []
         found = getattr(grpo_fast, self.function)(*own, **keywords)
         if not self.is_loss:
@@ -204,12 +215,19 @@ CELLS = [
 ]
 
 
+@functools.cache
+def plain_answer(function, name, group, drops):
+    call = Call(function, name, group)
+    call.drops = drops
+    return answer(call)
+
+
 @pytest.mark.parametrize(("function", "name", "mode"), CELLS)
 def test_a_cell(function, name, mode, group, monkeypatch):
-    call = Call(function, name, group)
+    call, run = Call(function, name, group), MODES[mode]
     # Without gradients, grad_filter drops no columns, so its metrics differ from those of `answer`.
     call.drops = mode not in ("reentrant", "no_grad")
-    plain, run = answer(call), MODES[mode]
+    plain = plain_answer(function, name, group, call.drops)
     if mode == "recorded" and name in OUTSIDE_OF_RECORDINGS:
         with pytest.raises(Exception, match=f"(?s){name}: expected .*, got"):
             run(call, monkeypatch)
@@ -235,12 +253,6 @@ def test_each_value_tells(function, group):
 
 
 # ---------- Test that a model compiled by torch.compile can call the losses, which break the graph
-FUNCTIONS = (
-    "linear_logps", "logits_logps", "grpo_loss", "linear_grpo_loss", "logits_grpo_loss",
-    "linear_divergence",
-)  # fmt: skip
-
-
 def step(w1, w2, ids, advantages, config, cu):
     """Run a training step: a layer, the loss of its output, and the backward pass."""
     hidden = torch.tanh(torch.arange(20.0).view(5, 4) @ w1)
@@ -265,7 +277,7 @@ def test_a_compiled_step_trains():
     torch.testing.assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", LEAVES)
 def test_fullgraph_is_refused_by_name(name):
     function = getattr(grpo_fast, name)
     count = sum(x.default is x.empty for x in inspect.signature(function).parameters.values())

@@ -7,20 +7,25 @@ test_fuzz.py tests masked tokens.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import grpo_fast
+from benchmarks.kernels.exact import logps_bar
 from grpo_fast.kernels.head import sources
+from grpo_fast.kernels.head import support as head_support
 from tests import oracle_inputs
+from tests.kernels.formulas import torch_threads
 from tests.loss_cases import (
     BACKENDS,
+    EVERYWHERE,
+    HAS_GPU,
     LAYOUTS,
     LOSS_LEVELS,
     cu_seqlens_of,
     make_case,
+    moved,
+    on_device,
     options_for,
     relative_l2,
     run,
@@ -106,8 +111,13 @@ EVERY = torch.arange(N)
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
 def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkeypatch):
-    """Check that other rows, the packing and the chunk size do not change the bits of a row."""
+    """Check that other rows, the packing and the chunk size do not change the bits of a row.
+
+    It also does not matter which other rows have a coefficient of 0, and which gradients are
+    computed.
+    """
     problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
+    hidden, weight, ids, A, _ = problem
     whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
     subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
     subsets += [torch.randperm(N, generator=g), torch.randperm(N, generator=g)[:77]]
@@ -116,64 +126,60 @@ def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkey
     for lengths in ([1] * N, [100, 0, 50], [7, 140, 3]):
         packed = rows_of(problem, EVERY, backend, lengths=lengths, entropy_coef=entropy_coef)
         assert_rows(packed, whole)
+    for fraction in (0.05, 0.5, 0.95) if entropy_coef == 0 else ():
+        off = torch.rand(N, generator=g) < fraction
+        dh = rows_of(problem, EVERY, backend, advantages=torch.where(off, 0.0, A))[1]
+        assert torch.equal(dh[~off], whole[1][~off]) and (dh[off] == 0).all()
+    for rows, wants in ((EVERY, ""), (EVERY[3:5], ""), (EVERY, "h"), (EVERY, "w")):
+        h, w = hidden[rows].clone(), weight.clone()
+        h.requires_grad_("h" in wants), w.requires_grad_("w" in wants)
+        found = grpo_fast.linear_logps(h, w, ids[rows], backend=backend)
+        assert torch.equal(found.detach(), whole[0][rows])
     for rows in (1, 64, 149):
         monkeypatch.setattr(sources, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
         assert_rows(rows_of(problem, EVERY, backend, entropy_coef=entropy_coef), whole)
 
 
-@pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES)
-def test_a_row_does_not_see_whether_gradients_are_wanted(H, V, dtype, backend):
-    problem = hidden, weight, ids, *_ = token_problem(dtype, 70, H, V)
-    expected = rows_of(problem, EVERY[:70], backend)[0]
-    every = slice(None)
-    for rows, wants in ((every, ""), (slice(3, 5), ""), (every, "h"), (every, "w")):
-        h, w = hidden[rows].clone(), weight.clone()
-        h.requires_grad_("h" in wants), w.requires_grad_("w" in wants)
-        found = grpo_fast.linear_logps(h, w, ids[rows], backend=backend)
-        assert torch.equal(found.detach(), expected[rows])
+@pytest.mark.gpu
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_row_does_not_see_its_batch_on_a_gpu(entropy):
+    """Check the logps only, because a GEMM of cuBLAS may add in an order that depends on its size.
+
+    If the entropy is computed, the kernel uses a different tile size.
+    """
+    hidden, weight, ids, *_ = (x.cuda() for x in token_problem(torch.bfloat16, 700, 896, 32000))
+
+    def logps(rows):
+        found = grpo_fast.linear_logps(hidden[rows], weight, ids[rows], return_entropy=entropy)
+        return found[0] if entropy else found
+
+    whole = logps(slice(None))
+    for index in (torch.arange(3), torch.arange(130, 500), torch.arange(699, -1, -1)):
+        assert torch.equal(logps(index.cuda()), whole[index.cuda()])
+    weight.requires_grad_()
+    assert torch.equal(logps(slice(None)), whole)
 
 
-@pairs(backend=BACKENDS, dtype=DTYPES, fraction=[0.05, 0.5, 0.95])
-def test_a_row_does_not_see_which_other_rows_are_active(dtype, backend, fraction):
-    """Check that skipping rows with coefficient 0 does not change the bits of dH in other rows."""
-    problem = token_problem(dtype, N, 64, 512)
-    expected = rows_of(problem, EVERY, backend)[1]
-    off = torch.rand(N, generator=torch.Generator().manual_seed(int(100 * fraction))) < fraction
-    dh = rows_of(problem, EVERY, backend, advantages=torch.where(off, 0.0, problem[3]))[1]
-    assert torch.equal(dh[~off], expected[~off]) and (dh[off] == 0).all()
-
-
-@pairs(
-    backend=BACKENDS, dtype=DTYPES,
-    rule={"plain": {}, "softcap": {"softcap": 4.0, "temperature": 0.7, "logit_scale": 1.3}}.items(),
-)  # fmt: skip
-def test_rows_of_given_logits_do_not_see_their_batch(rule, dtype, backend):
-    g = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(90, 1003, generator=g)).to(dtype)
-    ids = torch.randint(1003, (90,), generator=g)
-    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.1, **rule)
-
-    def rows(index):
-        x = logits[index].clone().requires_grad_()
-        out = grpo_fast.logits_grpo_loss(
-            x, ids[index], torch.ones(1), config, cu_seqlens=cu_seqlens_of([len(index)]),
-            num_items_in_batch=500, backend=backend,
-        )  # fmt: skip
-        out.loss.backward()
-        return out.logps, x.grad
-
-    whole = rows(EVERY[:90])
-    for index in (EVERY[:1], EVERY[3:8], EVERY[40:90], torch.randperm(90, generator=g)):
-        assert_rows(rows(index), whole, index)
-
-
-@pairs(backend=BACKENDS, dtype=DTYPES, chunks=[1, 4])
-def test_weight_gradient_is_the_same_from_run_to_run(chunks, dtype, backend, monkeypatch):
-    problem = token_problem(dtype, 130, 96, 777)
-    monkeypatch.setattr(sources, "workspace_bytes", lambda *_: -(-130 // chunks) * 777 * 4)
-    results = [rows_of(problem, EVERY[:130], backend, entropy_coef=0.1) for _ in range(3)]
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
+@pytest.mark.parametrize("kind", ["plain", "hidden_rows", "gathered", "product"])
+def test_any_number_of_threads_gives_the_same_bits(kind, monkeypatch):
+    """Check also 2,000 targets that share 7 rows of `hidden`, and token sets of a sampler."""
+    monkeypatch.setattr(head_support, "GATHERED_COST", 0 if kind == "gathered" else 10**9)
+    T, V = 2000, 50
+    hidden, weight, ids, *_ = token_problem(torch.float32, T, 64, V)
+    leaves, more = [hidden, weight], {}
+    if kind == "hidden_rows":
+        more = {"hidden_rows": torch.randint(7, (T,), generator=torch.Generator().manual_seed(2))}
+        leaves[0] = hidden[:7]
+    elif kind != "plain":
+        sets = (ids[:, None] + torch.arange(20)) % V
+        more = {"support": grpo_fast.Support(sets.flatten(), torch.arange(T + 1) * 20)}
+    leaves, found = [x.clone().requires_grad_() for x in leaves], []
+    for count in (1, 2, 3):
+        with torch_threads(count):
+            logps = grpo_fast.linear_logps(*leaves, ids, **more)
+            found.append([logps.detach(), *torch.autograd.grad(logps.sum(), leaves)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
 
 
 TOKEN_LEVEL = [x for x, level in LOSS_LEVELS if level == "token"]
@@ -218,28 +224,25 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
 # 896 and 2048 are the hidden sizes of the models in our recipes. 8192 is the largest hidden size
 # for which the bounds are promised, and 33 is not a multiple of any vector width.
 @pairs(
-    backend=BACKENDS, H=[33, 896, 2048, 8192], dtype=[torch.bfloat16, torch.float16, torch.float32]
-)
+    backend=EVERYWHERE, H=[33, 896, 2048, 8192],
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+)  # fmt: skip
 def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
     hidden, weight, ids, _ = problem(dtype, N=16, H=H, V=1000, std=2.5)
     lp64, H64 = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
-    with torch.no_grad():
-        quiet = grpo_fast.linear_logps(hidden, weight, ids, backend=backend)
-    lp, entropy = grpo_fast.linear_logps(
-        hidden, weight.requires_grad_(), ids, return_entropy=True, backend=backend
-    )
-    for value in (quiet, lp.detach()):
-        assert (value.double() - lp64).abs().max() <= 1e-5
-    assert (entropy.detach().double() - H64).abs().max() <= 1e-5
+    bar = logps_bar(H, on_device(backend))
+    for wants in (False, True):
+        given = moved((hidden, weight.requires_grad_(wants), ids), on_device(backend))
+        lp, entropy = grpo_fast.linear_logps(*given, return_entropy=True, backend=backend)
+        assert (lp.detach().cpu().double() - lp64).abs().max() <= bar
+        assert (entropy.detach().cpu().double() - H64).abs().max() <= bar
 
 
 def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
     h, w = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
-    out = grpo_fast.linear_grpo_loss(
-        h, w, ids, advantages, config, old_logps=old, cu_seqlens=cu_seqlens_of([len(ids)]),
-        backend=backend,
-    )  # fmt: skip
-    out.loss.backward()
+    given = moved((h, w, ids, advantages, config), on_device(backend))
+    more = {"old_logps": old, "cu_seqlens": cu_seqlens_of([len(ids)]), "backend": backend}
+    grpo_fast.linear_grpo_loss(*given, **moved(more, on_device(backend))).loss.backward()
     return h.grad, w.grad
 
 
@@ -250,27 +253,42 @@ def exact_of(hidden, weight, ids, advantages, options, old=None):
     return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
 
 
+# On a GPU, use sizes (N, H, V) just below, at and above the block sizes of the kernels. The blocks
+# are a tile of 128 x 256 (in pieces of 64 columns), a vocabulary slice of 2048 columns, and an
+# aligned row of 16 bytes.
+GPU_SIZES = [(1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 2047),
+             (257, 128, 2049), (130, 896, 4104), (65, 60, 50257)]  # fmt: skip
+WAYS = [pytest.param(*p.values, (96, 256, 700), id=p.id, marks=p.marks) for p in BACKENDS]
+WAYS += [pytest.param("triton", x, id=f"gpu-{x}", marks=pytest.mark.gpu) for x in GPU_SIZES]
+
+
 @pairs(
-    backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], chunks=[1, 3], off_policy=[False, True]
-)
+    backend__size=WAYS if HAS_GPU else WAYS[: len(BACKENDS)], dtype=DTYPES, chunks=[1, 3],
+    off_policy=[False, True], softcap=[None, 20.0],
+)  # fmt: skip
 def test_gradients_against_fp64_overall_and_worst_row(
-    off_policy, chunks, dtype, backend, monkeypatch
+    off_policy, chunks, dtype, backend, size, softcap, monkeypatch
 ):
-    hidden, weight, ids, advantages = problem(dtype, N=96)
+    N, H, V = size
+    hidden, weight, ids, advantages = problem(dtype, N=N, H=H, V=V)
     if chunks > 1:
-        monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: 96 // chunks)
-    old, options = None, {"loss_type": "dapo"}
+        rows = -(-N // chunks // 32) * 32
+        monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: rows)
+    old, options = None, {"loss_type": "dapo", "softcap": softcap}
     if off_policy:
-        lp64, _ = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
+        raw = hidden.double() @ weight.double().T
+        lp64, _ = oracle_inputs.logps_and_entropy(raw, ids, softcap=softcap)
         g = torch.Generator().manual_seed(9)
         old = (lp64 - 0.11 * torch.randn(len(ids), generator=g).clamp(-1, 1)).float()
     d_hidden, d_weight = loss_gradients(
         hidden, weight, ids, advantages, old, grpo_fast.LossConfig(**options), backend
     )
     exact = exact_of(hidden, weight, ids, advantages, options, old)
+    bar = GRADIENT_BAR[dtype] * (2 if backend == "triton" and dtype == torch.float32 else 1)
     for found, true in ((d_hidden, exact.hidden_grad[0]), (d_weight, exact.weight_grad)):
-        assert relative_l2(found, true) <= GRADIENT_BAR[dtype]
-        assert worst_row(found, true) <= GRADIENT_BAR[dtype]
+        assert relative_l2(found, true) <= bar
+        if V > 2:
+            assert worst_row(found, true) <= bar
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -290,32 +308,6 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     exact = exact_of(hidden, weight, ids, advantages, {"loss_type": "reinforce"})
     stored = exact.weight_grad.to(torch.bfloat16)
     assert relative_l2(d_weight, exact.weight_grad) <= 1.05 * relative_l2(stored, exact.weight_grad)
-
-
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
-       one_minus_p=[1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])  # fmt: skip
-def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
-    """Check that the gradient with respect to a target's logit is −(1 − p), within 0.4%.
-
-    The largest p is 1 − 1e-6. If 1 − p were computed in fp32, it would have only two correct
-    digits.
-    """
-    V, T = 257, 8
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(T, V, generator=g)
-    ids = torch.randint(V, (T,), generator=g)
-    others = logits.scatter(1, ids[:, None], -math.inf).logsumexp(1)
-    logits[torch.arange(T), ids] = others + math.log((1 - one_minus_p) / one_minus_p)
-    logits = logits.to(dtype)
-    exact = logits.double().softmax(-1)
-    true = -exact.scatter(1, ids[:, None], 0.0).sum(1)
-    x = logits.clone().requires_grad_()
-    config = grpo_fast.LossConfig(loss_type="reinforce", aggregation="sequence_sum")
-    grpo_fast.logits_grpo_loss(
-        x, ids, torch.ones(1), config, cu_seqlens=cu_seqlens_of([T]), backend=backend
-    ).loss.backward()
-    own = x.grad[torch.arange(T), ids].double()
-    assert ((own - true).abs() <= 4e-3 * true.abs()).all(), (own / true - 1).abs().max()
 
 
 @pytest.mark.parametrize("all_active", [True, False])

@@ -11,17 +11,24 @@ from torch import Tensor
 
 from benchmarks import measure
 from grpo_fast import LossConfig, Support, TeacherHead, TeacherTopK, grpo_loss, linear_divergence
-from grpo_fast.kernels import route
 from grpo_fast.objective.divergences import DIVERGENCES
-from tests.loss_cases import ENGINES, IS_INTERPRETER, relative_l2
+from tests.loss_cases import ENGINES, HAS_GPU, IS_INTERPRETER, moved, on_device, relative_l2
 from tests.oracle_inputs import scaled_logits
 from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = [x.id for x in ENGINES if not x.marks]
-# Each entry has a dtype, a backend and a tolerance. The tolerance is larger for fp32 than for fp64.
-WAYS = {"fp64": (torch.float64, "torch", 1e-12),
-        **{b: (torch.float32, b, 2e-6) for b in BACKENDS}}  # fmt: skip
+# Each entry has a dtype, a backend, and the tolerances of values and gradients.
+# test_gradient_range.py tests the gradients of 16-bit inputs on a CPU.
+WAYS = {
+    "fp64": (torch.float64, "torch", 1e-12, 1e-12),
+    **{b: (torch.float32, b, 2e-6, 2e-6) for b in BACKENDS},
+    "bf16": (torch.bfloat16, "torch", 2e-6, 6e-3),
+    "fp16": (torch.float16, "torch", 2e-6, 2e-3),
+}
+if HAS_GPU:
+    WAYS["gpu-fp32"] = (torch.float32, "triton", 1e-4, 2e-3)
+    WAYS["gpu-bf16"] = (torch.bfloat16, "triton", 1e-3, 1e-2)
 ROWS = 6 if IS_INTERPRETER else 37  # Triton's interpreter runs one program per row
 PLAIN = dict(temperature=1.0, softcap=None, logit_scale=1.0)
 RULES = {
@@ -76,11 +83,13 @@ def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, se
 def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
     """Call `linear_divergence`, and return its loss, its values and the student's gradients."""
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
-    teacher = TeacherHead(*sides[3:], **rules[1])
-    out = linear_divergence(*leaves[:2], options.pop("teacher", teacher), kind, beta=beta,
-                            bias=leaves[2], **rules[0], **options)  # fmt: skip
+    options = {"teacher": TeacherHead(*sides[3:], **rules[1]), **rules[0], **options}
+    device = on_device(options.get("backend"))
+    given = moved(leaves, device)
+    out = linear_divergence(*given[:2], kind=kind, beta=beta, bias=given[2],
+                            **moved(options, device))  # fmt: skip
     out.loss.backward()
-    return out.loss.detach(), out.values, [x.grad for x in leaves]
+    return out.loss.detach().cpu(), out.values.cpu(), [x.grad for x in leaves]
 
 
 def truth(sides, kind, beta, rules, weights, distributions=lambda z, y: (z, y)):
@@ -124,14 +133,14 @@ def test_against_fp64(kind, beta, name, mib, way, over, monkeypatch):
     def distributions(z, y):
         return (x.masked_fill(~kept, -math.inf) for x in (z, y))
 
-    true, expected = truth(sides_of(), kind, beta, RULES[name], weights, distributions)
-    dtype, backend, bar = WAYS[way]
-    found = ours(sides_of(dtype=dtype), kind, beta, RULES[name], weights=weights.to(dtype),
-                 support=support, backend=backend)  # fmt: skip
-    assert found[1].dtype == dtype and relative_l2(found[1], true) < bar
+    dtype, backend, bar, gradient_bar = WAYS[way]
+    sides, weights = sides_of(dtype=dtype), weights.to(torch.promote_types(dtype, torch.float32))
+    true, expected = truth(sides, kind, beta, RULES[name], weights, distributions)
+    found = ours(sides, kind, beta, RULES[name], weights=weights, support=support, backend=backend)
+    assert found[1].dtype == weights.dtype and relative_l2(found[1], true) < bar
     assert relative_l2(found[0], (true * weights).sum()) < 10 * bar
     for grad, wanted in zip(found[2], expected, strict=True):
-        assert grad.dtype == dtype and relative_l2(grad, wanted) < bar
+        assert grad.dtype == dtype and relative_l2(grad, wanted) < gradient_bar
     assert (found[2][0][::5] == 0).all()
     assert support is None or found[1][1] == 0
 
@@ -193,15 +202,6 @@ def test_a_row_without_used_ids_contributes_0(kind, beta, backend, has_tail):
     assert (found[2][0][7] == 0).all() and (found[2][0][6] != 0).any()
 
 
-@pytest.mark.parametrize("has_tail", [True, False])
-def test_a_nan_outside_of_the_k_is_seen(has_tail):
-    sides, ids = sides_of(), torch.arange(4).repeat(37, 1)
-    sides[1][40] = math.nan
-    teacher = TeacherTopK(ids, torch.full((37, 4), 0.25).log().double(), has_tail)
-    _, values, gradients = ours(sides, "forward_kl", 0.5, teacher=teacher, weights=weights_of())
-    assert values.isnan().all() and all(x.isnan().any() for x in gradients)
-
-
 def test_leaves_of_near_logits_keep_their_digits():
     """Check that the functions in DIVERGENCES are accurate in fp32 for nearly equal logits.
 
@@ -227,18 +227,16 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
     error of 3e-4.
     """
     torch.manual_seed(0)
-    z, y, weight = 1e-4 * torch.randn(9, 48), 1e-4 * torch.randn(9, 48), torch.eye(48)
+    z, y, eye, none = (
+        1e-4 * torch.randn(9, 48),
+        1e-4 * torch.randn(9, 48),
+        torch.eye(48),
+        torch.zeros(48),
+    )
+    sides, ones = [z, eye, none, y, eye, none], torch.ones(9)
     for kind, beta in KINDS:
-        gradients = []
-        for backend in BACKENDS:
-            x = z.clone().requires_grad_()
-            teacher, ones = TeacherHead(y, weight), torch.ones(9)
-            out = linear_divergence(
-                x, weight, teacher, kind, beta=beta, weights=ones, backend=backend
-            )
-            out.loss.backward()
-            gradients.append(x.grad)
-        assert relative_l2(gradients[1], gradients[0].double()) < 1e-5
+        found = [ours(sides, kind, beta, weights=ones, backend=x)[2][0] for x in ("torch", "cpu")]
+        assert relative_l2(found[1], found[0].double()) < 1e-5
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
@@ -286,7 +284,7 @@ def test_logits_far_apart(kind, beta, backend, spread):
     assert (lost <= 1e-4 * (expected[0].abs().sum(-1) + 0.01)).all()
 
 
-@pairs(way=WAYS, dtype=[torch.float32, torch.bfloat16, torch.float16])
+@pairs(way=["fp64", *BACKENDS], dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_it_is_zero_at_the_teacher_itself(way, dtype):
     sides = sides_of(ROWS, dtype=torch.float64 if way == "fp64" else dtype, scale=6.0)
     for kind, beta in KINDS:
@@ -329,18 +327,13 @@ def test_nan_is_seen(backend, side):
         weights = torch.ones(ROWS).index_fill(0, torch.tensor(4), 0.0)
         loss, _, grads = ours(sides, kind, beta, weights=weights, backend=backend)
         assert loss.isfinite() and (grads[0][4] == 0).all() and grads[0].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits(dtype):
-    """Check that values computed from 16-bit inputs are as accurate as values from fp32 inputs.
-
-    test_gradient_range.py checks the gradients.
-    """
-    sides = sides_of(dtype=dtype)
-    _, values, _ = ours(sides, "jsd")
-    true, _ = truth(sides, "jsd", 0.5, (PLAIN, PLAIN), torch.ones(37))
-    assert values.dtype == torch.float32 and relative_l2(values, true) < 2e-6
+    sides = sides_of(ROWS, dtype=torch.float32)
+    sides[1][40] = math.nan  # not one of the K ids of the teacher
+    for has_tail in (True, False):
+        logps = torch.full((ROWS, 4), 0.25).log()
+        teacher = TeacherTopK(torch.arange(4).repeat(ROWS, 1), logps, has_tail)
+        _, values, grads = ours(sides, "forward_kl", teacher=teacher, backend=backend)
+        assert values.isnan().all() and all(x.isnan().any() for x in grads)
 
 
 def test_a_teacher_of_another_dtype():
@@ -370,23 +363,15 @@ def test_hidden_rows_padded_rows_and_no_rows():
     assert loss == 0 and values.shape == (0,) and (grads[1] == 0).all()
 
 
-def test_a_mean_by_default_and_only_the_gradients_that_are_wanted():
+def test_a_mean_by_default_and_no_second_derivative():
     sides = sides_of(dtype=torch.float32)
     loss, values, _ = ours(sides, "jsd")
     assert torch.allclose(loss, values.mean())
     hidden = sides[0].clone().requires_grad_()
     out = linear_divergence(hidden, sides[1], TeacherHead(*sides[3:]), "jsd")
-    out.loss.backward()
-    assert hidden.grad.any()
-    with torch.no_grad():
-        again = linear_divergence(hidden, sides[1], TeacherHead(*sides[3:]), "jsd")
-    assert torch.equal(out.values, again.values) and not again.loss.requires_grad
     assert not out.values.requires_grad
     with pytest.raises(RuntimeError, match="double backward"):
-        torch.autograd.grad(
-            linear_divergence(hidden, sides[1], TeacherHead(*sides[3:]), "jsd").loss,
-            hidden, create_graph=True,
-        )  # fmt: skip
+        torch.autograd.grad(out.loss, hidden, create_graph=True)
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
@@ -401,18 +386,6 @@ def test_only_one_chunk_of_logits_lives(monkeypatch):
     peak = measure.allocated_peak(lambda: ours(sides, "reverse_kl", backend="cpu")) / 2**20
     heads = 4  # MiB for copies of weight and hidden rows, dW and db
     assert peak < 9 * 32 * (1 << 15) / 2**20 + heads
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("product", ["own", "vendor"])
-def test_autocast_changes_nothing(product, dtype, monkeypatch):
-    monkeypatch.setattr(route, "gemm_choice", lambda: product)
-    sides = sides_of(dtype=torch.float32)
-    plain = ours(sides, "reverse_kl")
-    with torch.autocast("cpu", dtype):
-        inside = ours(sides, "reverse_kl")
-    assert torch.equal(plain[1], inside[1])
-    assert all(torch.equal(x, y) for x, y in zip(plain[2], inside[2], strict=True))
 
 
 TOP = torch.full((37, 3), 0.3).log(), torch.tensor([[4, 2, 9]]).expand(37, 3)

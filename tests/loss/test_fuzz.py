@@ -27,7 +27,9 @@ from tests.loss_cases import (
     LOSS_LEVELS,
     Case,
     Result,
+    arguments,
     call,
+    leaves_of,
     make_case,
     options_for,
     pack,
@@ -259,8 +261,40 @@ def rows_may_be_named(function, case, result, tolerance, how):
     assert error <= tolerance * expected.double().norm().item() + 1e-5
 
 
-def a_second_call_has_the_same_bits(function, case, result, tolerance, how):
+def repeated_passes_agree(function, case, result, tolerance, how):
+    """Check that a second call has the same bits, and does not modify its inputs.
+
+    Its backward pass runs twice. An upstream gradient of −2 must scale the gradients exactly.
+    """
     assert_same(run(function, case, **how), result)
+    layout, backend = how["layout"], how["backend"]
+    leaves = {n: x.requires_grad_() for n, x in leaves_of(function, case, layout).items()}
+    given = arguments(function, case, layout) | leaves
+    watched = [(x, x.detach().clone(), x._version) for x in given.values() if torch.is_tensor(x)]
+    loss = call(function, case, layout, **given | {"backend": backend}).loss
+    once, again, scaled = (
+        torch.autograd.grad(factor * loss, [*leaves.values()], retain_graph=True, allow_unused=True)
+        for factor in (1.0, 1.0, -2.0)
+    )
+    for x, y, z in zip(once, again, scaled, strict=True):
+        assert x is None or torch.equal(x, y)
+        assert x is None or x.dtype != torch.float32 or torch.equal(-2.0 * x, z)
+    for x, before, version in watched:
+        assert x._version == version and torch.equal(x.nan_to_num(), before.nan_to_num())
+
+
+def a_frozen_input_changes_nothing(function, case, result, tolerance, how):
+    """Check that each gradient has the same bits if no other gradient is computed."""
+    for name in result.grads:
+        frozen = result.grads.keys() - {name}
+        alone = run(function, case, frozen=frozen, **how)
+        assert torch.equal(alone.grads[name], result.grads[name]), name
+        assert alone.grads.keys() == {name}
+
+
+def logits_may_be_overwritten(function, case, result, tolerance, how):
+    if function == "logits":
+        assert_same(run(function, case, inplace=True, **how), result)
 
 
 RELATIONS = {
@@ -270,8 +304,13 @@ RELATIONS = {
     "permute": an_order_changes_nothing,
     "split": parts_sum_to_the_step,
     "repeat rows": rows_may_be_named,
-    "again": a_second_call_has_the_same_bits,
+    "again": repeated_passes_agree,
+    "frozen": a_frozen_input_changes_nothing,
+    "inplace": logits_may_be_overwritten,
 }
+
+
+OF_VALUES = ("layout", "pad", "permute", "split")
 
 
 @st.composite
@@ -289,6 +328,7 @@ def calls(draw):
         ("softcap", (None, 4.0)),
         ("logit_scale", (1.0, 1.6, -1.3)),
         ("entropy_coef", (0.0, 0.1)),
+        ("compute_entropy", (False, True)),
         ("top_entropy_quantile", (1.0, 0.55, 0.2)),
         ("corrections", tuple(CORRECTIONS.values())),
     ):
@@ -422,11 +462,13 @@ def test_any_call(drawn, monkeypatch, poisoned_memory):
     monkeypatch.setattr(linear, "workspace_bytes", smaller)
     monkeypatch.setattr(head_support, "GATHERED_COST", drawn["gathered_cost"])
     how = {name: drawn[name] for name in ("layout", "backend", "upstream")}
-    if case.mask.numel() and drawn["relation"] not in ("poison", "repeat rows"):
-        how["view"] = view  # those relations compare bits, which depend on strides
+    if case.mask.numel() and drawn["relation"] in OF_VALUES:
+        how["view"] = view  # the other relations compare bits, which may depend on strides
     result = run(drawn["function"], case, **how)
     size = sum(w.abs().sum().item() for w in expected.losses) + 1.0
     assert abs(result.loss.item() - expected.loss.item()) <= 1e-5 * size
+    if result.entropy is not None and drawn["function"] != "logps" and case.mask.any():
+        assert (result.entropy - expected.entropy)[case.mask].abs().max() <= 2e-5
     roundings = 1 if drawn["upstream"] == 1 else 2
     half_ulp = 0.0 if drawn["function"] == "logps" else HALF_ULP[drawn["dtype"]]
     tolerance = ARITHMETIC + 1.01 * roundings * half_ulp

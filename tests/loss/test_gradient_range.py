@@ -43,19 +43,6 @@ def problem(dtype: torch.dtype) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def plain(
-    x: dict[str, Tensor], config: grpo_fast.LossConfig, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Return the gradients that plain torch computes for inputs of the given dtype.
-
-    torch computes the logps, with log_softmax in at least fp32. `grpo_loss` computes the loss from
-    these logps.
-    """
-    leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
-    (loss_of_logits(torch.nn.functional.linear(*leaves), x, config) * SCALE).backward()
-    return tuple(leaf.grad for leaf in leaves)
-
-
 def loss_of_logits(logits: Tensor, x: dict[str, Tensor], config: grpo_fast.LossConfig) -> Tensor:
     logp_all = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     logps = logp_all.gather(-1, x["ids"][:, None])[:, 0]
@@ -70,45 +57,37 @@ def tokens(x: dict[str, Tensor], config: grpo_fast.LossConfig) -> dict:
     return {"cu_seqlens": cu, "old_logps": x["old"], "ref_logps": ref, "num_items_in_batch": ITEMS}
 
 
-def assert_as_accurate(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+@pairs(name=CONFIGS, form=["hidden", "logits", "inplace"], backend=BACKENDS, dtype=DTYPES)
+def test_gradients_are_as_accurate_as_those_of_torch(dtype, backend, name, form):
     """Check that our error is at most 1.05 times torch's error, overall and in the worst row."""
-    assert ours.dtype == theirs.dtype
-    for error in (relative_l2, worst_row):
-        assert error(ours, exact) <= 1.05 * error(theirs, exact), error.__name__
-
-
-@pairs(name=CONFIGS, backend=BACKENDS, dtype=DTYPES)
-def test_gradients_from_hidden(dtype, backend, name):
     x, config = problem(dtype), CONFIGS[name]
-    true, theirs = plain(x, config, torch.float64), plain(x, config, dtype)
-    leaves = [x[k].clone().requires_grad_() for k in ("hidden", "weight", "bias")]
-    given = {"bias": leaves[2], "backend": backend, **tokens(x, config)}
-    out = grpo_fast.linear_grpo_loss(*leaves[:2], x["ids"], x["advantages"], config, **given)
-    (out.loss * SCALE).backward()
-    for leaf, other, exact in zip(leaves, theirs, true, strict=True):
-        assert_as_accurate(leaf.grad, other, exact)
+    given = {"backend": backend, **tokens(x, config)}
+    own = [x[k] for k in ("hidden", "weight", "bias")]
+    if form != "hidden":
+        own = [torch.nn.functional.linear(*own)]
 
+    def gradients(dtype: torch.dtype, loss_of) -> tuple[Tensor, ...]:
+        leaves = [y.clone().to(dtype).requires_grad_() for y in own]
+        return torch.autograd.grad(loss_of(*leaves) * SCALE, leaves)
 
-@pairs(inplace__dtype=[(False, torch.float16), (True, torch.bfloat16)], backend=BACKENDS)
-def test_gradients_from_logits(dtype, backend, inplace):
-    x, config = problem(dtype), CONFIGS["dapo"]
-    logits = torch.nn.functional.linear(x["hidden"], x["weight"], x["bias"])
-
-    def gradient(dtype: torch.dtype, loss_of) -> Tensor:
-        leaf = logits.clone().to(dtype).requires_grad_()
-        (loss_of(leaf) * SCALE).backward()
-        return leaf.grad
-
-    def reference(z: Tensor) -> Tensor:
+    def plain(*leaves: Tensor) -> Tensor:
+        z = leaves[0] if form != "hidden" else torch.nn.functional.linear(*leaves)
         return loss_of_logits(z, x, config)
 
-    def ours(z: Tensor) -> Tensor:
-        z = z * 1 if inplace else z
-        given = {"backend": backend, "inplace": inplace, **tokens(x, config)}
-        return grpo_fast.logits_grpo_loss(z, x["ids"], x["advantages"], config, **given).loss
+    def ours(*leaves: Tensor) -> Tensor:
+        if form == "hidden":
+            hidden, weight, bias = leaves
+            tail = x["ids"], x["advantages"], config
+            return grpo_fast.linear_grpo_loss(hidden, weight, *tail, bias=bias, **given).loss
+        z, inplace = leaves[0] * 1, form == "inplace"
+        own = z, x["ids"], x["advantages"], config
+        return grpo_fast.logits_grpo_loss(*own, inplace=inplace, **given).loss
 
-    exact = gradient(torch.float64, reference)
-    assert_as_accurate(gradient(dtype, ours), gradient(dtype, reference), exact)
+    exact, theirs = gradients(torch.float64, plain), gradients(dtype, plain)
+    for found, other, true in zip(gradients(dtype, ours), theirs, exact, strict=True):
+        assert found.dtype == dtype
+        for error in (relative_l2, worst_row):
+            assert error(found, true) <= 1.05 * error(other, true), error.__name__
 
 
 TERMS = ("policy", "head", "top-k", "support")

@@ -17,7 +17,6 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.workspace import drop_workspace
 from tests import oracle_inputs, oracles
 from tests.loss_cases import (
-    BACKENDS,
     FUNCTIONS,
     LAYOUTS,
     LOSS_LEVELS,
@@ -27,7 +26,6 @@ from tests.loss_cases import (
     make_case,
     options_for,
     reference_logps,
-    relative_l2,
     run,
     truth,
 )
@@ -43,13 +41,10 @@ BOUNDS = (0.1, 0.5, 2.0, 9.0)  # 0.5 and 2 are exactly the bounds of NEGATIVE
 WEIGHTS = [  # corrections, ratios and advantages of four tokens; their weights and clipped share
     ({"kind": "mask", "low": 0.5, "high": 5.0}, RATIOS, [1.0] * 4, [0, 0.8, 0, 1.5], 0.0),
     ({"low": 0.5, "high": 5.0}, RATIOS, [1.0] * 4, [0.5, 0.8, 5, 1.5], 0.5),
-    ([{}, {"kind": "reject", "high": 5.0}], RATIOS, [1.0] * 4, [0.4, 0.8, 0, 1.5], 0.0),
     ({"kind": "reject", "high": 5.0, "level": "worst_token"}, RATIOS, [1.0] * 4, [0] * 4, 0.0),
     ({"high": 0.81}, RATIOS, [1.0] * 4, [0.4, 0.8, 0.81, 0.81], 0.5),
-    ({"kind": "mask", "low": 1.1}, RATIOS, [1.0] * 4, [0, 0, 6, 1.5], 0.0),
     # Only a token with a negative advantage is rejected.
     (NEGATIVE, BOUNDS, [0.0] * 4, [1, 1, 1, 1], 0.0),
-    (NEGATIVE, BOUNDS, [-0.0] * 4, [1, 1, 1, 1], 0.0),
     (NEGATIVE, BOUNDS, [-1e-30] * 4, [0, 1, 1, 0], 0.0),
     (NEGATIVE, BOUNDS, [1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0], 0.0),
     (NEGATIVE, BOUNDS, [-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1], 0.0),
@@ -154,59 +149,6 @@ def test_the_mean_over_prompts(loss_type, layout, function):
         part = case.but(**fields, num_items=of_prompts[some], num_completions=6)
         parts += run(function, part, layout=layout).loss
     torch.testing.assert_close(parts, whole.loss)
-
-
-@pairs(backend=BACKENDS, function=["logits", "linear"])
-def test_entropy_is_returned_when_asked_for(function, backend):
-    case = make_case(40, **options_for("grpo"))
-    assert run(function, case, backend=backend).entropy is None
-    result = run(function, case.with_options(compute_entropy=True), backend=backend)
-    expected = truth(function, case).entropy
-    assert (result.entropy - expected)[case.mask].abs().max() < 1e-5
-    mean = expected[case.mask].mean().item()
-    assert result.metrics["entropy"].item() == pytest.approx(mean, abs=1e-5)
-    assert not result.raw.entropy.requires_grad and not result.raw.logps.requires_grad
-    for x in (result.raw.loss, result.raw.logps, result.raw.entropy):
-        assert x.dtype == torch.float32
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_logps_functions_against_the_oracle(backend):
-    """Check that values and gradients of the logps functions agree with the oracle.
-
-    Some rows have no target. The gradients are those of a weighted sum of the entropies, or of the
-    entropies and the logps.
-    """
-    g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(*x, generator=g) for x in ((9, 8), (31, 8), (31,))]
-    ids, temperature = torch.randint(31, (9,), generator=g), 0.5 + torch.rand(9, generator=g)
-    some = ids.index_fill(0, torch.tensor([0, 4]), -100)
-    kept, c = some != -100, torch.randn(2, 9, generator=g)
-    for temp in (1.0, 0.7, temperature):
-        rule = {"temperature": temp, "softcap": 4.0, "logit_scale": 1.2}
-        wide = [x.double().requires_grad_() for x in tensors]
-        raw = wide[0] @ wide[1].T + wide[2]
-        true = oracle_inputs.logps_and_entropy(raw, ids, **rule)
-        (h, w, b), z = ([x.clone().requires_grad_() for x in tensors],
-                        raw.detach().float().requires_grad_())  # fmt: skip
-        options = {"return_entropy": True, "backend": backend, **rule}
-        of_head = grpo_fast.linear_logps(h, w, some, bias=b, **options)
-        of_logits = grpo_fast.logits_logps(z, some, **options)
-        for with_logps in (1.0, 0.0):
-
-            def total(logps, entropy, on=with_logps):
-                return (on * logps * c[0] + entropy * c[1])[kept].sum()
-
-            exact = torch.autograd.grad(total(*true), (*wide, raw), retain_graph=True)
-            for results, leaves, wanted in ((of_head, (h, w, b), exact[:3]),
-                                            (of_logits, (z,), exact[3:])):  # fmt: skip
-                for found, want in zip(results, true, strict=True):
-                    torch.testing.assert_close(found[kept].double(), want[kept], rtol=0, atol=3e-6)
-                    assert (found[~kept] == 0).all()
-                loss = total(*results) if with_logps else (results[1] * c[1]).sum()
-                grads = torch.autograd.grad(loss, leaves, retain_graph=True)
-                assert all(relative_l2(x, y) < 2e-6 for x, y in zip(grads, wanted, strict=True))
-                assert (grads[0][~kept] == 0).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

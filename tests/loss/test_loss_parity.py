@@ -9,29 +9,27 @@ term, and test_contract.py tests it.
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 import grpo_fast
+from benchmarks.kernels.exact import logps_bar
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
     ENGINES,
     EVERYWHERE,
-    FUNCTIONS,
     LAYOUTS,
-    LEVELS,
     LOSS_LEVELS,
     check,
-    cu_seqlens_of,
     make_case,
+    on_device,
     options_for,
     pack,
     reference_logps,
     run,
     spans,
+    truth,
 )
 from tests.pairs import pairs
 
@@ -65,38 +63,6 @@ def test_sweeps(
     if layout == "packed":
         mask = pack(mask, spans(case.mask))
     check(function, case, layout=layout, backend=backend, completion_mask=mask)
-
-
-@pairs(function=FUNCTIONS, times_ratio=[False, True],
-       kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"], level=LEVELS)  # fmt: skip
-def test_kl_estimators(function, level, kl_estimator, times_ratio):
-    options = {"beta": 0.4, "kl_estimator": kl_estimator, "kl_times_ratio": times_ratio}
-    for clamps in ({}, {"kl_clamp": 0.12}, {"kl_input_clamp": 0.45, "kl_clamp": 0.12}):
-        check(function, make_case(4, **options_for("grpo", level, **options, **clamps)))
-
-
-# ---------------- Test inputs with infinities and empty inputs that caused bugs in other libraries
-@pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024],
-       function=["linear", "logits"])  # fmt: skip
-def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(function, leading, dtype, backend):
-    """Check that columns with logit −inf have no influence, even if they fill the first block.
-
-    Other libraries compute exp(−inf − (−inf)), which is NaN, for such a block.
-    """
-    options = options_for("reinforce", entropy_coef=0.1)
-    part = make_case(74, V=40, dtype=dtype, **options)
-    before = torch.ones(leading, 8, dtype=dtype)
-    whole = part.but(ids=part.ids + leading, weight=torch.cat([before, part.weight]),
-                     bias=torch.cat([before[:, 0] * -torch.inf, part.bias]))  # fmt: skip
-    ours, expected = (run(function, x, backend=backend) for x in (whole, part))
-    assert (ours.logps - expected.logps).abs().max() <= 2e-6
-    assert (ours.entropy - expected.entropy)[part.mask].abs().max() <= 2e-6
-    for name, grad in ours.grads.items():
-        if name != "hidden":
-            added = grad.movedim(-1, 0)[:leading] if name == "logits" else grad[:leading]
-            assert (added == 0).all(), name
-            grad = grad[..., leading:] if name == "logits" else grad[leading:]
-        torch.testing.assert_close(grad, expected.grads[name], rtol=1e-5, atol=1e-6)
 
 
 def of_unlikely_targets(case, gap):
@@ -152,49 +118,38 @@ ONE_STORE = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERYWHERE)
 @pytest.mark.parametrize(
     ("V", "dtype"),
-    [(V, d) for V in VOCABULARIES for d in ONE_STORE if V < 1e5 or d != torch.float16],
+    [(V, d) for V in VOCABULARIES for d in ONE_STORE if V < 1e5 or d == torch.bfloat16],
 )
 def test_vocabulary_sizes(V, dtype, backend):
-    g = torch.Generator().manual_seed(V)
     # Do not use a much smaller H. MKL would then choose a matrix product whose sums over V are 100
     # times less accurate.
-    T, H = (3, 64)
-    hidden, weight = (
-        torch.randn(T, H, generator=g).to(dtype),
-        (torch.randn(V, H, generator=g) / 8).to(dtype),
-    )
-    ids = torch.tensor([0, V - 1, V // 2])
-    cu, config = cu_seqlens_of([1, T - 1]), grpo_fast.LossConfig(loss_type="grpo")
-    A = torch.tensor([1.0, -0.5])
-    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    out = grpo_fast.linear_grpo_loss(h, w, ids, A, config, cu_seqlens=cu, backend=backend)
-    out.loss.backward()
-    h64, w64 = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    lp = torch.log_softmax(h64 @ w64.T, -1).gather(1, ids[:, None]).squeeze(1)
-    loss = -(A[0] * lp[0] + A[1] * lp[1:].mean()) / 2
-    loss.backward()
-    assert (out.logps.double() - lp).abs().max() <= 1e-5
-    if V == 1:
-        assert (h.grad == 0).all() and (w.grad == 0).all() and (out.logps == 0).all()
-        return
-    for own, true in ((h.grad, h64.grad), (w.grad, w64.grad)):
-        arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
+    mask = torch.tensor([[True, False], [True, True]])
+    case = make_case(V, H=64, V=V, mask=mask, dtype=dtype, bias=False, **options_for("grpo"))
+    case = case.but(ids=torch.tensor([[0, 0], [V - 1, V // 2]]), old=None)
+    found, true = run("linear", case, backend=backend), truth("linear", case)
+    bar = logps_bar(64, on_device(backend))
+    assert (found.logps.double() - true.logps).abs().max() <= bar
+    for name, own in found.grads.items():
+        exact = getattr(true, f"{name}_grad")
+        if V == 1:
+            assert (own == 0).all() and (found.logps == 0).all()
+            continue
+        arithmetic = (3e-6 if backend != "triton" else 6e-6) * exact.norm(dim=-1, keepdim=True)
         half_ulp, smallest = ONE_STORE[dtype]
-        error = own.double() - true
-        # The bf16 instructions of a CPU are less accurate, so allow a larger error.
-        if dtype == torch.bfloat16 and backend == "cpu":
-            assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
+        error = own.double() - exact
+        # 16-bit products of a CPU or a GPU are less accurate, so allow a larger error.
+        if dtype == torch.bfloat16 and backend != "torch":
+            assert (error.norm(dim=-1) <= 3e-3 * exact.norm(dim=-1)).all()
         else:
-            assert (error.abs() <= arithmetic + half_ulp * true.abs() + smallest).all()
+            assert (error.abs() <= arithmetic + half_ulp * exact.abs() + smallest).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("L", [65536, 70001])
-def test_completions_longer_than_a_16_bit_index(L, backend):
-    mask = torch.ones(2, L, dtype=torch.bool)
+def test_completions_longer_than_a_16_bit_index(backend):
+    mask = torch.ones(2, 70001, dtype=torch.bool)
     case = make_case(71, H=2, V=3, mask=mask, **options_for("gspo", "sequence"))
     # Give all terms of each sum over tokens the same sign. Otherwise the error would measure
     # cancellation instead of arithmetic.
@@ -239,20 +194,6 @@ def test_row_offsets_beyond_two_to_the_31(dtype, backend, monkeypatch):
         (grad,) = torch.autograd.grad(out.loss, x)
         grads.append(grad.clone())
     assert torch.equal(*grads) and (grads[0] != 0).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_with_one_allowed_token(backend):
-    logits = torch.full((2, 40), -math.inf)
-    logits[0, 3], logits[1, 39] = 1.5, -70.0
-    logits.requires_grad_()
-    config = grpo_fast.LossConfig(loss_type="reinforce", entropy_coef=0.3)
-    out = grpo_fast.logits_grpo_loss(
-        logits, torch.tensor([3, 39]), torch.ones(1), config, cu_seqlens=cu_seqlens_of([2]),
-        backend=backend,
-    )  # fmt: skip
-    out.loss.backward()
-    assert (out.logps == 0).all() and (out.entropy == 0).all() and (logits.grad == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -27,7 +27,7 @@ BARS["confident"], LOGPS = 1e-5, 1e-5
 # The error of one process with the full head may exceed a tolerance in BARS. The allowed error on
 # the ranks is then the error of that process, multiplied by this factor.
 TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}
-CASES = [(size, name) for size in SIZES for name in vocabulary_ranks.CASES]
+CASES = [(size, name) for size in SIZES for name in vocabulary_ranks.cases_for(size)]
 Ranks = list[dict[str, dict[str, Any]]]
 
 
@@ -122,6 +122,6 @@ def test_all_ranks_cut_the_same_chunks(monkeypatch):
 def test_the_triton_row_kernels_know_shards(tmp_path):
     pytest.importorskip("triton")
     ranks = run_world(tmp_path, 2, TRITON_INTERPRET="1")
-    assert len(ranks[0]) > 8
+    assert len(ranks[0]) > 6
     for name in ranks[0]:
         check(ranks, name)

@@ -45,7 +45,7 @@ PLANTS = {
          "[chunk.start // self.chunk_rows]", "[0]"),
         ("head-chunk-offset", "chunks", "rows of the first chunk are read again",
          "index = keep + chunk.start", "index = keep"),
-        ("head-stored-chunk", "kept", "the stored logits of an earlier chunk are used for the last chunk",
+        ("head-stored-chunk", "logps", "the stored logits of an earlier chunk are used for the last chunk",
          "is_stored = chunk == stored", "is_stored = stored is not None"),
         ("head-stored-twice", "kept", "a second gradient reads logits that the first has overwritten",
          "        source.stored = None\n        if", "        if"),
@@ -120,7 +120,7 @@ PLANTS = {
          "self._slopes = None if g_entropy is not None else stored.slopes", "self._slopes = stored.slopes"),
     ],
     "grpo_fast/kernels/head/terms.py": [
-        ("head-skips-entropy-rows", "entropy_gradient", "rows with only an entropy gradient never reach dH and dW",
+        ("head-skips-entropy-rows", "logps", "rows with only an entropy gradient never reach dH and dW",
          "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)"),
         ("activity-weights", "triton_gradients", "rows without advantage are multiplied",
          "torch.logical_and(terms.advantages, terms.policy_weights)", "terms.policy_weights != 0"),

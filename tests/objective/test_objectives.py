@@ -17,6 +17,7 @@ from tests.loss_cases import AGGREGATIONS, options_for
 
 def test_both_sides_have_the_same_losses_kl_estimators_and_normalisers():
     assert set(OBJECTIVES) == set(oracles.ORACLES)
+    assert OBJECTIVES["gspo"].function is OBJECTIVES["grpo"].function
     assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
     # test_the_mean_over_prompts tests "prompt_mean", which needs prompts.
     assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}
@@ -28,16 +29,9 @@ def test_default_bounds_of_the_ratio():
     assert LossConfig(loss_type="cispo").epsilon_high == 5.0
 
 
-def single_token(loss_type, lp, lr, A, options):
-    """Return the oracle's loss for a completion of one token.
-
-    The oracle computes whole completions, but the functions in OBJECTIVES compute single tokens.
-    """
-    c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
-    return oracles.ORACLES[loss_type](c, oracles.resolve(options))
-
-
-LEAF_LOSSES = tuple(x for x in oracles.ORACLES if x not in ("gmpo", "gspo_token", "vespo"))
+# The oracle gets all tokens as one completion, because the rows of a token-level loss do not depend
+# on each other. "gspo" has the function of "grpo", and a ratio of the whole completion.
+LEAF_LOSSES = tuple(x for x in oracles.ORACLES if x not in ("gmpo", "gspo", "gspo_token", "vespo"))
 
 
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
@@ -58,8 +52,8 @@ def test_leaf_value_and_slope(loss_type, delta):
     lr, A = (x.reshape(-1) for x in torch.meshgrid(lr, A, indexing="ij"))
     lp = -4.0 + 0.3 * torch.sin(torch.arange(len(lr), dtype=torch.float64))
     lp.requires_grad_()
-    tokens = zip(lp.split(1), lr.split(1), A.split(1), strict=True)
-    expected = torch.cat([single_token(loss_type, *token, options) for token in tokens])
+    rows = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
+    expected = oracles.ORACLES[loss_type](rows, oracles.resolve(options))
     (slope,) = torch.autograd.grad(expected.sum(), lp)
     leaf = OBJECTIVES[loss_type].function
     value, own = leaf(lp.detach(), lr, A, *LossConfig(**options).params)

@@ -205,17 +205,6 @@ def test_shared_packed_and_padded_are_one_step(problem, family, budget):
     assert set(errors) == set(NAMES)
 
 
-def test_the_trainers_of_trl_make_the_same_step(problem):
-    pytest.importorskip("trl")
-    names = ("FastGRPOTrainer", "GRPOTrainer-fast-head", "GRPOTrainer", "padded")
-    model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=4096)
-    chosen = options()
-    chosen.device = "cpu"
-    assert set(bench_step.verify(prepared(names, model, problem, chosen), problem, 1e-5)) == {
-        *names
-    }
-
-
 def test_with_lora_all_providers_train_the_same_adapters(problem):
     model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=4096)
     chosen = options(lora=2)

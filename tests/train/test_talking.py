@@ -2,13 +2,9 @@
 
 import io
 import shlex
-import socket
-import sys
-from pathlib import Path
 
 import pytest
 
-from grpo_fast.data import hub
 from grpo_fast.train.config.recipes import recipe_names, recipe_table
 from grpo_fast.train.plan import plan, render
 from grpo_fast.train.report.page import step_html
@@ -89,50 +85,6 @@ def test_no_cell_of_a_plan_is_cut_in_80_columns(model):
     assert "checkpointing" in said and "groups" in said and "…" not in said
     assert all(line.endswith("┃") for line in said.splitlines() if line.startswith("┃"))
     assert " 0M parameters" not in said
-
-
-@pytest.fixture
-def online(monkeypatch):
-    """Remove the settings that disable network access in the tests.
-
-    Return the module of huggingface_hub that stores the settings.
-    """
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(hub, "getproxies", dict)
-    hub.is_offline.cache_clear()
-    yield constants
-    hub.is_offline.cache_clear()
-
-
-def test_without_a_network_one_sentence_and_no_retries(online, monkeypatch, tmp_path):
-    import datasets.config
-
-    asked = []
-
-    def refuse(place, timeout):
-        asked.append(place)
-        raise OSError("no network")
-
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setattr(datasets.config, name, False)
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")
-    result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
-    assert len(asked) == 1 and asked[0][1] in (80, 443)
-    for found, key in ((result, "data.path"), (model, "model.path")):
-        assert found.exit_code == 2 and hub.LOCAL in found.stderr and key in found.stderr
-        assert "Retrying" not in found.output and "HEAD" not in found.output
-    assert not Path(tmp_path / "run").exists()
-
-
-def test_without_a_network_and_without_datasets(online, monkeypatch):
-    monkeypatch.setattr(online, "ENDPOINT", "http://127.0.0.1:9")  # no server has this address
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.delitem(sys.modules, "datasets.config", raising=False)
-    assert hub.is_offline() and online.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize("key", ["model.path", "reference.path"])

@@ -221,7 +221,7 @@ def test_paths_in_a_recipe_file_are_relative_to_the_working_folder(tmp_path):
 
 
 def test_a_file_that_does_not_exist_is_named_before_a_hub_is_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_fast.data.hub.is_offline", lambda: pytest.fail("a hub was asked"))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_: pytest.fail("a hub was asked"))
     monkeypatch.chdir(tmp_path)
     for recipe in ("nofile.yaml", "folder/nofile", "no.yml"):
         assert refused(invoke("train", recipe), f"recipe: no such file: '{recipe}'")

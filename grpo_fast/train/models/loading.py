@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_fast.attention import PackedTree, check_tolerance, offload_checkpoints, tile_mlps
 from grpo_fast.attention.agree import LENGTH, in_fp32, packed_pair, starts_of, worst_gap
-from grpo_fast.data import hub, reason
+from grpo_fast.data import reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
@@ -264,8 +264,7 @@ def _reading(path: str, expected: str) -> Iterator[None]:
     except Exception as error:  # readers and model classes raise many kinds of errors
         why = reason(error)
         if not Path(path).exists():
-            on_the_hub = f" here, and {hub.LOCAL if hub.is_offline() else why}"
-            why = "no such folder" + ("" if Path(path).is_absolute() else on_the_hub)
+            why = "no such folder" + ("" if Path(path).is_absolute() else f" here, and {why}")
         if "custom code" in why:
             why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
         raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error

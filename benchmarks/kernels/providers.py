@@ -1,4 +1,6 @@
-"""Providers that run other libraries, each called as its documentation recommends.
+"""All providers of an operation, and those that run other libraries.
+
+Each library is called as its documentation recommends.
 
 Most of these libraries only compute logps. Plain torch code then computes the loss from the logps.
 If a library is not installed, or does not support the device or dtype, it is not timed, and the
@@ -7,6 +9,7 @@ table shows the reason.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.kernels import ours
+from benchmarks.kernels.ours import Provider, runs_anywhere
 from benchmarks.kernels.problem import EPSILON, Problem, spread
-from benchmarks.kernels.providers import base
-from benchmarks.kernels.providers.base import Provider, runs_anywhere
 from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
 
+QUACK_ROWS = 4096  # the default chunk of QuACK
 # Type of a function that prepares a problem. It returns a function without arguments that computes
 # the logps, (N,). The logps of masked rows are not compared.
 Logps = Callable[[Problem], Callable[[], Tensor]]
@@ -33,7 +37,7 @@ def plain_logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, target_ids: Tensor, *arguments: Any) -> Tensor:
-    return base.dapo(plain_logps(hidden, weight, target_ids), *arguments)
+    return ours.dapo(plain_logps(hidden, weight, target_ids), *arguments)
 
 
 def plain(problem: Problem) -> Callable[[], Tensor]:
@@ -47,8 +51,8 @@ def compiled(problem: Problem) -> Callable[[], Tensor]:
 
 def compiled_loss(problem: Problem) -> Step:
     """Return a step in which torch.compile compiles the logps and the loss as one graph."""
-    function, arguments = torch.compile(plain_loss, dynamic=False), base.dapo_arguments(problem)
-    return base.differentiate(
+    function, arguments = torch.compile(plain_loss, dynamic=False), ours.dapo_arguments(problem)
+    return ours.differentiate(
         problem, lambda: function(problem.hidden, problem.weight, problem.target_ids, *arguments)
     )
 
@@ -107,26 +111,25 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
 
 
 def quack(problem: Problem) -> Step:
-    """Return a step of QuACK's chunked cross entropy, with its default chunk of 4096 rows.
+    """Return a step of QuACK's chunked cross entropy, with its default chunk.
 
     It returns the sum or the mean over all tokens, and its backward pass takes one scalar. It can
-    therefore not compute a GRPO loss, whose tokens have different coefficients. The signature is
-    from Dao-AILab/quack at c8ec3170, version 0.6.4. Its tuner would try about 44 configurations for
-    each product, so it is off.
+    therefore not compute a GRPO loss, whose tokens have different coefficients. The signatures are
+    from Dao-AILab/quack at c8ec3170, version 0.6.4. There, QuACK chooses between two paths. "scaled
+    exponentials" (sm_90, bf16, V a multiple of 128) stores exponentials in 16 bits. "chunked
+    logits" stores logits. Its tuner would try about 44 configurations for each product, so it is
+    off.
     """
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy, scaled_exp_lce_supported
 
     inputs = (problem.hidden, problem.weight, problem.labels)
-    return base.differentiate(problem, lambda: chunked_linear_cross_entropy(*inputs, tuned=False))
-
-
-def verl(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with verl's Triton kernel, which always computes the entropy as well."""
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    return lambda: linear_cross_entropy(
-        problem.hidden, problem.weight, problem.target_ids, 1.0, "none"
-    )[0]
+    options: dict[str, Any] = {"chunk_size": QUACK_ROWS, "reduction": "mean"}
+    is_fused = scaled_exp_lce_supported(*inputs[:2], **options)
+    step = ours.differentiate(
+        problem, lambda: chunked_linear_cross_entropy(*inputs, **options, tuned=False)
+    )
+    path = "scaled exponentials" if is_fused else "chunked logits"
+    return dataclasses.replace(step, path=path)
 
 
 def liger_loss(problem: Problem) -> Step:
@@ -139,7 +142,7 @@ def liger_loss(problem: Problem) -> Step:
     hidden = problem.hidden.unflatten(0, (COMPLETIONS, -1))
     target_ids, old_logps, mask = by_completion(problem)
     inputs = (hidden, problem.weight, target_ids, mask, problem.advantages)
-    return base.differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
+    return ours.differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
 
 
 def by_completion(problem: Problem) -> list[Tensor]:
@@ -158,16 +161,16 @@ def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | i
     logits.
     """
     logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
-    return base.dapo(logps, *arguments)  # type: ignore[arg-type]
+    return ours.dapo(logps, *arguments)  # type: ignore[arg-type]
 
 
 def plain_logits(compile_it: bool, problem: Problem) -> Step:
     function: Callable[..., Tensor] = plain_logits_loss
     if compile_it:
         function = torch.compile(plain_logits_loss, dynamic=False)
-    *tensors, count = problem.target_ids, *base.dapo_arguments(problem)
+    *tensors, count = problem.target_ids, *ours.dapo_arguments(problem)
     arguments = (*map(spread, tensors), count)
-    return base.differentiate_logits(problem, lambda logits: function(logits, *arguments))
+    return ours.differentiate_logits(problem, lambda logits: function(logits, *arguments))
 
 
 def liger_triton(inplace: bool, problem: Problem) -> Step:
@@ -183,7 +186,7 @@ def liger_triton(inplace: bool, problem: Problem) -> Step:
             reduce=True, num_items_in_batch=problem.count,
         )[0]  # fmt: skip
 
-    return base.differentiate_logits(problem, loss, inplace)
+    return ours.differentiate_logits(problem, loss, inplace)
 
 
 # ---- reasons why a peer cannot run ----
@@ -203,17 +206,17 @@ def needs_hopper(device: str, dtype: torch.dtype) -> str | None:
 
 
 def as_loss(logps: Logps, problem: Problem) -> Step:
-    call, arguments = logps(problem), base.dapo_arguments(problem)
-    return base.differentiate(problem, lambda: base.dapo(call(), *arguments))
+    call, arguments = logps(problem), ours.dapo_arguments(problem)
+    return ours.differentiate(problem, lambda: ours.dapo(call(), *arguments))
 
 
 def as_cross_entropy(logps: Logps, problem: Problem) -> Step:
     call = logps(problem)
-    return base.differentiate(problem, lambda: base.mean_nll(call(), problem))
+    return ours.differentiate(problem, lambda: ours.mean_nll(call(), problem))
 
 
 def as_logps(logps: Logps, problem: Problem, gradient: bool) -> Step:
-    return base.logps_step(problem, logps(problem), gradient)
+    return ours.logps_step(problem, logps(problem), gradient)
 
 
 # Libraries that compute logps. For each name: the function that prepares the logps, the required
@@ -224,7 +227,6 @@ LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | Non
     "TRL": (trl, "trl", runs_anywhere, 0.0),
     "CCE": (cce, "cut_cross_entropy", runs_anywhere, 0.0),
     "Liger SM90": (liger_sm90, "liger_kernel", needs_hopper, 0.0),
-    "verl": (verl, "verl", needs_gpu, 0.0),
 }
 
 
@@ -268,3 +270,29 @@ def logits_peers(inplace: bool) -> list[Provider]:
         Provider("torch.compile", "peer", partial(plain_logits, True), wide_logits=1.0),
         liger,
     ]
+
+
+# ---- all providers ----
+def providers_of(operation: str) -> list[Provider]:
+    """Return the providers of an operation: its limits, grpo_fast and other libraries."""
+    if operation == "linear_grpo_loss":
+        return [*ours.gemm_limits(3), *ours.providers(ours.loss), *loss_peers()]
+    if operation == "linear_grpo_loss_frozen":
+        found = [*ours.gemm_limits(2), *ours.providers(ours.loss), *loss_peers()]
+        return [x._replace(prepare=partial(frozen, x)) for x in found]
+    if operation == "linear_cross_entropy":
+        found = ours.providers(ours.cross_entropy)
+        return [*ours.gemm_limits(3), *found, *cross_entropy_peers()]
+    if operation in ("linear_logps", "linear_logps_backward"):
+        gradient = operation.endswith("backward")
+        found = ours.gemm_limits(3 if gradient else 1)
+        found += ours.providers(ours.logps, gradient=gradient)
+        return found + logps_peers(gradient)
+    inplace = operation.endswith("inplace")
+    found = ours.providers(ours.logits_loss, inplace=inplace)
+    return [ours.COPY, *found, *logits_peers(inplace)]
+
+
+def frozen(provider: Provider, problem: Problem) -> Step:
+    """Return the step of a provider for a weight that does not require grad."""
+    return provider.prepare(problem.frozen)

@@ -1,0 +1,121 @@
+"""Test `linear_logps` and `logits_logps` against fp64: values, gradients, and repeated passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_fast import linear_logps, logits_logps
+from grpo_fast.kernels import support_reference
+from grpo_fast.kernels.head import support as head_support
+from tests import oracle_inputs
+from tests.loss_cases import (
+    EVERYWHERE,
+    IS_INTERPRETER,
+    kept_ids,
+    moved,
+    on_device,
+    relative_l2,
+    support_of,
+)
+from tests.pairs import pairs
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+# Use smaller sizes in Triton's interpreter, because it runs one program for each row of dW.
+VOCABULARIES, H, T = (31, 130 if IS_INTERPRETER else 300), 41, 24 if IS_INTERPRETER else 70
+RULES = {
+    "plain": {}, "all": {"temperature": 0.8, "softcap": 4.0, "logit_scale": 1.3},
+    "by row": {"temperature": torch.linspace(0.6, 1.7, T), "logit_scale": 1.2},
+}  # fmt: skip
+
+FORMS = {"gathered": ("linear", 0), "product": ("linear", 10**9), "logits": ("logits", 0)}
+# One axis, so that each backend has each form with each kind of sets.
+WAYS = [
+    pytest.param(*p.values, *form, id=f"{p.id}-{name}", marks=p.marks)
+    for p in EVERYWHERE
+    for name, form in FORMS.items()
+]
+
+
+@pairs(
+    backend__function__cost=WAYS, rule=RULES.items(), sets=["none", "mixed", "every row"],
+    workspace=["256", "0"], repeats=[False, True], V=VOCABULARIES,
+)  # fmt: skip
+def test_values_and_gradients(
+    backend, function, rule, sets, cost, workspace, repeats, V, monkeypatch
+):
+    """Check logps, entropies, and the gradients of weighted sums of them.
+
+    With `sets`, some or all rows have a `Support`, whose ids are gathered or part of a product of
+    all logits (`cost`). With `repeats`, a row of `hidden` predicts several targets. Some rows have
+    no target, and their hidden states and sets may hold anything. The first backward pass reads the
+    cached logits, and the second computes them again. It must give the same bits of dH. The error
+    of a gradient may be three times that of plain torch in fp32.
+    """
+    for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
+        monkeypatch.setattr(head_support, name, cost)
+    monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)  # 0 means chunks of 32 rows
+    if workspace == "0":
+        monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 7 * H)
+    # 1. Make the inputs. Rows 5 to 8 get a gradient from the entropy only.
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*n, generator=g) for n in ((T, H), (V, H), (V,)))
+    hidden = hidden / 3  # logits have a standard deviation of about 2
+    ids, (up, up_entropy) = torch.randint(V, (T,), generator=g), torch.randn(2, T, generator=g)
+    up[5:9] = 0.0
+    live = torch.rand(T, generator=g) > 0.2
+    kept = kept_ids(0, ids[None], V)[0] if sets != "none" else torch.ones(T, V, dtype=torch.bool)
+    if sets == "every row":
+        kept[kept.all(-1), 5:] = False
+        kept.scatter_(-1, ids[:, None], True)
+    index = torch.randint(20, (T,), generator=g) if repeats else torch.arange(T)
+    inputs = [hidden, weight, bias]
+    if function == "logits":
+        inputs = [hidden @ weight.T + bias]
+        index = torch.arange(T)
+
+    # 2. Compute the expected results in fp64, and those of plain torch in fp32.
+    def plain(dtype):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        raw = leaves[0] if function == "logits" else leaves[0][index] @ leaves[1].T + leaves[2]
+        return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
+
+    (exact, *true), (narrow, *torchs) = plain(torch.float64), plain(torch.float32)
+    # 3. Compare.
+    if not repeats:
+        inputs[0] = torch.where(live[:, None], inputs[0], torch.nan)
+    leaves = [x.requires_grad_() for x in inputs]
+    given = dict(target_ids=ids.where(live, -100), support=support_of(kept, live), **rule)
+    given = moved(given if sets != "none" else given | {"support": None}, on_device(backend))
+
+    def call(**more):
+        tensors = moved(leaves, on_device(backend))
+        more |= {"backend": backend, **given}
+        if function == "logits":
+            return moved(logits_logps(*tensors, **more), "cpu")
+        rows = moved(index, on_device(backend)) if repeats else None
+        return moved(linear_logps(*tensors[:2], bias=tensors[2], hidden_rows=rows, **more), "cpu")
+
+    found = call(return_entropy=True)
+    for x, y in zip(found, true, strict=True):
+        torch.testing.assert_close(x[live].double(), y[live], rtol=2e-6, atol=3e-6)
+        assert not x[~live].any()
+    with torch.no_grad():
+        assert torch.equal(call(), found[0])
+    # In a large vocabulary, the typical logp nearly cancels the entropy in the entropy's gradient.
+    for used in ((1.0, 1.0), (1.0, 0.0), *[(0.0, 1.0)] * (V == 31)):
+        weights = [(use * w)[live] for use, w in zip(used, (up, up_entropy), strict=True)]
+
+        def gradients(results, leaves, weights=weights):
+            terms = [(x[live] * w).sum() for x, w in zip(results, weights, strict=True) if w.any()]
+            return torch.autograd.grad(sum(terms), leaves, retain_graph=True)
+
+        once, again, expected, of_torch = (
+            gradients(*x)
+            for x in ((found, leaves), (found, leaves), (true, exact), (torchs, narrow))
+        )
+        assert torch.equal(once[0], again[0])
+        for x, y, z, other in zip(once, again, expected, of_torch, strict=True):
+            bar = max(2e-6, 3 * relative_l2(other, z))
+            assert relative_l2(x, z) < bar and relative_l2(y, z) < bar
+        assert repeats or not once[0][~live].any()

@@ -233,7 +233,6 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
     questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
-    check_prompts(policy, [example.prompt for example in splits.listed], longest)
     # Prompts with worked examples are built when a step needs them, so check their length here.
     # Some tokenizers need one more token between two examples, which adds less than 1% of tokens.
     shots = config.data.shots_tokens
@@ -245,6 +244,7 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
         expected = f"at most {room:.0f} with {longest} new tokens and a question of {question}"
         limit = f"max_position_embeddings: {policy.positions}"
         require(shots <= room, "data.shots_tokens", f"{expected} ({limit})", shots)
+    check_prompts(policy, [example.prompt for example in splits.listed], longest)
     lines = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
     return questions, splits, lines
 

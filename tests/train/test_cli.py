@@ -1,4 +1,4 @@
-"""Tests of the command line: help without heavy imports, and the exit status of a failed run."""
+"""Tests of the command line: imports of --help, ASCII terminals, a failed run's status."""
 
 import os
 import subprocess
@@ -23,6 +23,14 @@ def test_help_and_version_load_nothing_heavy():
     assert all(word in shown for word in ("train", "eval", "plot", "--version"))
     version = invoke("--version")
     assert version.exit_code == 0 and version.output.startswith("grpo-fast ")
+
+
+def test_an_ascii_terminal_shows_question_marks():
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii:strict"}
+    words = [sys.executable, "-m", "grpo_fast", "config", "loss"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **ascii_only}
+    done = subprocess.run(words, capture_output=True, env=env, timeout=120, check=True)
+    assert b"?" in done.stdout and done.stdout.isascii()
 
 
 def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):

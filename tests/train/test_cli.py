@@ -26,11 +26,16 @@ def test_help_and_version_load_nothing_heavy():
 
 
 def test_an_ascii_terminal_shows_question_marks():
-    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii:strict"}
-    words = [sys.executable, "-m", "grpo_fast", "config", "loss"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **ascii_only}
+    code = (
+        "import grpo_fast.cli\n"
+        "from grpo_fast.__main__ import main\n"
+        "grpo_fast.cli.app = lambda: print('0.1 \\u2192 0.9')\n"
+        "main()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:strict"}
+    words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, env=env, timeout=120, check=True)
-    assert b"?" in done.stdout and done.stdout.isascii()
+    assert done.stdout == b"0.1 ? 0.9\n"
 
 
 def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):

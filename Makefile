@@ -60,7 +60,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-loop gpu-trace bench-small bench-readme mutation docs links notebook packages clean
+.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-loop gpu-trace bench-small bench-readme soak mutation docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -79,6 +79,7 @@ help:
 	@echo 'make test-real the fused head on a pretrained model (install as for make real), against fp64'
 	@echo 'make sweep     every causal LM class of transformers against our packed rows and sampling loop (some minutes)'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
+	@echo 'make soak      kill a run of a thousand tiny steps 25 times and resume it: the bits must be the same'
 	@echo 'make mutation  plant bugs in the kernels, count how many the tests catch'
 	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
 	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
@@ -175,7 +176,8 @@ demo: $(SETUP) csrc $(if $(filter capitals,$(RECIPE)),$(REAL_MODEL))
 	@$(BIN)/grpo-fast train $(RECIPE) output_dir=runs/$(RECIPE)-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 # A pretrained model of 135M parameters, from a PyPI package. Each run prints before -> after with the standard error
-# over questions. Several runs have different seeds, and one picture.
+# over questions. Several runs have different seeds, and one picture. A repeated call continues with the first seed
+# that has not finished; remove runs/real to train all seeds again.
 ifeq ($(SEEDS),1)
 real:
 	@$(MAKE) demo RECIPE=capitals
@@ -183,7 +185,8 @@ else
 real: $(SETUP) csrc $(REAL_MODEL)
 	@$(STEP) 'training the recipe capitals with $(SEEDS) seeds'
 	@for ((seed = 0; seed < $(SEEDS); seed++)); do \
-	    $(BIN)/grpo-fast train capitals seed=$$seed output_dir=runs/real/seed-$$seed $(ARGS); \
+	    test -f runs/real/seed-$$seed/summary.json \
+	      || $(BIN)/grpo-fast train capitals seed=$$seed output_dir=runs/real/seed-$$seed resume=auto $(ARGS); \
 	done
 	@$(BIN)/grpo-fast plot runs/real/seed-* -o runs/real/curves.png
 endif

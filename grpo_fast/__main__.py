@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
 def main() -> None:
     """Run a command of `grpo-fast`. If a required package is missing, print its name and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        # Print "?" for characters that the terminal cannot encode, such as → under LC_ALL=C. Check
+        # the type first, because a caller may have replaced the stream with a different object.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         from grpo_fast.cli import app
 

@@ -8,6 +8,7 @@ on the memory of the card.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 from benchmarks.gpu import predict
@@ -99,6 +100,8 @@ def bars(card: Card, results: Results) -> list[Bar]:
     found += [sparse(card, results, inactive) for inactive in ("masked", "zero-advantage")]
     operations = ("logits_grpo_loss_inplace", "logits_grpo_loss")
     found += [copy_share(card, results, operation) for operation in operations]
+    longest = Shape(131072, *MODELS["qwen3-8b"])
+    found += [peak(card, results, shape) for shape in (*heads, longest)]
     found += [step_ratio(results, sizes) for sizes in STEPS]
     return found + [context(card, results, name) for name in CONTEXTS]
 
@@ -148,6 +151,17 @@ def copy_share(card: Card, results: Results, operation: str) -> Bar:
     value = results.value(case, "fraction_of_limit")
     title = f"{operation}, share of a copy's speed"
     return Bar(title, 0.8, guess.limit / guess.ours, value, predict.command(case), at_least=True)
+
+
+def peak(card: Card, results: Results, shape: Shape) -> Bar:
+    """Return a bar for the peak memory. Its bound is the prediction, rounded up to 0.05 GiB."""
+    case = Case("linear_grpo_loss", shape)
+    planned = predict.estimate(card, case).workspace / 2**30
+    value = results.value(case, "workspace_mib")
+    title = f"peak besides inputs and gradients, {title_of(shape)}"
+    wanted = math.ceil(20 * planned) / 20
+    value = None if value is None else value / 1024
+    return Bar(title, wanted, planned, value, predict.command(case), " GiB")
 
 
 def step_ratio(results: Results, sizes: tuple[int, int, int]) -> Bar:

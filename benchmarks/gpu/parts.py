@@ -42,6 +42,10 @@ PEERS = (
     "linear_logps --model qwen3-8b --tokens 8192 --budget 0.5",
     "logits_grpo_loss --shapes 8192,64,151936 --budget 0.5",
 )
+SUPPORT = (
+    f"linear_grpo_loss linear_logps --support 50 {LARGE}",
+    f"linear_grpo_loss_frozen --support 50 {LARGE}",
+)
 SMALL = "linear_grpo_loss --model qwen2.5-0.5b --tokens 1024 --budget 0.5"
 FROZEN = (
     "linear_grpo_loss_frozen --model qwen2.5-0.5b qwen3-8b qwen3-1.7b --tokens 8192 --budget 0.3 "
@@ -65,7 +69,7 @@ STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion,
 # peers took 115 s, and the long step took 82 s. It is assumed that 10 s compile a CuTe-DSL kernel,
 # and that the exact results of 114,688 rows take 10 s.
 EXPECTED = {
-    "small": 30, "steps": 55, "support": 20, "tests": 110, "rows": 35, "frozen": 35, "heads": 45,
+    "small": 30, "steps": 55, "support": 25, "tests": 110, "rows": 35, "frozen": 35, "heads": 45,
     "hybrid": 20, "longest": 30,
 }  # fmt: skip
 
@@ -101,9 +105,9 @@ def parts() -> dict[str, Part]:
         "small": bench(1, 35, SMALL),
         "profile": own(1, 20, "kernel_times"),
         "steps": steps(1, 65, STEPS[1:]),
-        "support": bench(1, 25, f"linear_grpo_loss linear_logps --support 50 {LARGE}"),
+        "support": bench(1, 30, *SUPPORT),
         "tests": tests(1, 110),
-        "rows": tune(1, 40, "--kind", "rows"),
+        "rows": tune(1, 35, "--kind", "rows"),
         "frozen": bench(2, 40, *FROZEN),
         "heads": bench(2, 50, *HEADS),
         "hybrid": trees(2, 25, "--hybrid"),
@@ -160,14 +164,15 @@ def trees(visit: int, seconds: int, *options: str) -> Part:
     """Return a part that times trees of samples against plain packed rows."""
     command = [PY, "-m", "benchmarks.trainers.trees", *options]
     timed = [*command, *"--device cuda --rounds 9 --budget 1".split()]
-    return Part(visit, seconds, [timed], [[*command, "--help"]])
+    return Part(visit, seconds, [timed], [[*command, *"--quick --device cpu".split()]])
 
 
 def tests(visit: int, seconds: int) -> Part:
     """Return a part that runs the GPU tests. At the limit, pytest still prints the tracebacks."""
     pytest = [PY, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *gpu_tests()]
     spread = ["-v", "-n", str(PROCESSES), "--dist", "worksteal"]
-    timed = ["timeout", "--signal=INT", str(seconds - 10), *pytest, *spread]
+    # Use --foreground, so that pytest stays in the process group that ends with the part.
+    timed = ["timeout", "--foreground", "--signal=INT", str(seconds - 10), *pytest, *spread]
     # Run few examples of the fuzz test. It is a single test, so one process runs all of its
     # examples, and more of them would take longer than the limit.
     few = {"GRPO_FAST_FUZZ_CASES": "40"}

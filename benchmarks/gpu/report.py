@@ -19,7 +19,8 @@ from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import predict, tune
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
 from benchmarks.gpu.parts import BY_NAME, parts
-from benchmarks.gpu.predict import CARDS, Card
+from benchmarks.gpu.predict import CARDS, Card, Case
+from benchmarks.kernels.shapes import MODELS, Shape
 from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, load, machine
 
@@ -55,12 +56,12 @@ def rendered(path: Path) -> str:
     for name, card in CARDS.items():
         own = [x for x in reports if name in str(x.get("hardware", {}).get("gpu", ""))]
         cases = [c for c in every_case if name in str(c["hardware"].get("gpu", ""))]
-        found = Results(
-            [c for c in cases if c.get("allocator") == "cuda" and not c.get("support")], own
-        )
+        cases = [case for case in cases if case.get("allocator") == "cuda"]
+        found = Results([case for case in cases if not case.get("support")], own)
+        supported = Results([case for case in cases if case.get("support") == 50], own)
         lines += table(f"## Bars on an {name}", BAR_COLUMNS, bar_rows(card, found))
         title = f"## Times on an {name}, predicted / measured"
-        lines += table(title, TIME_COLUMNS, time_rows(card, found))
+        lines += table(title, TIME_COLUMNS, time_rows(card, found, supported))
         title = f"## Candidates of the row kernel on an {name}, (8192, 151936) in bf16"
         lines += table(title, CANDIDATE_COLUMNS, candidate_rows(card, own))
         lines += profiles(name, own)
@@ -107,23 +108,29 @@ def judged(bar: Bar, value: float) -> str:
     return f"{bar.text(value, digits)} **missed**"
 
 
-def time_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
-    """Yield rows of the table of times and workspace sizes, with cells "predicted / measured"."""
+def time_rows(card: Card, found: Results, supported: Results) -> Iterator[tuple[str, ...]]:
+    """Yield rows of the table of times and workspace sizes, with cells "predicted / measured".
+
+    `supported` has the measurements with a support of 50 ids, which have no prediction.
+    """
     for case in predict.cases():
         guess = predict.estimate(card, case)
-        rows = found.rows(case)
-        ours = rows.get(OURS, {})
-        limits = [row["median_ms"] for row in rows.values() if row["role"] == "limit"]
-        pairs = [
-            (guess.limit * 1e3, min(limits, default=None)),
-            (guess.ours * 1e3, ours.get("median_ms")),
-            (guess.workspace / predict.MIB, ours.get("workspace_mib")),
-        ]
-        cells = (
-            f"{guess:.1f} / {NOTHING if value is None else f'{value:.1f}'}"
-            for guess, value in pairs
-        )
+        guesses = guess.limit * 1e3, guess.ours * 1e3, guess.workspace / predict.MIB
+        cells = time_cells([f"{number:.1f}" for number in guesses], found.rows(case))
         yield predict.label(case), *cells, predict.largest(guess.parts)
+    for operation in ("linear_grpo_loss", "linear_grpo_loss_frozen", "linear_logps"):
+        case = Case(operation, Shape(8192, *MODELS["qwen3-8b"]))
+        cells = time_cells(["none"] * 3, supported.rows(case))
+        yield f"{predict.label(case)}, support of 50 ids", *cells, "none"
+
+
+def time_cells(guesses: list[str], rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the cells with the time of the limit, our time and our workspace size."""
+    ours = rows.get(OURS, {})
+    limits = [row["median_ms"] for row in rows.values() if row["role"] == "limit"]
+    values = min(limits, default=None), ours.get("median_ms"), ours.get("workspace_mib")
+    for guess, value in zip(guesses, values, strict=True):
+        yield f"{guess} / {NOTHING if value is None else f'{value:.1f}'}"
 
 
 def candidate_rows(card: Card, reports: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:

@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import multiprocessing
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -176,8 +177,8 @@ def read(path: Path) -> Record:
 def table(runs: Runs) -> str:
     """Return the table of a task.
 
-    A time is the mean over the seeds, up to the first evaluation with the accuracy, or "–" if a
-    seed does not reach it. The last level is the highest accuracy that all runs reach.
+    A time ends at the first evaluation with the accuracy. It is the mean over the seeds that reach
+    this accuracy, or "–" if none does. The last level is the highest accuracy that all runs reach.
     """
     every = [record for records in runs.values() for record in records]
     common = min(max(point["accuracy"] for point in x["points"]) for x in every)
@@ -200,12 +201,15 @@ def table(runs: Runs) -> str:
 
 
 def mean_time(records: Sequence[Record], level: float, clock: str) -> str:
+    """Return the mean over the seeds that reach the accuracy, and their number if some do not."""
     found = []
     for record in records:
         times = [point[clock] for point in record["points"] if point["accuracy"] >= level]
-        found.append(times[0] if times else math.nan)
-    mean, _ = mean_and_error(found)
-    return "–" if math.isnan(mean) else f"{mean:.0f}"
+        found += times[:1]
+    if not found:
+        return "–"
+    mean = f"{statistics.fmean(found):.0f}"
+    return mean if len(found) == len(records) else f"{mean} ({len(found)} of {len(records)})"
 
 
 def curve(records: Sequence[Record], field: str) -> tuple[list[float], list[float], list[float]]:

@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ STEPS = {
     "tokens": f"{CPU} --budget 1.5 --model cpu-s --tokens 64 256 1024 4096 {FAST} TRL Liger",
     "peaked": f"{CPU} --budget 1 {PEAKED} {FAST}",
 }
+LOSS_STEPS = ("loss", "large", "bf16", "fair", "fair-bf16")  # those in the table of README.md
 # Processors in the order in which the tables show them.
 MACHINES = ("zen3", "zen4", "zen5", "xeon")
 BARS_SHAPE = [512, 896, 32000]  # the CPU's shape in readme.png, which all peers ran
@@ -60,16 +62,23 @@ def file_of(name: str) -> Path:
 
 
 def processor() -> str:
-    """Return the name of this machine's processor in the names of files, such as "zen3"."""
+    """Return the name of this machine's processor in the names of files, such as "zen3".
+
+    Raises:
+        ValueError: the processor has no name in `PROCESSORS`.
+    """
     cpu = measure.hardware("cpu")["cpu"]
     if cpu not in PROCESSORS:
-        raise ValueError(f"processor: expected one of {list(PROCESSORS)}, got {cpu}")
+        raise ValueError(
+            f"processor: expected one of {list(PROCESSORS)}, got {cpu}. Add it to PROCESSORS in "
+            "benchmarks/report/files.py and to MACHINES in benchmarks/report/readme.py."
+        )
     return PROCESSORS[cpu].partition(" ")[2].lower().replace(" ", "")
 
 
-def machine_files() -> list[Path]:
+def machine_files(steps: Iterable[str] = STEPS) -> list[Path]:
     """Return the results of the steps that exist, in the order of `MACHINES`."""
-    files = (file_of(f"{step}-{name}") for name in MACHINES for step in STEPS)
+    files = (file_of(f"{step}-{name}") for name in MACHINES for step in steps)
     return [file for file in files if file.is_file()]
 
 
@@ -116,7 +125,7 @@ def readme_table() -> str:
     A row of the fair allocator is shown if a different provider is the fastest with it.
     """
     peers = [case for case in read_cases(RESULTS / "gpu_session.json") if "TRL" in case["rows"]]
-    every = [case for file in machine_files() for case in read_cases(file)]
+    every = [case for file in machine_files(LOSS_STEPS) for case in read_cases(file)]
     timed = [case for case in every if case["shape"][0] > 64 and "+" not in case["commit"]]
     lines = [
         "| tokens, hidden, vocabulary | machine | grpo_fast | best peer |", "|---|---|---|---|"
@@ -222,8 +231,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
     codes = []
-    for name in [] if options.tables else options.only:
-        codes.append(run_step(name, file_of(f"{name}-{processor()}")))
+    steps = [] if options.tables else options.only
+    try:
+        files = {name: file_of(f"{name}-{processor()}") for name in steps}
+    except ValueError as error:
+        parser.error(str(error))
+    for name, file in files.items():
+        codes.append(run_step(name, file))
     draw_readme()
     for page, text in pages().items():
         page.write_text(text)

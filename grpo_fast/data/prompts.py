@@ -24,7 +24,7 @@ _SLOT = re.compile(r"(\\[A-Za-z]+\{\w*\})|\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*
 # Tokens that begin a turn in the chat templates of common models.
 _TURN = re.compile(
     r"<\|(?:im_start|start_header_id|begin_of_text|start_of_role|user)\|>|<start_of_turn>"
-    r"|<｜(?:User|begin▁of▁sentence)｜>|\[INST\]"
+    r"|<｜(?:User|begin▁of▁sentence)｜>|\[INST\]|\n\nAssistant:\s*\Z"
 )
 
 

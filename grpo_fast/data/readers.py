@@ -195,13 +195,16 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a csv file. All cells are texts, and empty cells are None."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
-    delimiter = max(",;\t|", key=file.readline().count)
+    header = file.readline()
+    is_tabbed = path.suffix.lower() == ".tsv" and "\t" in header
+    delimiter = "\t" if is_tabbed else max(",;\t|", key=header.count)
     file.seek(0)
     # Without strict=True, a quote that is never closed would swallow the rest of the file.
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     try:
-        names = reader.fieldnames or []
-        require(len({*names}) == len(names), f"{path}:1", "different names of columns", names)
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+        is_unique = len({*names}) == len(names)
+        require(is_unique, f"{path}:1", "different names of columns", reprlib.repr(names))
         for row in reader:
             place = f"{path}:{reader.line_num}"
             fits = None not in row and None not in row.values()

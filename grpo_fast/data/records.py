@@ -197,6 +197,8 @@ def _check_parts(fields: Fields, prompt: str, where: str) -> None:
         if is_part and value and value != "[]":
             template = f"{{{key}}}\\n\\n{{question}}"
             remedy = f'add \'data.prompt_template="{template}"\', or leave it out: "{{question}}"'
+            if key.lower() in ("choices", "options"):  # an index or a letter names the answer
+                remedy = 'write lettered choices into the question, or leave them out: "{question}"'
             fits = str(value) in prompt
             require(fits, f"{where}: field {key!r}", f"this text in the prompt ({remedy})", "no")
 
@@ -213,4 +215,7 @@ def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
         raise EmptyField(f"{where}: expected a non-empty text in the answer, got {answer!r}")
     fits = isinstance(answer, str) or (answer is None and not gsm8k)
     require(fits, where, "a non-empty text in field 'answer'", repr(answer))
+    # Skywork-OR1 writes answers as '["4"]'. No completion would equal this text.
+    is_list = isinstance(answer, str) and re.fullmatch(r'\s*\[\s*".*\]\s*', answer, re.DOTALL)
+    require(not is_list, where, "one answer as text, not a JSON list of texts", repr(answer))
     return answer

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import random
+import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,8 @@ def read_questions(data: Any, usable: Usable = list) -> tuple[list[Example], lis
     if test_name is None:
         named = {str(column_of(row, ["split"])).lower() for _, row in rows}
         expected = "a file for each split, such as train.jsonl and test.jsonl"
-        require(not named & {*TEST_SPLITS}, "data: column 'split'", expected, sorted(named))
+        is_single = named <= {"none", "train"}
+        require(is_single, "data: column 'split'", expected, reprlib.repr(sorted(named)))
         train, test = _hold_out(train, data.n_test, data.path)
     else:
         test = _parsed(splits[test_name](), data)

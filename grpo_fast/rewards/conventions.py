@@ -233,7 +233,10 @@ def why_of(error: BaseException) -> str:
 def describe(error: BaseException) -> str:
     if isinstance(error, RewardFailure):  # its message needs no class name
         return str(error)
-    return f"{type(error).__name__}: {str(error)[:500]}"
+    text = "no text"
+    with contextlib.suppress(Exception):  # a user's __str__ may raise anything
+        text = str(error)[:500]
+    return f"{type(error).__name__}: {text}"
 
 
 def _in_a_loop(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import escape_control
-from grpo_fast.errors import RewardError, require
+from grpo_fast.errors import RewardError, Stopped, require
 from grpo_fast.rewards import conventions
 from grpo_fast.rewards.conventions import OPENRLHF, OURS, STATE, TRL, VERL, Function, Reply, Score
 from grpo_fast.rewards.isolated import IsolatedReward
@@ -178,12 +178,19 @@ class RewardSet:
             # passed to later functions.
             columns = reward.function.signature.select(lists)
             arguments = copy.deepcopy({name: list(column) for name, column in columns.items()})
-            reply: Reply = reward.function.call(count, arguments, self.progress)
-        except Exception as error:
+            # Restore the gradient mode afterwards, because the function could change it.
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                reply: Reply = reward.function.call(count, arguments, self.progress)
+        except (KeyboardInterrupt, Stopped):  # the user ends the run
+            raise
+        except BaseException as error:  # includes sys.exit() and a cancelled coroutine
             why = conventions.why_of(error)
             if why == conventions.WRONG_LENGTH:
                 raise RewardError(f"reward {reward.name}: {error}") from None
-            reply = Reply([why] * count, conventions.describe(error), {}, {})
+            note = conventions.describe(error)
+            if note.startswith("TypeError") and reward.function.convention == OURS:
+                note += "; for a function with the arguments of TRL, write {trl: FUNCTION}"
+            reply = Reply([why] * count, note, {}, {})
         if reply.note:
             self._note(reward.name, reply.note)
         return reply

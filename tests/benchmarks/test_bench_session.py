@@ -166,6 +166,16 @@ def small(monkeypatch, tmp_path):
     return tmp_path / "out"
 
 
+def test_the_limit_also_ends_a_command_with_a_limit_inside():
+    """Check that pytest ends at the limit of its part, even if it ignores the earlier SIGINT."""
+    timed = parts.parts()["tests"].commands[0]
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    command = [*timed[: timed.index(PY) - 1], "1", PY, "-c", code]
+    assert command[:2] == ["timeout", "--foreground"]
+    started = time.monotonic()
+    assert session.run(command, 2.0, {}, print) == 124 and time.monotonic() - started < 30
+
+
 def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, monkeypatch, capsys):
     assert session.main(["--deadline", "5"]) == 1
     assert capsys.readouterr().out.count("no time left; call again") == 3

@@ -297,6 +297,8 @@ def test_a_wrong_result_of_ours_fails_the_command(monkeypatch, tmp_path, capsys,
         (trainer_step, ["--prompt", "0"], "an integer > 0"),
         (trainer_step, ["--model-config", "gpt-9"], "invalid choice"),
         (loop, ["--json", "/"], "a file, got the folder"),
+        (loop, ["--model", "/"], "--model and --data: expected both"),
+        (loop, ["--quick", "--rows", "3"], "a divisor of [8, 8], got 3"),
     ],
 )
 def test_refusals_of_the_trainers_benchmarks(monkeypatch, capsys, module, words, expected):

@@ -80,14 +80,15 @@ READ = [
     ("no JSON", {"prompt": '[{"no JSON'}, '[{"no JSON', None),
 ]  # fmt: skip
 
+LETTERS = "write lettered choices into the question"
 MISSING = "this text in the prompt (add 'data.prompt_template="
 REFUSED = [
     ("SQuAD's context", {"context": "c", "question": "q", "answers": {"text": ["a"]}},
      f"field 'context': expected {MISSING}"),
     ("SVAMP's body", {"Body": "b", "Question": "q", "Answer": 3.0}, "field 'Body': expected this"),
     ("Alpaca's input", {"instruction": "i", "input": "x"}, f"field 'input': expected {MISSING}"),
-    ("MMLU's choices", {"question": "q", "choices": ["w", "x"], "answer": 1}, MISSING),
-    ("MathQA's options", {"Problem": "q", "options": "a ) 38 , b ) 27", "correct": "a"}, MISSING),
+    ("MMLU's choices", {"question": "q", "choices": ["w", "x"], "answer": 1}, LETTERS),
+    ("MathQA's options", {"Problem": "q", "options": "a ) 38 , b ) 27", "correct": "a"}, LETTERS),
     ("MedMCQA's options", {"question": "q", "opa": "w", "opb": "x", "cop": 1}, "field 'opa'"),
     ("C-Eval's options", {"question": "q", "A": "w", "B": "x", "answer": "B"}, "field 'A'"),
     ("Orca's system message", {"system_prompt": "s", "question": "q"}, MISSING),
@@ -114,6 +115,7 @@ REFUSED = [
     ("a template for messages", {"prompt": [user("q")], "answer": "1"},
      "data.prompt_template: expected none for messages", {"prompt_template": "plain"}),
     ("an empty answer", {"question": "q", "answer": " "}, "data.drop_unusable=true skips"),
+    ("Skywork-OR1's answer", {"question": "q", "answer": '["4"]'}, "expected one answer as text"),
     ("an empty prompt", {"question": None, "answer": "1"}, "expected a prompt, got an empty field"),
     ("a number as a prompt", {"prompt": 3.5}, "a non-empty text or a list of chat messages"),
     ("an answer of GSM8K without its mark", {"question": "q", "answer": "18"},
@@ -145,7 +147,7 @@ def test_why_a_row_is_refused(tmp_path, case):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("row", ["SQuAD's context", "SVAMP's body", "MathQA's options"])
+@pytest.mark.parametrize("row", ["SQuAD's context", "SVAMP's body"])
 def test_the_proposed_template_can_be_copied(tmp_path, row):
     path = tmp_path / "d.jsonl"
     (fields,) = (case[1] for case in REFUSED if case[0] == row)
@@ -177,9 +179,10 @@ def test_the_tests_of_code_rows(tmp_path, name):
     assert "2 with tests that code_tests refuses\nthe first tests that code_tests refuses:" in shown
 
 
-def test_the_split_of_a_row_is_refused_in_a_single_file(tmp_path):
+@pytest.mark.parametrize("other", ["Test", "holdout"])
+def test_the_split_of_a_row_is_refused_in_a_single_file(tmp_path, other):
     path = tmp_path / "d.jsonl"
-    rows = [{"question": f"q{i}", "Split": name} for i, name in enumerate(("train", "Test"))]
+    rows = [{"question": f"q{i}", "Split": name} for i, name in enumerate(("train", other))]
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match="column 'split': expected a file for each split"):
         read_questions(DataConfig(task="jsonl", path=str(path)))

@@ -61,10 +61,15 @@ def recorded(monkeypatch):
 
 
 def gradients(total, leaves):
-    """Compute gradients without `torch.autograd.grad`, which would switch the mode `OnGpu` off."""
-    return _engine_run_backward(
+    """Compute gradients without `torch.autograd.grad`, which would switch the mode `OnGpu` off.
+
+    Each of them must have the shape and the dtype of its leaf.
+    """
+    found = _engine_run_backward(
         (total,), (torch.ones_like(total),), False, False, tuple(leaves), accumulate_grad=False
     )
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in leaves]
+    return found
 
 
 def on_meta(dtype=torch.bfloat16):

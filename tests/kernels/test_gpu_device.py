@@ -6,6 +6,7 @@ Patched functions simulate two GPUs, and fp64 sums simulate the sums of tensor c
 from __future__ import annotations
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 from unittest.mock import DEFAULT, MagicMock
 
@@ -16,9 +17,12 @@ from grpo_fast.kernels import workspace
 from grpo_fast.kernels.gpu import launch
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.head import sums as half_range
+from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.loss.checks import ValueChecks, checked_total
 from tests.gpu.test_cuda_graphs import OnGpu
 from tests.kernels.triton_tools.launcher import HAS_TRITON
+
+FLAGS = ((False, True), (False, True))
 
 
 @pytest.fixture
@@ -79,6 +83,28 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     found = [launch.architecture(torch.device("cuda", index)) for index in (1, 0, 1)]
     launch.architecture.cache_clear()
     assert found == ["sm_80", "sm_90", "sm_80"] and gpus.current == 0
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("stored", [None, "logits", "exponentials"])
+@pytest.mark.parametrize(("softcap", "bias", "entropy"), itertools.product((None, 30.0), *FLAGS))
+def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
+    """Check that the large tile of sm_90 is used unless its code would spill registers."""
+    from grpo_fast.kernels.gpu import linear
+
+    launched = MagicMock()
+    monkeypatch.setattr(linear, "launch", launched)
+    monkeypatch.setattr(linear, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(linear, "tiles", lambda p, matrix, *shape: matrix)
+    hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
+    given = weight[:, 0] if bias else None
+    transform = LogitTransform(1.0, softcap, 1.0)
+    p = linear.head_inputs(hidden, weight, given, torch.zeros(4).long(), transform)
+    out = None if stored is None else torch.zeros(4, 16).bfloat16()
+    target = torch.zeros(4) if stored == "exponentials" else None
+    linear.sweep(p, torch.zeros(4 if entropy else 3, 1, 4), out, target)
+    spills = stored == "exponentials" and (softcap is not None or (bias and entropy))
+    assert launched.call_args.kwargs["BLOCK_V"] == (128 if spills else 256)
 
 
 def test_later_launches_call_the_compiled_kernel():

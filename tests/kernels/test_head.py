@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
 from grpo_fast.kernels.types import POSITIVE16, Exponentials, LogitTransform, widened
@@ -347,3 +348,12 @@ def test_columns_far_below_the_target_weigh_nothing(nats: float, softcap: float 
     torch.testing.assert_close(out[:, :T], (1 - bent**2) * (1 - torch.eye(T)), rtol=1e-4, atol=0)
     below = math.exp(-nats if softcap is None else -softcap * bent)
     torch.testing.assert_close(out[:, T:], torch.full((T, V - T), below), rtol=1e-3, atol=1e-38)
+
+
+@NO_CPP
+def test_which_heads_take_it(monkeypatch):
+    """Check that these kernels need at least 2048 ids and the csrc product."""
+    monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
+    for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):
+        found = route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps
+        assert (found is not None) == (columns == 2048 and dtype == torch.float32)

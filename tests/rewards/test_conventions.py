@@ -118,6 +118,19 @@ def leaves(completions):
     sys.exit(3)
 
 
+def interrupted(completions):
+    raise KeyboardInterrupt("now")
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def silent(completions):
+    raise Silent
+
+
 def of_kind(prompts, completions):
     n = len(completions)
     return {
@@ -308,6 +321,30 @@ def test_a_function_that_exits_costs_its_samples(file):
     rewards = build_rewards([spec(f"{file}:leaves")])
     result = rewards(["p"] * 2, ["a"] * 2, ["x"] * 2)
     assert result.total.isnan().all() and "SystemExit: 3" in rewards.last_error["leaves"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("mine.py:interrupted", KeyboardInterrupt, "now"),
+        ("leaving.py:f", ValueError, "could not import .*: SystemExit: 4"),
+        ("mine.py:silent", None, "Silent: no text"),
+    ],
+)
+def test_errors_of_functions_in_this_process(file, name, error, said):
+    """Check that Ctrl-C ends a run, an exit at import is refused, and other errors cost samples."""
+    file.with_name("leaving.py").write_text("raise SystemExit(4)")
+
+    def call():
+        rewards = build_rewards([spec(str(file.with_name(name)), in_process=True)])
+        assert rewards(["p"], ["a"], ["x"]).total.isnan().all()
+        return rewards.last_error["silent"]
+
+    if error is None:
+        assert call() == said
+    else:
+        with pytest.raises(error, match=said):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tests of answer extraction, rule-based rewards and RewardSet."""
 
+import asyncio
 import math
 import time
 from decimal import Decimal
@@ -10,6 +11,7 @@ import torch
 
 from grpo_fast.data import Example
 from grpo_fast.data.answers import parse_number
+from grpo_fast.errors import Stopped
 from grpo_fast.rewards import (
     REWARDS,
     RewardError,
@@ -236,6 +238,35 @@ def test_a_call_that_fails_loses_its_samples_and_is_logged_once(caplog):
     assert asked == [4, 4] and rewards.recent == {"f": [(4, 4)] * 2}
     assert rewards(["p"], ["a"], ["x"]).total.tolist() == [1.0]
     assert caplog.text.count("boom") == 1 and "\x1b" not in caplog.text + rewards.last_error["f"]
+
+
+def test_a_function_leaves_the_gradient_mode_and_messages_alone():
+    def rewrites(*, prompts, completions, answers):
+        torch.set_grad_enabled(False)
+        prompts.pop()[0]["content"] = "other"
+        return [1.0]
+
+    prompts = [[{"role": "user", "content": "question"}]]
+    own(rewrites)(prompts, ["a"], ["x"])
+    assert prompts == [[{"role": "user", "content": "question"}]] and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, Stopped])
+def test_only_the_user_ends_a_run_from_within_a_function(kind):
+    def ends(**_):
+        raise kind(2)
+
+    if kind in (SystemExit, asyncio.CancelledError):
+        assert own(ends)(["p"], ["a"], ["x"]).reasons == {"f": {"error": 1}}
+    else:
+        with pytest.raises(kind):
+            own(ends)(["p"], ["a"], ["x"])
+
+
+def test_a_function_for_trl_without_its_convention_gets_a_hint():
+    rewards = own(lambda *, completions, **_: [c[0]["content"] for c in completions])
+    rewards(["p"], ["a"], ["x"])
+    assert "TypeError" in (said := rewards.last_error["f"]) and "write {trl: FUNCTION}" in said
 
 
 NAN = math.nan

@@ -1,4 +1,4 @@
-"""Tests of the command line: help without heavy imports, and the exit status of a failed run."""
+"""Tests of the command line: imports of --help, ASCII terminals, a failed run's status."""
 
 import os
 import subprocess
@@ -23,6 +23,19 @@ def test_help_and_version_load_nothing_heavy():
     assert all(word in shown for word in ("train", "eval", "plot", "--version"))
     version = invoke("--version")
     assert version.exit_code == 0 and version.output.startswith("grpo-fast ")
+
+
+def test_an_ascii_terminal_shows_question_marks():
+    code = (
+        "import grpo_fast.cli\n"
+        "from grpo_fast.__main__ import main\n"
+        "grpo_fast.cli.app = lambda: print('0.1 \\u2192 0.9')\n"
+        "main()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:strict"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, env=env, timeout=120, check=True)
+    assert done.stdout == b"0.1 ? 0.9\n"
 
 
 def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):

@@ -36,11 +36,7 @@ START_S = 30.0  # time limit for starting the interpreter on a busy machine
 # Limit in bytes. It is constant, because a limit that depended on the tests would reveal something
 # about them.
 MOST_OUTPUT = 16 << 20
-# A fenced block: the indentation, the fence, the mark after it, and the lines up to its end. The
-# end has at most three more blanks before it, because docstrings may contain fences, too.
-FENCED = re.compile(
-    r"^([ \t]*+)[^`~\n]*+(`{3,}+|~{3,}+)([^`\n]*)$\n?(.*?)(?:^\1 {0,3}\2|\Z)", re.M | re.S
-)
+OPENED = re.compile(r"^[^`~\n]*(`{3,}+|~{3,}+)([^`\n]*)$", re.M)
 PYTHON = re.compile(r"\A[{. \t]*(python|py)[\d.]*(\W|\Z)", re.I)
 DEFINED = re.compile(r"^(?:def|async def|class) +(\w+)|^(\w+) *[:=]", re.M)
 # HumanEval and LeetCode import these names before the answer, so answers use them without import.
@@ -66,7 +62,8 @@ def code_tests(
 ) -> list[Any]:
     """Return for each completion the fraction of its unit tests that its code passes.
 
-    For a completion with tests that are not supported, the result is the ValueError.
+    For a completion with tests that are not supported, the result is the ValueError. If a process
+    of its sandbox does not start, the result is the OSError.
 
     Args:
         completions: N completions. See `code_of` for the code of a completion.
@@ -87,12 +84,12 @@ def code_tests(
         raise ValueError(f"code_tests: expected {expected}, got {seconds}, {memory}")
     limits = {"seconds": seconds, "memory": memory << 20, "output": MOST_OUTPUT, "paths": []}
 
-    def one(turn: str, entry: Any) -> float | ValueError:
+    def one(turn: str, entry: Any) -> float | Exception:
         try:
             tests = unit_tests.read_tests(entry)
             share = share_of_tests if isinstance(tests, str) else share_of_programs
             return share(answers.final_part(turn), tests, limits)  # type: ignore[operator]
-        except ValueError as error:  # costs only this sample
+        except (ValueError, OSError) as error:  # costs only this sample
             return error
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
@@ -111,7 +108,7 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
         text: the completion.
         names: names that the answer must define.
     """
-    fenced = [(found[3], textwrap.dedent(found[4])) for found in FENCED.finditer(text)]
+    fenced = [(mark, textwrap.dedent("".join(lines))) for mark, lines in _fenced(text)]
     blocks = [code for mark, code in fenced if PYTHON.match(mark)] or [code for _, code in fenced]
     blocks = blocks or [answers.marked_content(text, (answers.TAG,)) or text]
     if not names:
@@ -119,6 +116,24 @@ def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
     defined = [{name for pair in DEFINED.findall(code) for name in pair} for code in blocks]
     last = [i for i, found in enumerate(defined, 1) if not found.isdisjoint(names)]
     return blocks[: last[-1]] if last else blocks
+
+
+def _fenced(text: str) -> list[tuple[str, list[str]]]:
+    """Return the mark and the lines of each fenced block. A regular expression could be slow."""
+    blocks: list[tuple[str, list[str]]] = []
+    fence = ""
+    deepest = 0  # deepest indentation of the end of the block; docstrings may contain fences, too
+    for line in text.splitlines(keepends=True):
+        ends = fence and line.strip().startswith(fence) and not line.strip().strip(fence[0])
+        if ends and len(line) - len(line.lstrip()) <= deepest:
+            fence = ""
+        elif fence:
+            blocks[-1][1].append(line)
+        elif opened := OPENED.match(line):
+            fence = opened[1]
+            deepest = opened.start(1) + 3
+            blocks.append((opened[2], []))
+    return blocks
 
 
 def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:
@@ -218,8 +233,9 @@ def _wait(child: subprocess.Popen, seconds: float) -> None:
 
 
 # Try the sandbox at import, so that a run fails at its start on a machine without sandbox support.
-if code_tests(completions=["def f(): return 1"], tests=["assert f() == 1"], seconds=60.0) != [1]:
-    raise OSError("code_tests: the sandbox does not run an answer")
+[tried] = code_tests(completions=["def f(): return 1"], tests=["assert f() == 1"], seconds=60.0)
+if tried != 1:
+    raise OSError(f"code_tests: the sandbox does not run an answer: {tried}")
 if not sandbox.has_landlock():
     sandbox.hide_memory()  # answers could read the tests from this process's memory
     print("code_tests: this kernel has no Landlock: answers can read files", file=sys.stderr)

@@ -29,12 +29,13 @@ def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = Fa
 
 def _found(find: Callable[[str], Any], text: str) -> float | TimeoutError:
     try:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
-        return float(find(text) is not None)
-    except TimeoutError as error:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            return float(find(text) is not None)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except TimeoutError as error:  # the timer may also end in `finally`
         return error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _stop(*_: object) -> None:

@@ -40,6 +40,7 @@ LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}  # look i
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Raise)
+BASES = ("TestCase", "Error", "Exception", "NamedTuple")  # of classes that tests may define
 MARKED = (ast.Expr, ast.Assert, ast.With)
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
 
@@ -130,9 +131,7 @@ class Tests(ast.NodeTransformer):
                         for x in node.targets if called(node.value) in self.names}  # fmt: skip
         self.objects = {name for name, function in self.results.items() if function[0].isupper()}
         functions: list[Any] = [x for x in self.nodes if isinstance(x, ast.FunctionDef)]
-        classes = [x for x in self.nodes if isinstance(x, ast.ClassDef)]
-        # Names of arrays, functions and classes, which are no plain data.
-        self.unplain = {"np", "numpy"} | {x.name for x in [*functions, *classes]}
+        self.functions |= {x.name for x in functions}
         # Functions that contain a test, or call such a function.
         self.testers: set[str] = set()
         found = {"_run_"}
@@ -143,6 +142,7 @@ class Tests(ast.NodeTransformer):
     def find_names(self) -> None:
         free = free_names(symtable.symtable(ast.unparse(self.tree), "<tests>", "exec"))
         undefined = free - vars(builtins).keys() - self.names.keys()
+        self.functions = free & vars(builtins).keys() - {kind.__name__ for kind in PLAIN}
         known = undefined & LIBRARY.keys()
         # The other names are the answer's. If there is none, it is the only name of a library or
         # the only builtin, as in `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`.
@@ -157,8 +157,12 @@ class Tests(ast.NodeTransformer):
         """Return True if a node of the syntax tree is not supported."""
         outer = self.up.get(node)
         match node:
-            case ast.AsyncFunctionDef() | ast.Await():
+            case ast.AsyncFunctionDef() | ast.Await() | ast.Name("redirect_stdout" | "patch"):
                 return True
+            case ast.FunctionDef("setup_method" | "setup_class") | ast.Attribute(attr="fixture"):
+                return True
+            case ast.ClassDef(name, bases):
+                return name[:4] != "Test" and not any(ast.unparse(x).endswith(BASES) for x in bases)
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
                 return not all(map(can_import, paths))
@@ -174,13 +178,18 @@ class Tests(ast.NodeTransformer):
                 return is_read or is_unknown or isinstance(context, ast.Store)
             case ast.Call(ast.Call()) if self.calls_answer(node):
                 return True
-            case ast.Call(_, arguments) if self.calls_answer(node) and any(
-                isinstance(x, ast.Lambda) or root(x) in self.unplain for x in arguments
+            case ast.Call(_, values, keywords) if self.calls_answer(node) and any(
+                map(self.is_function, [*values, *(x.value for x in keywords)])
             ):
                 return True
             case ast.Call() if called(node) in self.names and called(node)[0].isupper():
                 return not isinstance(outer, ast.Attribute) and not self.passes(node)
         return False
+
+    def is_function(self, value: ast.AST) -> bool:
+        """Return True for an argument that is a function, or an array of numpy."""
+        is_name = isinstance(value, ast.Name) and value.id in self.functions
+        return is_name or isinstance(value, ast.Lambda) or root(value) in ("np", "numpy")
 
     def calls_answer(self, node: ast.AST) -> bool:
         return root(node) in self.names.keys() | self.objects

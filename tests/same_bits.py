@@ -49,7 +49,7 @@ RUNS: dict[str, list[str]] = {
     "ppo-sort": ["ppo-sort"],
     "gsm8k-tiny": ["gsm8k-tiny", f"data={GSM8K}", "eval.n=8", "rollout.max_new_tokens=24",
                    "warm_start.steps=10"],
-    "ahead": ["sort", "rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.8"],
+    "corrected": ["sort", "rollout.correct_sampling=true", "rollout.top_p=0.8"],
     "lora": ["sort", "model.lora={r: 2}", "loss.beta=0.1", "reference.kind=frozen"],
     "ddp": ["sort", "distributed=ddp"],
     "fsdp2": ["sort", "distributed=fsdp2"],

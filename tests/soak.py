@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from grpo_fast.errors import RankError
+from grpo_fast.rollout.own import decode
 from grpo_fast.train import checkpoint, loop
-from grpo_fast.train.folder import checkpoints_in, problem_of
-from grpo_fast.train.ranks import Stopping
+from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.report import report
 from tests.rank_server import free_port
 from tests.train.resuming import config_of, result, run
@@ -38,7 +38,7 @@ OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "c
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
 LEFT_ALONE = 3  # exit status of a rank when another rank was killed
-EVERY, FILES, PASSES = 5, 10, 5  # steps between saves, files per save, passes per rollout
+EVERY, FILES, PASSES = 5, 8, 4  # steps between saves, files per save, passes per rollout
 
 
 def die(*_: Any) -> None:
@@ -62,20 +62,18 @@ def arm_save(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
-    """Make this process kill itself at a random forward pass of a rollout.
+    """Make this process kill itself at a random token of a rollout.
 
     The rollout belongs to one of the next `steps` steps.
     """
-    left = rng.randint(1, round(PASSES * steps))
+    left, add = rng.randint(1, round(PASSES * steps)), decode.SupportRecorder.add
 
-    def counting(self: Stopping) -> None:
+    def counting(*arguments: Any) -> None:
         nonlocal left
-        if any(frame.name == "generate" for frame in traceback.extract_stack(limit=40)):
-            left -= 1
-        if left == 0:
-            die()
+        left -= 1
+        die() if left == 0 else add(*arguments)
 
-    Stopping.raise_if_asked = counting  # type: ignore[method-assign]
+    decode.SupportRecorder.add = counting  # type: ignore[method-assign]
 
 
 def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
@@ -164,7 +162,7 @@ def main() -> int:
                 sys.exit(f"soak: the run ended before kill {number} of {len(kills)}: more --steps")
             unfinished += arm is arm_save and any(killed.glob("checkpoints/*.unfinished"))
             saved = checkpoints_in(killed)
-            assert all(problem_of(path) is None for path in saved), "a damaged checkpoint"
+            assert all(checkpoint.read_state(path) for path in saved), "a damaged checkpoint"
             at = saved[0].name if saved else "no checkpoint"
             print(f"kill {number}: {arm.__name__[4:]}, {at}", flush=True)
         if attempt(killed, options, lambda: None, ranks):

@@ -1,7 +1,7 @@
 """The samples of a step, packed into micro-batches, and the token budget of a micro-batch.
 
 The micro-batches of a step are planned before its first forward pass. The budget is predicted from
-the usable memory. It is halved if memory runs out.
+the usable memory.
 """
 
 from __future__ import annotations
@@ -306,94 +306,43 @@ def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(items) for items in assigned]
 
 
-class TokenBudget:
-    """Maximum number of trunk tokens in a micro-batch.
+def token_budget(device: torch.device, memory: Memory | None) -> int:
+    """Return the number of trunk tokens of a micro-batch that fit into memory on every rank.
+
+    The result depends only on the model and the machine, not on the memory that other processes
+    use, so that a repeated run packs the same batches.
 
     Args:
         device: the training device.
-        memory: predicted memory of a step. None, for models whose memory cannot be predicted,
-            makes the budget unlimited.
-        fixed: initial budget (`tokens_per_microbatch`). None uses the prediction.
-        is_sharded: True if the weights are sharded. A single rank then cannot repeat a pass.
+        memory: predicted memory of a step, or None if it cannot be predicted. The budget is then
+            unlimited.
     """
+    if memory is None:
+        return UNLIMITED
+    limit = USABLE_CPU * host_memory()
+    if device.type == "cuda":
+        limit = USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
+    tokens = memory.tokens(limit)
+    if tokens == 0:
+        needed = (memory.fixed + memory.head) / GIB
+        log.warning(
+            "memory: %.1f GiB predicted before the first token, %.1f GiB usable; "
+            "trying one completion at a time", needed, limit / GIB,
+        )  # fmt: skip
+    return min(ranks.gather(max(tokens, 1)))
 
-    def __init__(
-        self, device: torch.device, memory: Memory | None, fixed: int | None, is_sharded: bool
-    ) -> None:
-        self.device = device
-        self.memory = memory
-        self.is_sharded = is_sharded and ranks.size() > 1
-        self.largest = 0  # largest number of trunk tokens in a micro-batch so far
-        self.tokens = fixed or min(ranks.gather(self._default()))
 
-    def _default(self) -> int:
-        if self.memory is None:
-            return UNLIMITED
-        # The limit must not depend on other processes, so that a repeated run packs the same
-        # batches.
-        limit = USABLE_CPU * host_memory()
-        if self.device.type == "cuda":
-            limit = USABLE_GPU * torch.cuda.get_device_properties(self.device).total_memory
-        tokens = self.memory.tokens(limit)
-        if tokens == 0:
-            needed = (self.memory.fixed + self.memory.head) / GIB
-            log.warning(
-                "memory: %.1f GiB predicted before the first token, %.1f GiB usable; "
-                "trying one completion at a time", needed, limit / GIB,
-            )  # fmt: skip
-        return max(tokens, 1)
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Raise a MemoryError on all ranks if memory runs out on a rank inside this context.
-
-        Code inside the context must not call collectives, except the passes of sharded models.
-
-        Raises:
-            MemoryError: memory ran out on at least one rank.
-            ValueError: memory ran out and the weights are sharded, so the pass cannot be repeated.
-        """
-        failure = None
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = str(error).splitlines()[0]
-            if self.is_sharded:
-                raise ValueError(
-                    f"tokens_per_microbatch: memory ran out ({failure}), and ranks that hold "
-                    "shards cannot try again; set fewer tokens and resume=auto"
-                ) from error
-        if not self.is_sharded:
-            failure = next((x for x in ranks.gather(failure) if x is not None), None)
-        # Raise a new error after the first one is released, because its frames hold the tensors of
-        # the failed pass.
-        if failure is not None:
-            raise MemoryError(failure)
-
-    def lower(self, batch: StepBatch, reason: str) -> None:
-        """Halve the budget.
-
-        Args:
-            batch: the batch that did not fit into memory.
-            reason: the error message.
-
-        Raises:
-            ValueError: every micro-batch already consists of a single completion.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        alone = all(len(micro) == 1 for micro in batch.micro_batches)
-        of_ranks = ranks.gather((alone, batch.largest))
-        largest = max(tokens for _, tokens in of_ranks)
-        if all(is_alone for is_alone, _ in of_ranks):
-            raise ranks.common(
-                ValueError(
-                    f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
-                    f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
-                    "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
-                )
-            )
-        self.tokens = min(self.tokens, largest) // 2
-        log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
+@contextmanager
+def explained_memory(batch: StepBatch) -> Iterator[None]:
+    """Convert an out-of-memory error inside this context to a ValueError that says what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why = str(error).splitlines()[0]
+        raise ValueError(
+            f"tokens_per_microbatch: memory ran out with {batch.largest} tokens ({why}); continue "
+            "with resume=auto and fewer tokens; `grpo-fast plan` shows what "
+            "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
+        ) from error

@@ -3,12 +3,11 @@
 A checkpoint is a folder with the following files:
 
 - weights/: safetensors files that torch.distributed.checkpoint (DCP) writes and reads. They contain
-  the policy (with LoRA only the adapter), the optimizer's moments, the critic, the reference if it
-  cannot be loaded from a path, the random state, and the samples that were drawn ahead for the next
-  step.
+  the policy (with LoRA only the adapter), the optimizer's moments, the critic, and the reference if
+  it cannot be loaded from a path. No random state is stored, because the random numbers of a step
+  depend only on the seed and the number of the step.
 - state.json: the fields of `State`.
 - tokenizer/: the tokenizer, which `grpo-fast export` needs.
-- manifest.json: the format version, and the SHA-256 hash of every other file.
 
 It is first written into a folder with a temporary name, which gets its final name at the end. A
 process that is killed during writing therefore never leaves an incomplete checkpoint with a final
@@ -28,11 +27,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -40,14 +39,13 @@ from grpo_fast.data import reason
 from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
-from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, Positive, RunConfig
+from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.critic import Critic, load_critic
 from grpo_fast.train.folder import check_regular, sync, written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.report.report import RunReport
-from grpo_fast.train.run import Rows, Run
+from grpo_fast.train.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,6 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 # Approximate size of a tensor file. While a file is written, two copies of it are in memory.
 FILE_BYTES = 1 << 28
-DRAWN = ("random.", "ahead.")  # prefixes of stored tensors that are neither weights nor moments
 
 
 # ------------------------------------------------------------------------------ State and tensors
@@ -68,6 +65,7 @@ class State:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
+    format: Literal[11]  # other versions of the package write other formats
     length: Count  # length of metrics.jsonl in bytes
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     step: Count  # finished steps
@@ -77,33 +75,26 @@ class State:
     lost_rewards: dict[str, list[tuple[Count, Count]]]
     baseline: dict[str, float | None] | None  # running baseline of the advantages
     num_tokens: Count  # trunk tokens trained so far
-    beta: Annotated[float, Field(allow_inf_nan=False)]  # weight of the KL divergence
-    tokens_per_microbatch: Positive
     optimizers: dict[str, dict[str, Count]]  # counters of the optimizers of policy and critic
     before: dict[str, float] | None  # metrics of the first evaluation
     after: dict[str, float] | None  # metrics of the latest evaluation
-    unlogged: Rows | None  # rows of a step that was finished and not yet logged
-
-
-def logged(state: State | None) -> tuple[int, int]:
-    """Return the number of bytes of metrics.jsonl to keep, and of the steps in these bytes."""
-    if state is None:
-        return 0, 0
-    return state.length, state.step - (state.unlogged is not None)
+    unlogged: dict[str, float] | None  # metrics of a step that was finished and not yet logged
 
 
 def read_state(checkpoint: Path) -> State:
     """Read the state of a checkpoint.
 
     Raises:
-        ValueError: a field of the file is invalid. The message names the field.
+        ValueError: a field of the file is invalid, or another version of the package wrote it. The
+            message names the field.
     """
     try:
         return TypeAdapter(State).validate_json(check_regular(checkpoint / STATE).read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
-        raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
+        hint = "; use the version of grpo_fast that wrote it" if where == "format" else ""
+        raise ValueError(f"{STATE}: {where}: {first['msg']}{hint}") from error
 
 
 @contextmanager
@@ -150,8 +141,8 @@ def write_tensors(place: Path, tensors: Mapping[str, Tensor], is_sharded: bool) 
 
 @torch.no_grad()
 def read_tensors(
-    place: Path, into: Mapping[str, Tensor], prefix: str, is_sharded: bool = False
-) -> dict[str, Tensor]:
+    place: Path, into: Mapping[str, Tensor], prefix: str = "", is_sharded: bool = False
+) -> None:
     """Copy stored tensors into existing tensors of the same names.
 
     Args:
@@ -161,9 +152,6 @@ def read_tensors(
         prefix: only stored tensors whose names begin with the prefix are read.
         is_sharded: True if all ranks call this function.
 
-    Returns:
-        The stored tensors whose names begin with one of DRAWN. They have no tensor in `into`.
-
     Raises:
         ValueError: a tensor is missing in the files or in `into`, or its dtypes or shapes differ.
     """
@@ -171,22 +159,17 @@ def read_tensors(
         check_regular(file)
     reader = dcp.HuggingFaceStorageReader(str(place))
     found: Any = reader.read_metadata().state_dict_metadata
-    stored = {name: (x.properties.dtype, x.size) for name, x in found.items()}
-    stored = {name: x for name, x in stored.items() if name.startswith(prefix)}
-    drawn = {
-        name: torch.empty(size, dtype=dtype)
-        for name, (dtype, size) in stored.items() if name.startswith(DRAWN)
+    stored = {
+        name: f"{x.properties.dtype} {tuple(x.size)}"
+        for name, x in found.items() if name.startswith(prefix)
     }  # fmt: skip
-    targets = {**into, **drawn}
-    for name in sorted(stored.keys() | targets.keys()):
-        expected = "no such tensor"
-        if name in targets:
-            expected = f"{targets[name].dtype} {tuple(targets[name].shape)}"
-        came = "none" if name not in stored else f"{stored[name][0]} {tuple(stored[name][1])}"
+    wanted = {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in into.items()}
+    for name in sorted(stored.keys() | wanted.keys()):
+        expected = wanted.get(name, "no such tensor")
+        came = stored.get(name, "none")
         require(expected == came, f"the tensor {name}", expected, came)
     with warnings.catch_warnings(action="ignore"):
-        dcp.load(targets, storage_reader=reader, no_dist=not is_sharded)
-    return drawn
+        dcp.load(dict(into), storage_reader=reader, no_dist=not is_sharded)
 
 
 # ------------------------------------------------------------------------------- Start of a run
@@ -198,8 +181,8 @@ def opened(config: RunConfig) -> Iterator[tuple[Path | None, State | None]]:
         The folder of the checkpoint and its state. Both are None if the run starts at step 0.
 
     Raises:
-        ValueError: the folder is in use, it contains a different run, or all its checkpoints are
-            damaged. Also raised if another version of the package wrote the checkpoint.
+        ValueError: the folder is in use, it contains a different run, or the newest checkpoint is
+            damaged or has another format.
     """
     with ExitStack() as until_the_end:
         ranks.from_main(lambda: until_the_end.enter_context(folder.locked(config.output_dir)))
@@ -224,20 +207,16 @@ def _find(config: RunConfig) -> Path | None:
     """Return the checkpoint from which the run resumes, or None if it starts at step 0.
 
     Raises:
-        ValueError: the run must start at step 0, but its folder contains damaged checkpoints, a
-            finished run, a run with other settings, or other files.
+        ValueError: the run must start at step 0, but its folder contains a finished run, a run with
+            other settings, or other files.
     """
     run = Path(config.output_dir)
     if config.resume is None or not folder.is_occupied(run):
         folder.check_folder(run)
         return None
-    checkpoint = folder.newest(run)
-    if checkpoint is not None:
-        return checkpoint
-    damaged = folder.checkpoints_in(run)
-    if damaged:
-        came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to start over"
-        raise ValueError(f"resume: expected a complete checkpoint in {run}, got {came}")
+    checkpoints = folder.checkpoints_in(run)
+    if checkpoints:
+        return checkpoints[0]
     if (run / "summary.json").exists() or not (run / CONFIG).is_file():
         folder.check_folder(run)
     # The folder has an unfinished run without checkpoints, which starts over.
@@ -246,21 +225,13 @@ def _find(config: RunConfig) -> Path | None:
     return None
 
 
-def begin(config: RunConfig, checkpoint: Path | None, report: RunReport) -> None:
-    """Save the configuration in the run's folder, and begin the report.
-
-    If the run resumes, checkpoints that are newer than the loaded one are renamed.
-    """
-    run = Path(config.output_dir)
+def begin(config: RunConfig, report: RunReport) -> None:
+    """Save the configuration in the run's folder, and begin the report."""
 
     def enter() -> None:
-        with written(run):
-            for path in folder.checkpoints_in(run):
-                if checkpoint and folder.step_of(path) > folder.step_of(checkpoint):
-                    # The loaded checkpoint is the newest complete one, so this one is damaged.
-                    folder.set_aside(path)
-            save_config(config.model_copy(update={"resume": None}), run / CONFIG)
-        report.begin(config.model_dump(mode="json"))
+        with written(report.folder):
+            save_config(config.model_copy(update={"resume": None}), report.folder / CONFIG)
+        report.begin()
 
     ranks.from_main(enter)
 
@@ -287,6 +258,7 @@ class Checkpoints:
     config: CheckpointConfig
     settings: dict[str, Any]
     on_save: Callable[[Path], object] | None = None
+    is_ending: bool = False  # True while an error or a signal ends the run
 
     def __post_init__(self) -> None:
         self.saved_at = time.monotonic()
@@ -300,11 +272,8 @@ class Checkpoints:
         """
         run = self.run
         with refused("resume", checkpoint):
-            tensors = run.tensors()
-            draws = read_tensors(checkpoint / WEIGHTS, tensors, "", run.config.is_sharded)
-            expected = "the state of torch's generator"
-            require("random.cpu" in draws, "the tensor random.cpu", expected, "none")
-            run.load_state_dict(vars(state), draws)
+            read_tensors(checkpoint / WEIGHTS, run.tensors(), is_sharded=run.config.is_sharded)
+            run.load_state_dict(vars(state))
 
     def mark(self, **changes: Any) -> None:
         """Record the current state of the run.
@@ -312,11 +281,11 @@ class Checkpoints:
         Args:
             **changes: new values of attributes of the run, for example `step`.
         """
-        vars(self.run).update(changes)
-        counters = self.run.state_dict()
-        self.state = State(length=self.report.length(), settings=self.settings, **counters)
-        self.draws = self.run.draws()
-        self.run.has_moved = False
+        run = self.run
+        vars(run).update(changes)
+        self.state = State(11, self.report.length, self.settings, **run.state_dict())
+        for optimizer in run.optimizers.values():
+            optimizer.has_moved = False
 
     def is_due(self) -> bool:
         """Return True if `checkpoint.every` or `checkpoint.every_minutes` requires a checkpoint.
@@ -348,7 +317,7 @@ class Checkpoints:
 
         def begin() -> bool:
             """Write all files except the tensors. Return False if the checkpoint exists."""
-            if final.exists() and folder.problem_of(final) is None:
+            if final.exists():
                 return False
             for unfinished in root.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(unfinished)
@@ -359,7 +328,7 @@ class Checkpoints:
             return True
 
         def write() -> None:
-            write_tensors(part / WEIGHTS, self.run.tensors() | self.draws, is_sharded)
+            write_tensors(part / WEIGHTS, self.run.tensors(), is_sharded)
 
         def finish() -> None:
             """Give the checkpoint its final name, and delete old checkpoints."""
@@ -402,6 +371,7 @@ class Checkpoints:
         try:
             yield
         except BaseException as error:
+            self.is_ending = True
             said = self._save_at_the_end(error)
             if isinstance(error, Stopped):
                 self.report.note(f"{error.name}: {said}")
@@ -413,44 +383,40 @@ class Checkpoints:
         """Save the recorded state if possible. Return a sentence that says what was saved."""
         run = self.run
         is_common = ranks.is_common(error)
+        why = ""
         if isinstance(error, NonFiniteLogits):
             # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
             # deleted after each save, may be the only ones with finite weights.
-            advice = "a lower optim.lr or a wider model.dtype may help"
-            return f"this is after {run.step} steps; {advice}; {self._newest()}"
-        if run.has_moved:
-            return f"the step was not finished; {self._newest()}"
-        if not is_common and run.config.is_sharded:
-            return f"one rank alone cannot save the run; {self._newest()}"
-        if not is_common and not ranks.is_main():
+            why = (
+                f"this is after {run.step} steps; a lower optim.lr or a wider model.dtype may help"
+            )
+        elif run.has_moved:
+            why = "the step was not finished"
+        elif not is_common and run.config.is_sharded:
+            why = "one rank alone cannot save the run"
+        elif not is_common and not ranks.is_main():
             return "rank 0 saves the run"
-        run.forget_gradients()  # free memory for saving
-        try:
-            path = self.save() if is_common else self.save(on_main=lambda work: work())
-        except WriteError as failed:
-            return f"{failed}; {self._newest()}"
-        if isinstance(error, Stopped):
-            error.code = SAVED
-        return f"saved in {path}; resume=auto continues from there"
-
-    def _newest(self) -> str:
-        path = folder.newest(self.report.folder)
-        if path is None:
-            return "there is no checkpoint: resume=auto starts over"
-        return f"the newest checkpoint is {path}: resume=auto repeats the steps after it"
+        else:
+            run.forget_gradients()  # free memory for saving
+            try:
+                saved = self.save() if is_common else self.save(on_main=lambda work: work())
+                if isinstance(error, Stopped):
+                    error.code = SAVED
+                return f"saved in {saved}; resume=auto continues from there"
+            except WriteError as failed:
+                why = str(failed)
+        saves = folder.checkpoints_in(self.report.folder)
+        if not saves:
+            return f"{why}; there is no checkpoint: resume=auto starts over"
+        return f"{why}; the newest checkpoint is {saves[0]}: resume=auto repeats the steps after it"
 
 
 def _finish(part: Path, final: Path) -> None:
-    """Write the manifest, flush all files to disk, and give the folder its final name."""
-    files = sorted(path for path in part.rglob("*") if path.is_file())
-    sums = {path.relative_to(part).as_posix(): folder.sha256_of(path) for path in files}
-    manifest = folder.Manifest(format=folder.FORMAT, files=sums)
-    (part / folder.MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    """Flush all files of a checkpoint to disk, and give the folder its final name."""
     # Flush files and directory entries before the rename. Otherwise a power cut could leave a
     # checkpoint with its final name and empty files.
     for path in (*part.rglob("*"), part):
         sync(path)
-    folder.set_aside(final)  # os.replace cannot overwrite a damaged checkpoint of the same step
     os.replace(part, final)
     sync(final.parent)
     sync(final.parent.parent)
@@ -463,8 +429,7 @@ def export(source: str | Path, out: str | Path) -> Path:
     A LoRA adapter is merged into the weights.
 
     Args:
-        source: folder of a checkpoint or of a run. For a run, the newest complete checkpoint is
-            used.
+        source: folder of a checkpoint or of a run. For a run, the newest checkpoint is used.
         out: a new or empty folder.
 
     Returns:
@@ -474,30 +439,26 @@ def export(source: str | Path, out: str | Path) -> Path:
         ValueError: the checkpoint is damaged, has non-finite weights, or was written by another
             version of the package. Also raised if the folder `out` is not empty.
     """
-    # 1. Find a complete checkpoint.
+    # 1. Find the checkpoint.
     path = Path(source)
-    checkpoint = folder.newest(path) if (path / folder.FOLDER).is_dir() else path
-    problem = "there is none"
-    if checkpoint is not None and path.is_dir():
-        problem = folder.problem_of(checkpoint)
-    expected = "a run with a complete checkpoint, or a complete checkpoint"
+    checkpoint = next(iter(folder.checkpoints_in(path)), path)
     trained = f"; its trained model is {path / 'model'}" if (path / "model").is_dir() else ""
-    require(problem is None, "export", expected, f"{path}: {problem}{trained}")
+    came = f"{path}, which has no {STATE}{trained}"
+    require(
+        (checkpoint / STATE).exists(), "export", "a run with a checkpoint, or a checkpoint", came
+    )
     with folder.locked(out) as target:
         require(not folder.is_occupied(target), "OUT", "a new or empty folder", target)
         # 2. Build the model and load its weights.
         with refused("export", checkpoint):
             settings = read_state(checkpoint).settings
             settings.pop(folder.FILES)
-            config = RunConfig.model_validate(settings).model
+            config = RunConfig.model_validate(settings)
             # The checkpoint may come from an untrusted source, so loading must not run custom code.
-            plain = {"device": "cpu", "trust_remote_code": False}
-            tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))
-            policy = load_policy(config.model_copy(update=plain), tokenizer)
-            weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
-            read_tensors(checkpoint / WEIGHTS, weights, "policy.")
+            plain = config.model.model_copy(update={"trust_remote_code": False})
+            policy = _trained(checkpoint, plain)
         # 3. Reject non-finite weights, then write the model.
-        broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+        broken = [name for name, weight in policy.weights().items() if not weight.isfinite().all()]
         came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
         require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
         with written(target):
@@ -505,39 +466,25 @@ def export(source: str | Path, out: str | Path) -> Path:
     return target
 
 
-@torch.no_grad()
-def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, out: Path) -> None:
-    """Save the trained policy and critic to the subfolders `model` and `critic`.
+def _trained(checkpoint: Path, model: ModelConfig) -> Policy:
+    """Return the policy of a checkpoint on a CPU, with unsharded weights."""
+    tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / TOKENIZER)))
+    policy = load_policy(model.model_copy(update={"device": "cpu"}), tokenizer)
+    weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}
+    read_tensors(checkpoint / WEIGHTS, weights, "policy.")
+    return policy
 
-    If the weights are sharded, rank 0 loads an unsharded copy of the initial model, and copies the
-    gathered weights into it.
+
+def save_model(run: Run, checkpoint: Path | None) -> None:
+    """Save the trained policy to the subfolder `model` of a run.
 
     Args:
-        policy: the trained policy.
-        critic: the trained critic, or None.
-        model: the section `model` of the configuration.
-        out: folder of the run.
+        run: the run.
+        checkpoint: the last checkpoint. If the weights are sharded, they are read from it.
     """
-    trained: dict[str, Any] = {"model": policy}
-    if critic is not None:
-        trained["critic"] = critic
-    models = dict(trained)
-    if policy.is_sharded:
-        if ranks.is_main():
-            own = model.model_copy(update={"device": "cpu"})
-            models["model"] = load_policy(own, policy.tokenizer)
-            if critic is not None:
-                models["critic"] = load_critic(critic.config, model, models["model"])
-        for kind, sharded in trained.items():
-            targets = models[kind].weights()
-            for name, tensor in sharded.weights().items():
-                full = ranks.full_tensor(tensor.detach())
-                if ranks.is_main():
-                    targets[name].detach().copy_(full)
-
-    def save() -> None:
-        for kind, unsharded in models.items():
-            with written(out / kind):
-                unsharded.save(out / kind)
-
-    ranks.from_main(save)
+    policy = run.policy
+    if run.config.is_sharded:
+        assert checkpoint is not None
+        policy = _trained(checkpoint, run.config.model)
+    with written(Path(run.config.output_dir, "model")):
+        policy.save(Path(run.config.output_dir, "model"))

@@ -8,21 +8,18 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
-import json
 import logging
 import os
 import re
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pydantic
 from filelock import FileLock, Timeout
 from pydantic_core import to_jsonable_python
 
-from grpo_fast.data import escape_control, reason
+from grpo_fast.data import reason
 from grpo_fast.errors import WriteError, require
 from grpo_fast.train import ranks
 from grpo_fast.train.config import RunConfig
@@ -31,16 +28,15 @@ log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 FOLDER = "checkpoints"
-MANIFEST = "manifest.json"
-FORMAT = 10
 STEP = "step_"  # prefix of the name of a checkpoint's folder
 NAME = re.compile(rf"{STEP}\d{{6,12}}")
 IGNORED = {LOCK, "config.yaml.tmp"}  # a run that failed at its start can leave these files
 FILES = "files"  # key under which the fingerprints are stored next to the settings
 # Prefixes of the settings that may change when a run is resumed.
-FREE = ("steps", "eval", "log", "checkpoint", "output_dir", "rollout.vllm", "resume",
-        "resume_allow", "distributed", "distributed_replicas", "distributed_timeout")  # fmt: skip
-WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
+FREE = ("steps", "tokens_per_microbatch", "eval", "log", "checkpoint", "output_dir", "rollout.vllm",
+        "resume", "resume_allow", "distributed", "distributed_replicas",
+        "distributed_timeout")  # fmt: skip
+WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 # Files of the policy that a resumed run reads again. They set the architecture and the prompts.
 READ_AGAIN = ("config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*",
               "merges.txt", "chat_template.*")  # fmt: skip
@@ -130,12 +126,6 @@ def check_regular(path: Path) -> Path:
     return path
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a regular file as hexadecimal digits."""
-    with check_regular(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def sync(path: Path) -> None:
     """Flush a file to disk. If the path is a folder, flush its directory entries."""
     handle = os.open(path, os.O_RDONLY)
@@ -150,105 +140,17 @@ def plain_json(value: Any) -> Any:
     return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
-class JsonLines:
-    """Writer of a JSON Lines file.
-
-    Args:
-        path: the file, which is created if it does not exist.
-        length: number of bytes to keep if the file exists. All later bytes are removed.
-    """
-
-    def __init__(self, path: Path, length: int = 0) -> None:
-        self.path = path
-        self.length = length  # bytes of complete rows
-        # In append mode, each write goes to the end of the file, even after a truncation. Without
-        # a buffer, closing the file after an error does not write again.
-        self._file = check_regular(path).open("ab", buffering=0)
-        self._file.truncate(length)
-
-    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append one line for each row.
-
-        Raises:
-            WriteError: the disk is full. A resumed run removes the incomplete line.
-        """
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
-        rest = memoryview(text)
-        try:
-            while rest:  # on a nearly full disk, a call may write only a part
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            said = f"{self.path}: expected room for a line, got {reason(error)}"
-            raise WriteError(f"{said}; the lines before it are complete") from error
-        self.length += len(text)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 # ----------------------------------------------------------------------------- Its checkpoints
-class Manifest(pydantic.BaseModel, strict=True):
-    """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
-
-    format: int
-    files: dict[str, str] = {}
-
-
 def step_of(checkpoint: Path) -> int:
     """Return the step number from a folder name such as step_000010."""
     return int(checkpoint.name.removeprefix(STEP))
 
 
 def checkpoints_in(run: str | Path) -> list[Path]:
-    """Return all checkpoints in a run's folder, including damaged ones, from newest to oldest."""
+    """Return all checkpoints in a run's folder, from newest to oldest."""
     root = Path(run) / FOLDER
     found = [path for path in root.iterdir() if NAME.fullmatch(path.name)] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
-
-
-def newest(run: str | Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None. Warn about damaged checkpoints."""
-    for path in checkpoints_in(run):
-        problem = problem_of(path)
-        if problem is None:
-            return path
-        log.warning(escape_control(f"checkpoint {path} is damaged and passed over: {problem}"))
-    return None
-
-
-def problem_of(checkpoint: Path) -> str | None:
-    """Compare the files of a checkpoint with its manifest.
-
-    Returns:
-        A description of the first damaged or missing file, or None if the checkpoint is complete.
-
-    Raises:
-        ValueError: another version of the package wrote the checkpoint, which is not damaged.
-    """
-    try:
-        text = check_regular(checkpoint / MANIFEST).read_bytes()
-        manifest = Manifest.model_validate_json(text)
-        is_readable = manifest.format == FORMAT
-        if is_readable:
-            require(manifest.files, "files", "the files of the checkpoint", "none")
-            for name, digest in manifest.files.items():
-                if sha256_of(checkpoint / name) != digest:
-                    return f"{name} is not what was written"
-    except FileNotFoundError as error:
-        return f"{os.path.relpath(error.filename, checkpoint)} is missing"
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} or a file cannot be read ({reason(error)})"
-    expected = f"a checkpoint of format {FORMAT}, which this version writes and reads"
-    came = f"format {manifest.format} in {checkpoint}"
-    advice = "use the version that wrote it, or another output_dir"
-    require(is_readable, "resume", expected, f"{came}; {advice}")
-    return None
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Rename the folder of a damaged checkpoint, if it exists, so that no run uses it."""
-    if checkpoint.exists():
-        os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
 
 # ------------------------------------------------------------------------ The same run as before
@@ -257,13 +159,10 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
     Returns:
         The fingerprints by key. The key of a custom reward function is `rewards.LABEL`, and that of
-        its option `path` is `rewards.LABEL.path`. The reference model has the key `reference`. If
-        the policy starts from an adapter, the adapter has the key `adapter`, and its base model has
-        the key `base`. The key `model` stands for the configuration and the tokenizer in the
-        folders of the policy and of its base model.
+        its option `path` is `rewards.LABEL.path`. The key `model` stands for the policy's
+        configuration and tokenizer, and for its weights if checkpoints do not contain all of them.
+        The key `reference` stands for the model at `reference.path`.
     """
-    from grpo_fast.train.models.loading import adapter_at
-
     prints = {}
     for spec in config.rewards:
         label = spec.label or spec.name.rpartition(":")[2]
@@ -272,22 +171,15 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
             prints[f"rewards.{label}"] = _of_path(source)
         if "path" in spec.options:  # for example of a reward model
             prints[f"rewards.{label}.path"] = _of_path(str(spec.options["path"]))
-    reference = config.reference
     model = config.model
-    # A resumed run loads the following models from their files again, because a checkpoint does not
-    # contain them. The files must be unchanged.
-    base = None if model.path is None else adapter_at(model.path)
-    folders = (model.path, base and base.base_model_name_or_path)  # may both have a tokenizer
-    read = [_of_path(x, READ_AGAIN) for x in folders if x is not None and os.path.isdir(x)]
-    if read:
-        prints["model"] = ", ".join(read)
-    if base is not None:
-        prints["adapter"] = _of_path(str(model.path))
-        prints["base"] = _of_path(base.base_model_name_or_path)
-    is_loaded = model.lora or (reference.kind == "frozen" and not config.stores_reference)
-    frozen = reference.path or (model.path if is_loaded else None)
-    if frozen is not None:
-        prints["reference"] = _of_path(frozen)
+    reference = config.reference
+    if model.path is not None:
+        is_copied = reference.kind == "frozen" and not config.stores_reference
+        reads_weights = model.lora or (is_copied and reference.path is None)
+        patterns = (*READ_AGAIN, *WEIGHT_FILES) if reads_weights else READ_AGAIN
+        prints["model"] = _of_path(model.path, patterns)
+    if reference.path is not None:
+        prints["reference"] = _of_path(reference.path)
     return prints
 
 
@@ -360,12 +252,16 @@ def _of_path(path: str, patterns: tuple[str, ...] = WEIGHT_FILES) -> str:
     Of a folder, the hash covers the files whose names match one of the patterns.
     """
     place = Path(path)
-    if place.is_file():
-        return f"sha256 {sha256_of(place)[:16]}"
-    if place.is_dir():
-        files = sorted({file for pattern in patterns for file in place.glob(pattern)})
-        rows = [f"{file.name} {sha256_of(file)}" for file in files]
-        return f"sha256 {hashlib.sha256(' '.join(rows).encode()).hexdigest()[:16]}"
+    if place.exists():
+        files = [place]
+        if place.is_dir():
+            files = sorted({file for pattern in patterns for file in place.glob(pattern)})
+        found = hashlib.sha256()
+        for file in files:
+            found.update(file.name.encode())
+            with check_regular(file).open("rb") as content:
+                found.update(hashlib.file_digest(content, "sha256").digest())
+        return f"sha256 {found.hexdigest()[:16]}"
     from transformers.utils import cached_file
 
     config = None

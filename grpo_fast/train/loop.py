@@ -23,9 +23,10 @@ from grpo_fast.rewards.columns import usable
 from grpo_fast.rewards.conventions import import_function
 from grpo_fast.rollout import awake, build_engine, check_prompts, encode_prompts, prompt_texts
 from grpo_fast.train import checkpoint, ranks
+from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.critic import load_critic
+from grpo_fast.train.critic import Critic
 from grpo_fast.train.evaluation.evaluate import build_evaluation
 from grpo_fast.train.evaluation.questions import asking_lines
 from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
@@ -35,8 +36,8 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.optimizer import warm_start
 from grpo_fast.train.report.page import rows_of
-from grpo_fast.train.report.report import RunReport, check_trackers, closing_lines, opening_lines
-from grpo_fast.train.run import Rows, Run, Step
+from grpo_fast.train.report.report import RunReport, closing_lines, opening_lines
+from grpo_fast.train.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,6 @@ def train(config: RunConfig) -> dict[str, Any]:
         # 1. Load rewards, data and models. Invalid input raises an error here, before any step.
         # Rewards and data load faster than models, so their errors appear early.
         _be_deterministic(config.seed)
-        check_trackers(config.log.trackers)
         warm = config.warm_start if found is None else None  # a checkpoint is saved after it
         fits = warm is None or not config.is_sharded
         require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
@@ -76,23 +76,20 @@ def train(config: RunConfig) -> dict[str, Any]:
         questions, splits, lines = _ask(config, questions, policy)
         longest = config.rollout.max_new_tokens
         evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
-        report = RunReport(config.output_dir, config.log, config.steps, *checkpoint.logged(state))
+        was = (0, 0) if state is None else (state.length, state.step)
+        report = RunReport(config.output_dir, config.log, config.steps, *was)
         stopping = ranks.Stopping()
         if found is None:
-            checkpoint.begin(config, None, report)
-        with (
-            stopping.listening(policy.lm.base_model),
-            report,
-            build_engine(policy, config.rollout) as engine,
-        ):
+            checkpoint.begin(config, report)
+        with stopping.listening(), report, build_engine(policy, config.rollout) as engine:
             if warm is not None:
                 warm_start(policy, questions.train, warm, seed=config.seed, log=report.log)
             # Build the reference after the warm start. A reference without a path is a copy of the
             # policy, and the copy must include the warm start.
             reference = Reference(policy, config.reference, another)
-            critic = load_critic(config.critic, config.model, policy)
-            size = config.rollout.group_size
+            critic = Critic(policy, config.critic) if config.critic else None
             weights = {reward.name: reward.weight for reward in rewards.rewards}
+            size = config.rollout.group_size
             advantages = Advantages(config.advantages, config.advantage_options, size, weights)
             collector = Collector(
                 config.rollout, policy, engine, rewards, PromptQueue(splits.train), advantages,
@@ -102,10 +99,10 @@ def train(config: RunConfig) -> dict[str, Any]:
             saver = checkpoint.Checkpoints(run, report, config.checkpoint, settings, on_save)
             if found is not None and state is not None:
                 saver.resume(found, state)
-                checkpoint.begin(config, found, report)
+                checkpoint.begin(config, report)
                 saver.mark()
                 report.note(f"resumed from {found}")
-            stopping.may_stop = lambda: not run.has_moved
+            stopping.may_stop = lambda: not (run.has_moved or saver.is_ending)
             kernels = {
                 "backend": route.head_route("auto", policy.head.weight).backend,
                 "backend_fallback": route.fallback_reason(policy.device.type),
@@ -120,13 +117,10 @@ def train(config: RunConfig) -> dict[str, Any]:
                 with awake(engine, policy, version=number):
                     return evaluate(engine)
 
-            def log_step() -> None:
-                """Evaluate the model if due, and log the last finished step if it is not logged."""
-                rows = run.unlogged
-                if rows is None:
-                    return
+            def log_step(metrics: dict[str, float]) -> None:
+                """Evaluate the model if due, and log the metrics of the last finished step."""
                 result = evaluated(run.step)
-                ranks.from_main(lambda: _write(report, run.step, rows, result))
+                ranks.from_main(lambda: report.log(run.step, finite(metrics | result)))
                 saver.mark(after=result or run.after, unlogged=None)
 
             with saver.saved_when_it_ends():
@@ -134,48 +128,46 @@ def train(config: RunConfig) -> dict[str, Any]:
                     before = evaluated(0)
                     ranks.from_main(lambda: report.log(0, before))
                     saver.mark(before=before, after=before)
-                log_step()  # in a resumed run, the last finished step may not be logged yet
+                if run.unlogged is not None:  # a resumed run may have to log its last step
+                    log_step(run.unlogged)
                 for number in range(run.step + 1, config.steps + 1):
-                    step, metrics = make_step(number, run)  # parts 2 to 6
-                    # 7. Record the step and its log rows first, so that an error in logging or
-                    # evaluation does not lose the step. Then evaluate and log the step.
-                    saver.mark(step=number, unlogged=_rows(step, metrics, run))
-                    log_step()
+                    batch, metrics = make_step(number, run)  # parts 2 to 6
+                    # 7. Record the step first, so that an error in logging or evaluation does not
+                    # lose it. Then evaluate and log the step.
+                    saver.mark(step=number, unlogged=finite(metrics))
+                    _log_completions(report, number, batch, run)
+                    log_step(metrics)
                     # 8. Save a checkpoint if one is due.
                     if saver.is_due():
                         saver.save()
                     stopping.raise_together()
-                # The last step is saved, too, so that the run can be extended.
-                if run.step and (config.checkpoint.every or config.checkpoint.every_minutes):
-                    saver.save()
+                # The last step is saved, too, so that the run can be extended. The trained model of
+                # a sharded run is read from this checkpoint.
+                intervals = config.checkpoint.every, config.checkpoint.every_minutes
+                saves_model = config.log.save_model and config.is_sharded
+                last = saver.save() if saves_model or (run.step and any(intervals)) else None
                 summary = run.summary() | kernels | {"seconds": time.perf_counter() - started}
                 ranks.from_main(lambda: report.finish(summary))
                 if config.log.save_model:
-                    checkpoint.save_models(policy, critic, config.model, report.folder)
+                    ranks.from_main(lambda: checkpoint.save_model(run, last))
             report.note(*closing_lines(report.folder, config.has_code))
         return summary
 
 
-def make_step(number: int, run: Run) -> tuple[Step, dict[str, float]]:
-    """Run one training step, and return the step and its metrics.
+def make_step(number: int, run: Run) -> tuple[StepBatch, dict[str, float]]:
+    """Run one training step, and return its packed samples and its metrics.
 
     Args:
         number: number of the step, counted from 1.
         run: the run.
     """
     clock = Clock()
-    collector = run.collector
     # 2. Sample G completions of each prompt. 3. Score the completions. 4. Compute advantages.
-    samples, metrics = collector.next(number, clock)
-    # 5. Pack the samples into micro-batches. With rollout.ahead, start sampling for the next step.
-    step = run.pack(number, clock, samples, metrics)
-    collector.begin_ahead(number, clock)
+    samples, metrics = run.collector.next(number, clock)
+    # 5. Pack the samples into micro-batches.
+    batch = run.pack(samples)
     # 6. Update the weights: hidden states → fused loss → backward → gradient clipping → optimizer.
-    for minibatch in run.minibatches(step):
-        run.update(step, minibatch)
-    clock.lap("train")
-    collector.settle_ahead(clock)
-    return step, run.finish(step)
+    return batch, metrics | run.train(number, batch, clock)
 
 
 # ------------------------------------------------------------------------------ Parts of part 1
@@ -221,13 +213,10 @@ def _load_inputs(
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
     """Load the policy and, if `reference.path` is set, the reference."""
-    is_empty = config.is_sharded and not ranks.is_main()  # rank 0 sends the weights later
-    tokenizer = build_tokenizer(config.model, questions)
-    policy = load_policy(config.model, tokenizer, empty=is_empty)
+    policy = load_policy(config.model, build_tokenizer(config.model, questions))
     policy.template_kwargs = config.data.template_kwargs
     another = load_another(config.reference, config.model, policy)
-    if not config.is_sharded:
-        ranks.align(policy.model)
+    ranks.align(policy.model)
     return policy, another
 
 
@@ -244,61 +233,36 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
     questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
-    _check_shots(policy, questions, splits.train, longest)
+    # Prompts with worked examples are built when a step needs them, so check their length here.
+    # Some tokenizers need one more token between two examples, which adds less than 1% of tokens.
+    shots = config.data.shots_tokens
+    if shots is not None:
+        prompts = sorted((e.prompt for e in questions.train), key=lambda prompt: len(str(prompt)))
+        ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
+        question = max(map(len, ids))
+        room = (policy.positions + 1 - question - longest) / 1.01
+        expected = f"at most {room:.0f} with {longest} new tokens and a question of {question}"
+        limit = f"max_position_embeddings: {policy.positions}"
+        require(shots <= room, "data.shots_tokens", f"{expected} ({limit})", shots)
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     lines = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
     return questions, splits, lines
 
 
-def _check_shots(policy: Policy, questions: Splits, asked: Any, max_new_tokens: int) -> None:
-    """Raise a ValueError if `data.shots_tokens` leaves too little room for the longest question.
-
-    Prompts with worked examples are built when a step needs them. Without this check, a prompt that
-    is too long would end the run in the middle.
-
-    Args:
-        policy: the policy.
-        questions: the questions without worked examples.
-        asked: the training prompts with worked examples, as `ShotPrompts`.
-        max_new_tokens: largest number of sampled tokens.
-    """
-    shots = questions.data.shots_tokens
-    if shots is None or math.isinf(policy.positions):
-        return
-    prompts = sorted((e.prompt for e in questions.train), key=lambda prompt: len(str(prompt)))
-    ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
-    longest = max(map(len, ids))
-    # Some tokenizers need one more token between two examples. This adds less than 1% of tokens.
-    room = int((policy.positions + 1 - longest - max_new_tokens) / 1.01)
-    expected = f"at most {room} with {max_new_tokens} new tokens and a question of {longest}"
-    limit = f"max_position_embeddings: {policy.positions}"
-    fits = shots <= room or asked.all_tokens() <= room
-    require(fits, "data.shots_tokens", f"{expected} ({limit})", shots)
-
-
-# ------------------------------------------------------------------------------ Parts of part 7
-def _rows(step: Step, metrics: dict[str, float], run: Run) -> Rows:
-    """Return the log rows of a step: its metrics and, if due, its table of completions."""
+# ------------------------------------------------------------------------------- Part of part 7
+def _log_completions(report: RunReport, number: int, batch: StepBatch, run: Run) -> None:
+    """Write the table of completions of a step if it is due."""
     config = run.config
-    number = step.number
-    rows = Rows(finite(metrics), [])
     every = config.log.completions_every
-    if every and (number in (1, config.steps) or number % every == 0):
-        size = config.rollout.group_size
-        groups = math.ceil(SHOWN / size)
-        samples = step.batch.samples
-        shown = samples[list(range(min(len(samples), groups * size)))]
-        examples = run.collector.examples_of(shown)
-        sent = prompt_texts(run.policy, [example.prompt for example in examples])
-        rows.completions = rows_of(
-            shown, step.batch.used_advantages(), examples, sent, run.policy.tokenizer,
-            partial(scorer_for, config.data.task), group_size=size,
-        )  # fmt: skip
-    return rows
-
-
-def _write(report: RunReport, number: int, rows: Rows, found: dict[str, float]) -> None:
-    """Log the rows of a step, together with the metrics of its evaluation."""
-    if rows.completions:
-        report.completions(number, rows.completions)
-    report.log(number, finite(rows.metrics | found))
+    if not every or not (number in (1, config.steps) or number % every == 0):
+        return
+    size = config.rollout.group_size
+    samples = batch.samples
+    shown = samples[list(range(min(len(samples), math.ceil(SHOWN / size) * size)))]
+    examples = run.collector.examples_of(shown)
+    sent = prompt_texts(run.policy, [example.prompt for example in examples])
+    rows = rows_of(
+        shown, batch.used_advantages(), examples, sent, run.policy.tokenizer,
+        partial(scorer_for, config.data.task), group_size=size,
+    )  # fmt: skip
+    ranks.from_main(lambda: report.completions(number, rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -13,15 +12,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import EngineError
-from grpo_fast.rollout import Samples, Sampling
+from grpo_fast.rollout import Samples
 from grpo_fast.train import ranks
 
-log = logging.getLogger(__name__)
-
-# A run warns if the log-probs of sampler and trainer differ by more than this limit, in nats per
-# token. For comparison, rounding in 16-bit kernels causes a difference of about a tenth of the
-# limit. A sampler with weights that are a few updates old differs by about ten times the limit.
-MOST_DIFFERENCE = 0.05
 # Metrics of which each micro-batch reports its part of the value of an optimizer step. The parts
 # are summed within an optimizer step, and the sums are averaged over the optimizer steps.
 PARTS = ("loss", "policy_loss", "value/loss")
@@ -140,29 +133,13 @@ def support_metrics(samples: Samples) -> dict[str, float]:
     return metrics
 
 
-def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
-    """Compute the metrics `sampling/staleness/…`: the age of the weights that sampled.
-
-    Args:
-        samples: the samples, with the version of the weights that sampled each of them.
-        step: number of the current step.
-        most: maximum age in steps. If it is 0, the age is only checked, and the result is {}.
-
-    Raises:
-        EngineError: the weights of a sample are older than `most` steps.
-    """
-    ages = step - 1 - samples.weight_version
-    oldest = int(ages.max())
-    if oldest > most:
-        expected = f"expected completions of weights at most {most} steps old (rollout.ahead)"
-        said = f"rollout: {expected} in step {step}, got some of {oldest}"
-        raise ranks.common(EngineError(said))  # all ranks have all samples
-    if most == 0:
-        return {}
-    return {
-        "sampling/staleness/mean": float(ages.double().mean()),
-        "sampling/staleness/max": float(oldest),
-    }
+def check_versions(samples: Samples, step: int) -> None:
+    """Raise an EngineError if samples of a step come from the weights of an earlier step."""
+    oldest = int((step - 1 - samples.weight_version).max())
+    if oldest > 0:
+        said = f"rollout: expected completions of the current weights in step {step}"
+        error = EngineError(f"{said}, got some of weights {oldest} steps old")
+        raise ranks.common(error)  # all ranks have all samples
 
 
 def spread_of(values: Tensor) -> Tensor:
@@ -178,35 +155,6 @@ def spread_of(values: Tensor) -> Tensor:
 
 def _mean(values: Tensor) -> float:
     return float(values.double().nanmean())
-
-
-@dataclass
-class SamplerWatch:
-    """Monitor that warns once per run if the log-probs of sampler and trainer differ."""
-
-    sampling: Sampling
-    has_warned: bool = False
-
-    def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Warn if the log-probs of trainer and sampler differ by more than MOST_DIFFERENCE.
-
-        Args:
-            step: number of the step.
-            logps: pairs of the trainer's and the sampler's log-probs. The trainer's log-probs are
-                from before the updates of the step.
-        """
-        difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
-        if self.has_warned or difference <= MOST_DIFFERENCE:
-            return
-        self.has_warned = True
-        causes = "stale weights, another dtype or temperature, or another prompt"
-        if self.sampling.truncates:
-            causes = f"the mass that top_k and top_p leave out, {causes}"
-        log.warning(
-            "step %d: the sampler's and the trainer's logps are %.2g nats apart per token "
-            "(expected ≤ %g): %s; rollout.correct_sampling weighs the loss with their ratio",
-            step, difference, MOST_DIFFERENCE, causes,
-        )  # fmt: skip
 
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -240,6 +188,17 @@ class LossMetrics:
     # sampler. Both tensors have the shape (active tokens,).
     logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     optimizer_steps: int = 1
+    grad_norm: float = math.nan  # before clipping
+    learning_rate: float = math.nan
+
+    @classmethod
+    def merged(cls, updates: Sequence[LossMetrics]) -> LossMetrics:
+        """Merge the losses of several optimizer steps."""
+        return cls(
+            [part for each in updates for part in each.parts],
+            [pair for each in updates for pair in each.logps],
+            len(updates),
+        )
 
     def add(self, metrics: Mapping[str, Tensor], tokens: int) -> None:
         """Add the metrics of a micro-batch, weighted by its number of tokens."""

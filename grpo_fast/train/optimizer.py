@@ -82,7 +82,8 @@ class Optimizer:
         if math.isfinite(norm):
             for group in self.adam.param_groups:
                 group["lr"] = self.learning_rate
-            self._move()
+            self.has_moved = True
+            self.adam.step()
             self.skipped_in_a_row = 0
         else:
             self.skipped += 1
@@ -95,20 +96,6 @@ class Optimizer:
             error = NonFiniteGradient(f"{said} (the last norm: {norm})")
             raise ranks.common(error)  # all ranks have the same norm
         return norm
-
-    def _move(self) -> None:
-        """Call AdamW. If it fails before it changes a weight, `has_moved` keeps its value."""
-        had_moved = self.has_moved
-        counters = [self.adam.state[p]["step"] for p in self.parameters if p.grad is not None]
-        before = [counter.clone() for counter in counters[:1]]
-        self.has_moved = True
-        try:
-            self.adam.step()
-        except BaseException:
-            # AdamW increments its counters before its kernel changes the weights.
-            is_same = all(map(torch.equal, before, counters))
-            self.has_moved = had_moved or not is_same
-            raise
 
     def state_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in COUNTERS}

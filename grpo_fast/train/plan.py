@@ -59,7 +59,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.rollout.own.model import positions
-from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig, Positive, RunConfig, Section
+from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
 
@@ -260,12 +260,6 @@ def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
         said = "the memory cannot be predicted (%s): micro-batches are split when memory runs out"
         log.warning(said, error)
         return None
-    ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
-    # If `lora` is not set but the model has an adapter, the adapter was loaded from the model's
-    # path. Predict the memory with the rank of this adapter.
-    if ranks and config.model.lora is None:
-        model = config.model.model_copy(update={"lora": LoraConfig(r=max(ranks))})
-        config = config.model_copy(update={"model": model})
     return predict(shape, config, lm.device.type)
 
 

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fast.errors import RankError, Stopped, require
-from grpo_fast.kernels.cpu.layers import Observer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,7 +189,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
-    """Shard models, and give all ranks the random state of rank 0.
+    """Shard models over the ranks.
 
     Args:
         models: objects with a method `shard(mesh)`. None entries are skipped.
@@ -205,30 +204,21 @@ def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None)
     for model in models:
         if model is not None:
             model.shard(mesh)
-    torch.set_rng_state(from_main(torch.get_rng_state))
 
 
-def shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
-    """Give each rank its shard of rank 0's weights.
-
-    Rank 0 sends one tensor at a time, so that no rank receives the full model at once.
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    """Replace the weights of a model, which all ranks have in full, by this rank's shards.
 
     Args:
-        model: the model. On ranks other than 0 it may be on the meta device.
+        model: the model.
         mesh: device mesh of the ranks.
-        device: device of the shards.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     # FSDP2 warns that its output is a view, because in-place writes to views are wrong. The hidden
     # states are a view, but the trainer never writes to them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    is_empty = any(parameter.is_meta for parameter in model.parameters())
-    _take_dtypes(model)
-    # Read the weights before `fully_shard` replaces the parameters with their shards.
-    full = model.state_dict() if is_main() else {}
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):
         sharded: Any = fully_shard(module, mesh=mesh)
@@ -239,12 +229,6 @@ def shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
     # would deadlock. Set the order of the layers instead.
     for module, following in zip((*layers, model), (model, *layers), strict=True):
         module.set_modules_to_backward_prefetch([following])
-    if is_empty:
-        model.to_empty(device=device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full, options=options)
-    del full
-    _take_buffers(model, device)
     model.inside = types.MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "inside")
     # FSDP2 assigns parameters to groups in the first forward pass of the root module, so run an
@@ -252,46 +236,6 @@ def shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
     with torch.no_grad():
         model.inside(lambda: None)
     model.reshard()
-
-
-def _take_dtypes(model: nn.Module) -> None:
-    """Cast the parameters of a model on the meta device to the dtypes of rank 0's parameters.
-
-    The dtypes are stored in the model's files, which only rank 0 has read.
-
-    Raises:
-        ValueError: the names or shapes of a rank's parameters differ from those of rank 0.
-    """
-    parameters = dict(model.named_parameters())
-    mains = from_main(lambda: {name: (p.shape, p.dtype) for name, p in parameters.items()})
-    fits = {name: p.shape for name, p in parameters.items()} == {n: x[0] for n, x in mains.items()}
-    # Without this check, broadcasts of different sizes would fail or hang.
-    require(fits, "model", "the parameters of rank 0's model", "others")
-    for name, parameter in parameters.items():
-        if parameter.is_meta:
-            parameter.data = parameter.data.to(mains[name][1])
-
-
-@torch.no_grad()
-def _take_buffers(model: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's buffers, and the tensors in plain attributes of its modules, to all ranks.
-
-    Most of these tensors, such as rotary frequencies and masks, are not stored in the model's
-    files. In a model that was created on the meta device they are uninitialized.
-    """
-    owners: dict[str, tuple[dict[str, Any], str]] = {}
-    for path, module in model.named_modules():
-        for owner in (module._buffers, vars(module)):
-            known = [name for name, value in owner.items() if isinstance(value, Tensor)]
-            owners |= {f"{path}.{name}": (owner, name) for name in known}
-
-    def tensors() -> dict[str, Tensor]:
-        return {key: owner[name].cpu() for key, (owner, name) in owners.items()}
-
-    for key, tensor in from_main(tensors).items():
-        if key in owners:  # skip buffers that a forward pass on rank 0 added
-            owner, name = owners[key]
-            owner[name] = tensor.to(device)
 
 
 @contextmanager
@@ -322,20 +266,20 @@ def unsharded(model: Any) -> Iterator[None]:
 class Stopping:
     """Handler of SIGTERM, SIGINT and SIGHUP. After a signal, the run ends with `Stopped`.
 
-    A single process raises the exception at the next forward pass of the policy or at the end of
-    the step. Several ranks raise it together, after a rollout or at the end of the step. A run
-    whose weights have changed since the last finished step first finishes its step. A second signal
-    ends the process immediately.
+    A single process raises the exception at once if its weights have not changed since the last
+    finished step. Otherwise, and with several ranks, the run first finishes its step. A second
+    signal ends the process immediately.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None  # number of the received signal
         self.may_stop: Callable[[], bool] = lambda: True
 
-    def raise_if_asked(self) -> None:
-        """Raise `Stopped` if a signal was received and the run may stop at this point."""
-        if self.number is not None and self.may_stop():
-            raise Stopped(self.number)
+    def receive(self, number: int) -> None:
+        """Remember a signal. Raise `Stopped` if the run may stop at this point."""
+        self.number = number
+        if size() == 1 and self.may_stop():
+            raise Stopped(number)
 
     def raise_together(self) -> None:
         """Raise `Stopped` on all ranks if any rank has received a signal."""
@@ -344,15 +288,11 @@ class Stopping:
             raise common(Stopped(number))
 
     @contextmanager
-    def listening(self, model: nn.Module) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Handle signals inside this context.
 
         Python handles signals only in its main thread. In any other thread, the context has no
         effect.
-
-        Args:
-            model: module whose forward passes raise `Stopped` after a signal. With several ranks
-                only forward passes in evaluation mode do, which are those of a rollout.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -362,21 +302,15 @@ class Stopping:
         # a run continues when its terminal closes.
         handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
 
-        def ask(*_: object) -> None:
-            if size() == 1 or not model.training:
-                self.raise_if_asked()
-
-        def remember(number: int, _: object) -> None:
-            self.number = number
+        def stop(number: int, _: object) -> None:
             for each in handled:  # the next signal ends the process immediately
                 signal.signal(each, signal.SIG_DFL)
+            self.receive(number)
 
-        hook = model.register_forward_pre_hook(Observer(ask))
         for number in handled:
-            signal.signal(number, remember)
+            signal.signal(number, stop)
         try:
             yield
         finally:
-            hook.remove()
             for number in handled:
                 signal.signal(number, before[number] or signal.SIG_DFL)

@@ -5,18 +5,14 @@ The gradients of an optimizer step are accumulated over its micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from grpo_fast import DivergenceTerm, LossConfig, LossOutput, TeacherHead, linear_grpo_loss
 from grpo_fast.attention import Head
-from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train import ranks
 from grpo_fast.train.batch import FIXED, MicroBatch, StepBatch, Totals
@@ -36,7 +32,6 @@ def precompute(
     reference: Reference | None = None,
     critic: Critic | None = None,
     reward_beta: float | None = None,
-    guarded: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Compute the columns in `FIXED` with the current weights, unless the batch already has them.
 
@@ -51,38 +46,33 @@ def precompute(
         critic: the value function, or None.
         reward_beta: weight of the KL divergence in the rewards. If it is None, the rewards do not
             contain a KL divergence.
-        guarded: context in which the forward passes run, `TokenBudget.guarded`.
     """
     if batch.has_fixed:
         return
     keep_old = keep_old or reward_beta is not None
     temperature = float(loss.temperature)
-    following = None  # the critic's values after the last tokens of truncated samples, (samples,)
-    with guarded():
-        for micro in batch.micro_batches:
-            # 1. Evaluate the reference model. An exact divergence needs the hidden states of the
-            # reference. All other estimators need its log-probs.
-            if reference is not None and loss.kl_estimator in EXACT:
-                micro.write("ref_hidden", reference.hidden(micro.packed))
-            elif reference is not None:
-                logps = reference.logps(micro.packed, temperature, micro.support)
-                micro.write("ref_logps", logps)
-            # 2. Evaluate the policy. A shared critic uses the same hidden states.
-            hidden = None
-            if keep_old or (critic is not None and critic.is_shared):
-                hidden = policy.hidden(micro.packed)
-            if keep_old:
-                logps = policy.logps(micro.packed, temperature, hidden, micro.support)
-                micro.write("old_logps", logps)
-            # 3. Evaluate the critic.
-            if critic is not None:
-                micro.write("values", critic.values(micro.packed, hidden))
-        if critic is not None and critic.config.bootstrap:
-            following = critic.values_after_the_end(batch)
+    for micro in batch.micro_batches:
+        # 1. Evaluate the reference model. An exact divergence needs the hidden states of the
+        # reference. All other estimators need its log-probs.
+        if reference is not None and loss.kl_estimator in EXACT:
+            micro.write("ref_hidden", reference.hidden(micro.packed))
+        elif reference is not None:
+            logps = reference.logps(micro.packed, temperature, micro.support)
+            micro.write("ref_logps", logps)
+        # 2. Evaluate the policy. A shared critic uses the same hidden states.
+        hidden = None
+        if keep_old or (critic is not None and critic.is_shared):
+            hidden = policy.hidden(micro.packed)
+        if keep_old:
+            logps = policy.logps(micro.packed, temperature, hidden, micro.support)
+            micro.write("old_logps", logps)
+        # 3. Evaluate the critic.
+        if critic is not None:
+            micro.write("values", critic.values(micro.packed, hidden))
     # 4. Compute advantages and returns from the values.
     if critic is not None:
         batch.exchange(FIXED)
-        critic.estimate_advantages(batch, reward_beta, loss.kl_estimator, following)
+        critic.estimate_advantages(batch, reward_beta, loss.kl_estimator)
     batch.has_fixed = True
 
 
@@ -141,8 +131,7 @@ def accumulate(
         if critic is None:
             loss.backward()
         else:
-            weights = token_weights(batch, config, total, totals.completions)
-            metrics |= critic.backward(loss, batch, hidden, weights)
+            metrics |= critic.backward(loss, batch, hidden, totals.items)
         # 3. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
         # same number of passes on all ranks.
         if batch.is_idle:
@@ -201,39 +190,6 @@ def exact_kl(batch: MicroBatch, ref_head: Head | None, config: LossConfig) -> Di
     temperature = float(config.temperature)
     teacher = TeacherHead(ref_hidden, weight, bias, temperature, **ref_head.logit_kwargs)
     return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
-
-
-def token_weights(
-    batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
-) -> Tensor:  # (R,)
-    """Return the weight of each token in the policy's loss, fp32 of shape (R,).
-
-    Masked tokens have weight 0.
-
-    Args:
-        batch: the micro-batch with R completion tokens.
-        config: configuration of the loss, which sets the aggregation.
-        items: number of unmasked tokens in the optimizer step, or one divisor for each completion.
-        completions: number of completions of the optimizer step.
-    """
-    ends = batch.packed.cu_seqlens.long()
-    counts = batch.completion_mask
-
-    def active() -> Tensor:
-        before = pad(counts.long().cumsum(0), (1, 0))
-        return before[ends[1:]] - before[ends[:-1]]
-
-    # Pass output_size. Without it, repeat_interleave reads the size of its result from the GPU,
-    # which is a sync.
-    count = len(ends) - 1
-    numbers = torch.arange(count, device=ends.device)
-    segments = numbers.repeat_interleave(ends.diff(), output_size=len(counts))
-    weights = step_weights(
-        str(config.aggregation), segments, active, count, batch.active_tokens,
-        max_completion_length=config.max_completion_length, num_items_in_batch=items,
-        num_completions_in_batch=completions, group_size=config.group_size,
-    )  # fmt: skip
-    return weights * counts
 
 
 def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:

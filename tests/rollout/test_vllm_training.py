@@ -59,24 +59,6 @@ def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp
     assert calm == rough
 
 
-def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_path):
-    """Check a run with `rollout.ahead` whose server fails once.
-
-    The results must be the same as without the failure. The server samples during the training, so
-    it must not get new weights before the next step.
-    """
-    ahead = ["rollout.ahead=1", "rollout.correct_sampling=true",
-             "loss.corrections=[{high: 3}]"]  # fmt: skip
-    calm = run(tmp_path / "calm", *settings_for(*servers), *ahead)
-    # The samples come from weights that are one step old, so the log-probs of sampler and trainer
-    # must differ.
-    assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4
-    servers[0].faults = {GENERATE: [None] * 12 + [500]}
-    rough = run(tmp_path / "rough", *settings_for(*servers), *ahead)
-    assert calm.pop("page") and rough.pop("page")
-    assert calm == rough
-
-
 def test_a_run_that_its_servers_left_goes_on_with_others(servers, tmp_path):
     calm = run(tmp_path / "calm", *settings_for(servers[0]))
     servers[0].faults = {GENERATE: [None] * 10 + ["die"]}

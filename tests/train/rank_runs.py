@@ -1,18 +1,14 @@
 """Training runs on several ranks: their settings, the job that trains, and comparisons of runs."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 
 from grpo_fast.errors import Stopped
-from grpo_fast.rollout import engine
-from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop, ranks
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report import report
@@ -25,15 +21,14 @@ SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_n
 PPO = ["advantages=gae", "inner_iterations=2"]
 KL = ["loss.beta=0.1", "reference.kind=frozen"]
 SUMS = f"data={{task: jsonl, n_test: 3, path: {ROOT / 'tests' / 'train' / 'sums.jsonl'}}}"
-AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.8"]
+CORRECTED = ["rollout.correct_sampling=true", "rollout.top_p=0.8"]
 CASES: dict[str, list[str]] = {
     "few": ["rollout.prompts_per_step=1", "advantages=opo", "tokens_per_microbatch=60"],
     "mu": ["inner_iterations=2", "minibatches=2", "shuffle=completions", *KL,
-           "reference.kind=synced", "reference.sync_every=1", "kl.target=0.01"],
+           "reference.kind=synced", "reference.sync_every=1"],
     "lora": ["model.lora={r: 2}", *KL, "inner_iterations=2", "max_approx_kl=0.0001"],
     "dynamic": ["rollout.dynamic={rounds: 2}", "rollout.group_size=2", "data.digits=3",
-                "rollout.max_new_tokens=4", "advantages=baseline", *AHEAD],
-    "apart": [*AHEAD, "inner_iterations=2"],
+                "rollout.max_new_tokens=4", "advantages=baseline", *CORRECTED],
     "local": ["loss.aggregation=token_mean_local", "tokens_per_microbatch=1",
               "rollout.mask_truncated=true"],
     "ppo": [*PPO, "critic={kind: model, coef: 0.5}", "minibatches=2", "shuffle=groups"],
@@ -55,19 +50,6 @@ CASES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-class Apart(TransformersEngine):
-    """Engine that samples from an unsharded copy of the weights, like an engine on its own device.
-
-    Sampling needs no collective calls, so a run may sample in a thread during the training.
-    """
-
-    is_apart = True
-
-    def update(self, policy: Any, version: int) -> None:
-        super().update(copy.deepcopy(policy), version)
-        self.policy.lm.base_model._forward_pre_hooks.clear()  # only the trainer handles signals
-
-
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
     """Train with the settings `CASES[case]`, and return how the training ended.
 
@@ -86,10 +68,8 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
     if kind == "hsdp":
         given.append("distributed_replicas=2")
     config = load_recipe("sort", [*SMALL, *CASES[case], *given, *words, f"output_dir={folder}"])
-    own = {"transformers": f"{__name__}:Apart"} if (case, kind) == ("apart", "ddp") else {}
     try:
-        with patch.dict(engine.BUILDERS, own):
-            summary = loop.train(config)
+        summary = loop.train(config)
     except Stopped as stopped:
         return {"code": stopped.code}
     except (Exception, KeyboardInterrupt) as error:

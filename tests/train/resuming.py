@@ -1,17 +1,19 @@
 """Helpers that interrupt a tiny run at a chosen point, resume it, and return its results."""
 
+import functools
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from grpo_fast import rollout
 from grpo_fast.train import loop
 from grpo_fast.train.checkpoint import begin
 from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report.page import read_parquet
 from grpo_fast.train.report.report import RunReport
@@ -24,15 +26,12 @@ TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "dat
         "log.completions_every=1", "tokens_per_microbatch=30"]  # fmt: skip
 
 
-ASKING = {name: getattr(Stopping, name) for name in ("raise_if_asked", "raise_together")}
-
-
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
     """Create the folder of a new run, and return the `RunReport` that writes the run's logs."""
     config = config.model_copy(update={"output_dir": str(folder)})
     report = RunReport(folder, config.log, config.steps, **options)
     folder.mkdir(parents=True, exist_ok=True)
-    begin(config, None, report)
+    begin(config, report)
     return report
 
 
@@ -75,29 +74,42 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 class Leave:
-    """Patch that sends SIGTERM to a run at the `at`-th call of a method of `Stopping`.
+    """Patch that sends SIGTERM to a run at the `at`-th of certain calls.
 
-    A run calls `raise_if_asked` at each forward pass, with several ranks only in rollouts. It calls
-    `raise_together` at the end of each step. The attribute `passes` counts the calls. Early calls,
-    which the self-check and a warm start make before the run can save a checkpoint, do not count.
-    If `before` is True, only the early calls count.
+    The calls are forward passes of training, rollouts, and the ends of steps. The attribute
+    `passes` counts them. Early calls, which a warm start makes before the run can save a
+    checkpoint, do not count. If `before` is True, only the early calls count.
     """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, at: int | None, *, before: bool = False
     ) -> None:
         self.passes = 0
+        self.stopping: Stopping | None = None
+        patched = self
 
-        def patched(name: str) -> Callable[[Stopping], None]:
-            def ask(stopping: Stopping) -> None:
-                # A call is early if the loop has not yet replaced `may_stop`.
-                if (stopping.may_stop.__module__ == loop.__name__) != before:
-                    self.passes += 1
-                    if self.passes == at:
-                        stopping.number = signal.SIGTERM
-                ASKING[name](stopping)
+        class Recorded(Stopping):
+            def __init__(self) -> None:
+                super().__init__()
+                patched.stopping = self
 
-            return ask
+        monkeypatch.setattr("grpo_fast.train.ranks.Stopping", Recorded)
+        for owner, name in (
+            (Policy, "hidden"),
+            (rollout, "generate"),
+            (Stopping, "raise_together"),
+        ):
+            monkeypatch.setattr(owner, name, self.counted(getattr(owner, name), at, before))
 
-        for name in ASKING:
-            monkeypatch.setattr(Stopping, name, patched(name))
+    def counted(self, own: Any, at: int | None, before: bool) -> Any:
+        @functools.wraps(own)
+        def call(*arguments: Any, **options: Any) -> Any:
+            # A call is early if the loop has not yet replaced `may_stop`.
+            stopping = self.stopping
+            if stopping and (stopping.may_stop.__module__ == loop.__name__) != before:
+                self.passes += 1
+                if self.passes == at:
+                    stopping.receive(signal.SIGTERM)
+            return own(*arguments, **options)
+
+        return call

@@ -16,11 +16,11 @@ from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report import page
 from grpo_fast.train.report.page import (
-    CompletionsPage,
     harmless,
     rows_of,
     step_html,
     token_texts,
+    write_page,
     write_parquet,
 )
 from tests.tiny import TEXTS
@@ -163,18 +163,17 @@ def test_parquet_holds_the_rows(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
 
 
-def hostile_page(folder):
+def hostile_page():
     names = ("prompt", "completion", "answer", "extracted", "extracted_lenient")
     texts = dict.fromkeys(names, HOSTILE)
     rows = [row(**texts, tokens=[HOSTILE, HOSTILE]), row(**(texts | {"extracted": None}))]
     rows[0][f"rewards/{HOSTILE}"] = 1.0
-    written = CompletionsPage(folder / "completions.html", HOSTILE)
-    written.add(1, rows)
-    return (folder / "completions.html").read_text(encoding="utf-8")
+    parts = [(1, step_html(1, rows))]
+    return page.TEMPLATES.get_template("page.html").render(title=HOSTILE, parts=parts)
 
 
-def test_hostile_text_stays_text_and_the_policy_allows_styles_alone(tmp_path):
-    html = hostile_page(tmp_path)
+def test_hostile_text_stays_text_and_the_policy_allows_styles_alone():
+    html = hostile_page()
     seen = Walk(html)
     allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "input", "label",
                "main", "nav", "a", "details", "summary", "section", "article", "pre", "b", "i",
@@ -236,13 +235,17 @@ def test_long_texts_show_both_ends():
 
 
 def test_the_page_shows_the_first_step_and_the_latest_ones(tmp_path):
-    written = CompletionsPage(tmp_path / "p.html", "run")
+    (tmp_path / "completions").mkdir()
     for step in range(1, 41):
-        written.add(step, [row(group=i // 10, tokens=["x", f"step {step}"]) for i in range(30)])
-    html = (tmp_path / "p.html").read_text(encoding="utf-8")
+        rows = [row(group=i // 10, tokens=["x", f"step {step}"]) for i in range(30)]
+        write_parquet(rows, step, tmp_path / "completions" / f"step_{step:06d}.parquet")
+    (tmp_path / "completions" / "step_000041 (copy).parquet").touch()  # must not matter
+    write_page(tmp_path)
+    html = (tmp_path / "completions.html").read_text(encoding="utf-8")
     steps = [int(step) for step in re.findall(r'<details id="s(\d+)"', html)]
     assert steps == [1, *range(26, 41)] and html.count(">step 40<") == 16
-    assert html.count(" open>") == 1 and [p.name for p in tmp_path.iterdir()] == ["p.html"]
+    assert html.count(" open>") == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"completions", "completions.html"}
 
 
 @pytest.mark.usefixtures("no_pictures")

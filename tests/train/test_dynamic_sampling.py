@@ -71,20 +71,16 @@ def collected(queue, rewards, config, step=1):
     return Found(samples, metrics, prompts, clock.tokens["rollout"])
 
 
-def by_table(table, watched=None):
+def by_table(table):
     """Return a reward set that looks up the rewards of a prompt's two completions in `table`.
 
-    Both rewards are 0 for a prompt that is not in the table. `watched` is an additional reward
-    function with weight 0.
+    Both rewards are 0 for a prompt that is not in the table.
     """
 
     def total(*, completions):
         return [table.get(c.split()[0], (0, 0))[int(c.split()[1])] for c in completions]
 
-    functions = [WeightedReward("total", 1.0, total)]
-    if watched is not None:
-        functions.append(WeightedReward("watched", 0.0, watched))
-    return RewardSet(functions, max_failures=1.0)
+    return RewardSet([WeightedReward("total", 1.0, total)], max_failures=1.0)
 
 
 def queue_of(count):
@@ -95,7 +91,7 @@ def queue_of(count):
 def test_what_becomes_of_each_group():
     rewards = [[0, 1], [1, 1], [NAN, NAN], [1, NAN], [0, 0], [2, -1], [NAN, 0], [3, 4]]
     for wanted, used, filled in ((3, [0, 5, 7], 0), (5, [0, 1, 2, 5, 7], 2)):
-        is_used, count = used_groups(torch.tensor(rewards), wanted)
+        is_used, count = used_groups(torch.tensor(rewards).flatten(), 2, wanted)
         assert is_used.nonzero()[:, 0].tolist() == used and count == filled
 
 
@@ -105,17 +101,6 @@ def test_without_it_nothing_is_dropped(asked):
     assert asked == [(["p0", "p1", "p2"], (0, 1))] and queue.consumed == 3
     assert found.prompts == ["p0", "p0", "p1", "p1", "p2", "p2"]
     assert not any(name.startswith(("dynamic", "prompts")) for name in found.metrics)
-
-
-@pytest.mark.parametrize(("spread", "warnings"), [({}, 1), ({"p0": (0, 1), "p1": (0, 1)}, 0)])
-@pytest.mark.usefixtures("asked")
-def test_a_run_warns_once_if_most_groups_have_equal_rewards(caplog, spread, warnings):
-    policy = SimpleNamespace(tokenizer=None, template_kwargs={})
-    rewards = by_table(spread)
-    collector = collector_of(configured(), policy, rewards, queue_of(3))
-    for step in range(1, 12):
-        collector.next(step, Clock())
-    assert sum("have equal rewards" in line for line in caplog.messages) == warnings
 
 
 def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
@@ -154,21 +139,6 @@ def test_what_is_missing_after_the_last_round_is_filled(asked):
     assert found.metrics["dynamic_sampling/filled"] == 1
 
 
-def test_the_judge_is_the_named_reward(asked):
-    def right(*, completions):
-        return [float(c == "p1 1") for c in completions]
-
-    spread_by_total = {f"p{i}": (0, 1) for i in range(9)}
-    config = configured(
-        "rollout.dynamic={judged_by: watched, rounds: 1}", "rollout.prompts_per_step=2",
-        "rewards=[{name: exact_match}, {name: exact_match, label: watched, weight: 0}]",
-    )  # fmt: skip
-    found = collected(queue_of(9), by_table(spread_by_total, right), config)
-    assert found.prompts[::2] == ["p0", "p1"]
-    uses = [found.metrics[f"dynamic_sampling/{use}"] for use in ("filled", "dropped")]
-    assert uses == [1, 1]
-
-
 def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
     table = {"p0": (NAN, NAN), "p1": (NAN, 1), "p2": (0, 1), "p3": (0, 1), "p4": (2, NAN)}
     queue, config = queue_of(9), configured("rollout.dynamic.rounds=1")
@@ -178,12 +148,11 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
 
 # ------------------------------------------------------------------------------------ Complete runs
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # A group is dropped if its rewards are equal. Within nearly every group, the rewards of
-    # exact_match are equal, but the weighted sums differ. Without `judged_by`, no group is dropped.
-    words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
+    # Within nearly every group, the rewards are equal.
+    words = ["rollout.dynamic={rounds: 2}", "data.digits=2",
              "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",
-             "rewards=[{name: sort_positions}, {name: exact_match, weight: 0}]"]  # fmt: skip
+             "rewards=[{name: exact_match}]"]  # fmt: skip
     first = sort(tmp_path / "a", *words)
     assert first == sort(tmp_path / "b", *words)
     asked = [row["dynamic_sampling/asked"] for row in first]

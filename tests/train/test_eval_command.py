@@ -107,7 +107,7 @@ def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
     save_config(load_recipe("sort"), tmp_path / "config.yaml")
     with pytest.raises(ValueError, match="model: expected a model, or a run that has ended and"):
         Source.of(str(tmp_path))
-    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="no model in .*; `grpo-fast export .* OUT` writes"):
         Source.of(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")  # now it is a model's folder

@@ -57,7 +57,7 @@ CHANGES = {
     "cut": ("data.train: '8 examples, .* → '7 examples", lines("train", lambda rows: rows[1:])),
     "test set": ("data.test", lines("test", lambda rows: rows[::-1])),
     "reward": ("rewards.score", lambda p: (p / "mine.py").write_text(REWARD + "# more\n")),
-    "reference": ("reference", lambda p: flip(p / "tiny/model.safetensors")),
+    "weights": ("model", lambda p: flip(p / "tiny/model.safetensors")),
     "tokenizer": ("model", lambda p: (p / "tiny/tokenizer_config.json").open("a").write(" ")),
 }  # fmt: skip
 

@@ -1,131 +1,45 @@
 """Tests of long-context runs: out of memory, the recipe, and k-shot prompts with a token budget."""
 
-import json
-import logging
-import math
-from contextlib import nullcontext
-from types import SimpleNamespace
+import itertools
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from grpo_fast.data.prompts import question_key
-from grpo_fast.data.splits import Splits
-from grpo_fast.train import loop
-from grpo_fast.train.config import DataConfig
+from grpo_fast.train import loop, update
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models import loading
-from grpo_fast.train.models.policy import Policy
 from tests.data import test_data
 from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 from tests.tiny import tiny_folder
 from tests.train.tiny_runs import logged, questions, sort
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
-def sort_run(folder, *overrides):
-    kl = ["loss.beta=0.05", "reference.kind=frozen"]
-    return sort(folder, "steps=2", *kl, "optim.lr=0.01", *overrides)
-
-
-GPU_ERROR = torch.OutOfMemoryError("CUDA out of memory.")
 CPU_ERROR = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
 )
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), CPU_ERROR])
+def test_a_run_out_of_memory_is_saved_and_goes_on_with_fewer_tokens(tmp_path, monkeypatch, error):
+    """Check the message, and that the run resumes from the last finished step."""
+    loss, calls = update.packed_loss, itertools.count(1)
 
-@pytest.fixture
-def no_room(monkeypatch):
-    """Return a function that makes some forward passes of the policy run out of memory.
+    def failing(*arguments):
+        if next(calls) == 2:
+            raise error
+        return loss(*arguments)
 
-    Its argument `fails(k, tokens)` returns True if the k-th forward pass, with the given number of
-    tokens, must fail. The self-check before the run never fails.
-    """
-    original, calls = Policy.hidden, []
-    check = loading.self_check
-
-    def with_room(policy):
-        with monkeypatch.context() as patched:
-            patched.setattr(Policy, "hidden", original)
-            return check(policy)
-
-    def install(fails, error=GPU_ERROR):
-        def hidden(self, packed):
-            calls.append(packed.layout.total)
-            states = original(self, packed)
-            if fails(len(calls), packed.layout.total):
-                raise error
-            return states
-
-        monkeypatch.setattr(Policy, "hidden", hidden)
-        monkeypatch.setattr(loading, "self_check", with_room)
-        return calls
-
-    return install
-
-
-def lowered_budget(folder):
-    return json.loads((folder / "summary.json").read_text())["tokens_per_microbatch"]
-
-
-REUSED = ["inner_iterations=2", "minibatches=2"]
-
-
-@pytest.mark.parametrize(
-    ("error", "room", "overrides", "where"),
-    [
-        (GPU_ERROR, 40, [], "anywhere"),
-        (CPU_ERROR, 24, REUSED, "anywhere"),
-        (GPU_ERROR, 24, REUSED, "with gradients"),
-    ],
-    ids=["gpu-once", "cpu-reused", "gpu-reused-in-the-update"],
-)
-def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
-    tmp_path, no_room, caplog, error, room, overrides, where
-):
-    """Check that a run that runs out of memory lowers `tokens_per_microbatch` and continues.
-
-    The results must equal the results of a run that has the lower budget from the start.
-    """
-    # Memory runs out in every large forward pass, or only in forward passes with gradients. In the
-    # second case, the old log-probs must be computed again with the lower budget.
-    every = where == "anywhere"
-    no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
-    with caplog.at_level(logging.WARNING, "grpo_fast"):
-        lowered = sort_run(tmp_path / "lowered", *overrides, "tokens_per_microbatch=80")
-    budget = lowered_budget(tmp_path / "lowered")
-    lines = [record.message for record in caplog.records if "lowered" in record.message]
-    assert 10 < budget <= room
-    assert lines == [f"out of memory: tokens_per_microbatch lowered to {budget} ({error})"]
-    assert sort_run(tmp_path / "lower", *overrides, f"tokens_per_microbatch={budget}") == lowered
-
-
-def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
-    """Check that the gradients are cleared if memory runs out in the second micro-batch.
-
-    The step starts again with a lower budget, so gradients of the first micro-batch must not count
-    twice.
-    """
-    options = ["reference.kind=none", "loss.beta=0"]
-    calls = no_room(lambda call, tokens: call == 2)
-    lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
-    budget = lowered_budget(tmp_path / "lowered")
-    assert budget < calls[0] and max(calls[:2]) // 2 == budget and max(calls[2:]) <= budget
-    assert sort_run(tmp_path / "lower", *options, f"tokens_per_microbatch={budget}") == lowered
-
-
-def test_one_completion_that_does_not_fit_ends_the_run(tmp_path, no_room):
-    no_room(lambda call, tokens: True)
-    with pytest.raises(ValueError, match="tokens_per_microbatch: one completion with its prompt"):
-        sort_run(tmp_path / "run")
-
-
-def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
-    no_room(lambda call, tokens: call == 1, RuntimeError("shape mismatch"))
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        sort_run(tmp_path / "run")
+    words = ["steps=2", "tokens_per_microbatch=400"]
+    with monkeypatch.context() as patched:
+        patched.setattr(update, "packed_loss", failing)
+        with pytest.raises(ValueError, match="tokens_per_microbatch: memory ran out with") as found:
+            sort(tmp_path / "run", *words)
+    assert str(error).splitlines()[0] in str(found.value) and "resume=auto" in str(found.value)
+    assert "saved in" in found.value.__notes__[0]
+    words = [*words[:1], "tokens_per_microbatch=40", "resume=auto"]
+    rows = sort(tmp_path / "run", *words)
+    assert [row["step"] for row in rows] == [1, 2]
 
 
 # -------------------------------------------------------------------------- Settings and the recipe
@@ -152,19 +66,6 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     config.output_dir = str(tmp_path / "again")
     with pytest.raises(ValueError, match="data.shots_tokens: expected at most .* a question of "):
         loop.train(config)
-
-
-def test_a_budget_for_all_worked_examples_is_accepted(tmp_path):
-    questions(tmp_path, test=1, train=3)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder(tmp_path / "tiny", "qwen2"))
-    data = DataConfig(task="gsm8k", path=str(tmp_path), shots_tokens=10**6, n_test=1)
-    plain = Splits(data, 0)
-    asked = Splits(data, 0, tokenizer).train
-    refused = pytest.raises(ValueError, match="at most .* got 1000000")
-    for positions, error in ((5000, nullcontext()), (math.inf, nullcontext()), (90, refused)):
-        policy = SimpleNamespace(tokenizer=tokenizer, positions=positions, template_kwargs={})
-        with error:
-            loop._check_shots(policy, plain, asked, 4)
 
 
 # --------------------------------------------------------------------- Prompts with worked examples

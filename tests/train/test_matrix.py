@@ -18,7 +18,7 @@ from tests.train.tiny_runs import sort
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 # ----------------------------------------------------------------------------- Resumed on one rank
-PLACES = (0.37, 0.66, 0.85)  # fraction of a run's forward passes after which a signal arrives
+PLACES = (0.37, 0.66, 0.85)  # fraction of the calls that `Leave` counts
 
 
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=CASES)
@@ -27,7 +27,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(ranks, plain, tmp_path, number,
     folder = tmp_path / case  # the page of completions shows the name
     at = round(PLACES[number % len(PLACES)] * plain.passes[case])
     [[left]] = ranks(1, [train_until, case, None, str(folder), 0, at])
-    assert left == {"code": SAVED, "seen": at}
+    assert left["code"] == SAVED and left["seen"] >= at
     ranks(1, [train, case, None, str(folder), "resume=auto"])
     found = result(folder)
     expected = result(whole)
@@ -38,8 +38,8 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(ranks, plain, tmp_path, number,
 
 
 # ------------------------------------------------------------------------------------ Several ranks
-# "exact" logs the gradient variance, the engine of "apart" copies unsharded weights, and "alone"
-# computes every completion alone. None of them works with sharded weights.
+# "exact" logs the gradient variance, and "alone" computes every completion alone. Neither works
+# with sharded weights.
 SHARDED = ("few", "mu", "lora", "dynamic", "ppo", "ppo-shared", "divergence", "hybrid")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES if case not in ("lora", "divergence", "hybrid")),
@@ -61,16 +61,13 @@ def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, 
     assert differences(tmp_path / "run", expected) == []
 
 
-# Each entry has the case, the setting `distributed`, the number of the call (a forward pass of a
-# rollout, or the end of a step) at which rank 1 gets a signal, the name of the expected checkpoint,
-# and the numbers of ranks and settings with which the run resumes. It also resumes on the same
-# ranks.
+# Each entry has the case, the setting `distributed`, and the numbers of ranks and settings with
+# which the run resumes. It also resumes on the same ranks.
 LEFT = [
-    ("mu", "ddp", 29, "step_000002", [(4, "ddp"), (1, None)]),
-    ("mu", "fsdp2", 29, "step_000002", [(1, None)]),
-    ("ppo", "fsdp2", 29, "step_000002", [(4, "fsdp2")]),
-    ("ppo", "ddp", 29, "step_000002", [(2, "fsdp2")]),
-    ("apart", "ddp", 1, "step_000001", [(4, "ddp")]),
+    ("mu", "ddp", [(4, "ddp"), (1, None)]),
+    ("mu", "fsdp2", [(1, None)]),
+    ("ppo", "fsdp2", [(4, "fsdp2")]),
+    ("ppo", "ddp", [(2, "fsdp2")]),
 ]
 
 
@@ -79,19 +76,19 @@ def copied(run: Path, name: str) -> str:
     return str(shutil.copytree(run, run.with_name(name)))
 
 
-@pytest.mark.parametrize("case, kind, passes, place, others", LEFT)
+@pytest.mark.parametrize("case, kind, others", LEFT)
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
-    ranks, plain, tmp_path, case, kind, passes, place, others
+    ranks, plain, tmp_path, case, kind, others
 ):
     """Check that a signal to one rank ends all ranks at the same step with one checkpoint.
 
     The resumed run must have the results of an uninterrupted run.
     """
     left, whole = tmp_path / "left", tmp_path / "whole"
-    found = ranks(2, [train_until, case, kind, str(left), 1, passes])
-    assert [x[0]["code"] for x in found] == [SAVED] * 2 and found[1][0]["seen"] >= passes, found
+    found = ranks(2, [train_until, case, kind, str(left), 1, 12])
+    assert [x[0]["code"] for x in found] == [SAVED] * 2 and found[1][0]["seen"] >= 12, found
     [saved] = checkpoints_in(left)
-    assert saved.name == place
+    assert saved.name in ("step_000001", "step_000002")
     folders = [copied(left, str(number)) for number in range(len(others) + 1)]
     again = [train, case, kind, folders[-1], "resume=auto"]
     ranks(2, again, [train, case, kind, str(whole)])
@@ -102,7 +99,7 @@ def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
 
 
 def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
-    ranks(1, [train_until, "mu", None, str(tmp_path / "left"), 0, 70])
+    ranks(1, [train_until, "mu", None, str(tmp_path / "left"), 0, 20])
     assert len(checkpoints_in(tmp_path / "left")) == 1
     for kind in ("ddp", "fsdp2"):
         ranks(2, [train, "mu", kind, copied(tmp_path / "left", kind), "resume=auto"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_fast.train.report.page import CompletionsPage
+from grpo_fast.train.report.page import write_page, write_parquet
 from tests import chromium
 
 pytestmark = pytest.mark.skipif(not chromium.COMMAND, reason="Chromium is not installed")
@@ -59,9 +59,11 @@ def row(number, reward, correct):
     ("scheme", "background"), [("dark", "rgb(21, 24, 29)"), ("light", "rgb(246, 247, 249)")]
 )
 def test_it_fits_and_can_be_read(tmp_path, scheme, background):
-    page = CompletionsPage(tmp_path / "completions.html", "a-run-of-mine")
-    for step in range(40):
-        page.add(step, [row(0, 1.0, True), row(1, 0.0, False), row(2, 0.2, None)])
-    for measured in chromium.measured(tmp_path, page.path, scheme, CONTRAST):
+    (tmp_path / "completions").mkdir()
+    rows = [row(0, 1.0, True), row(1, 0.0, False), row(2, 0.2, None)]
+    for step in range(16):
+        write_parquet(rows, step, tmp_path / "completions" / f"step_{step:06d}.parquet")
+    write_page(tmp_path)
+    for measured in chromium.measured(tmp_path, tmp_path / "completions.html", scheme, CONTRAST):
         _, fits, color, (contrast, _) = measured
         assert fits and color == background and contrast >= 4.5, measured

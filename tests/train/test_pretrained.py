@@ -45,8 +45,8 @@ LARGER = [chr(0x4E00 + i) * 3 for i in range(99)]
 # expected error message.
 DAMAGE = {
     "truncated": (lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:-1000]),
-                  f"m/{FILE}", "not fully covered"),
-    "garbage": (lambda f: (f / FILE).write_bytes(b"\xff" * 999), f"m/{FILE}"),
+                  "/m': SafetensorError", "not fully covered"),
+    "garbage": (lambda f: (f / FILE).write_bytes(b"\xff" * 999), "/m': SafetensorError"),
     "gone": (lambda f: (f / FILE).unlink(), f"no file named {FILE}"),
     "another vocabulary": (lambda f: change_json(f / CONFIG, vocab_size=99),
                            "in place of (99, 32)"),

@@ -1,4 +1,4 @@
-"""Tests of runs on several processes: refusals, trackers, and the division of the groups."""
+"""Tests of runs on several processes: refusals, and the division of the groups."""
 
 import os
 from typing import Any
@@ -9,7 +9,6 @@ from grpo_fast.train import loop
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train.batch import balanced
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.report import report as trackers
 from tests.data.test_data import write_lines
 from tests.train.rank_runs import SMALL, train
 
@@ -49,7 +48,7 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
 
 
 def test_a_model_whose_prompts_are_not_shared_is_refused_by_all_ranks(ranks, tmp_path):
-    """Check that sharding does not start. Only rank 0 knows the reason, because it has weights."""
+    """Check that sharding does not start, and that the message says why."""
     for [found] in ranks(2, [train, "alone", "fsdp2", str(tmp_path / "run")], timeout=120):
         assert found["error"] == "ValueError", found
         assert "distributed: expected ddp, because this model computes every" in found["text"]
@@ -70,27 +69,6 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
         assert one.get("error") == "ValueError", one
         assert "rank 1: expected " in one["text"] and "files.data.t" in one["text"], one
     assert not (tmp_path / "run").exists()
-
-
-def track() -> Any:
-    """Start and finish a metrics tracker on rank 0, and return the rows that the tracker received.
-
-    The ranks then gather the rows, which fails if finishing the tracker destroyed the process
-    group.
-    """
-    from tests.train.test_trackers import Fake
-
-    if train_ranks.is_main():
-        mine = trackers.start_trackers([Fake("run")], ".", {})  # type: ignore[list-item]
-        for tracker in mine:
-            tracker.log({"reward": 0.5}, step=1)
-            tracker.finish()
-    return train_ranks.gather([[each.rows, each.finished] for each in Fake.made])[0]
-
-
-def test_trackers_are_rank_0s(ranks):
-    for [seen] in ranks(2, [track]):
-        assert seen == [[[[1, {"reward": 0.5}]], 1]]
 
 
 def test_a_warm_start_of_shards_is_refused(ranks, tmp_path):

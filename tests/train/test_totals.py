@@ -10,7 +10,7 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Samples, Sampling, generate
 from grpo_fast.train.batch import Totals
-from grpo_fast.train.update import gradient_variance, token_weights
+from grpo_fast.train.update import gradient_variance
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, make_batch
@@ -45,24 +45,23 @@ def test_totals_count_what_the_masks_do(mask_truncated, updates, ranks):
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_mean_over_prompts(updates, ranks):
-    """Check the token weights of the aggregation `prompt_mean`.
+    """Check the divisors of the aggregation `prompt_mean`.
 
-    All prompts of a minibatch must have the same weight, and so must all tokens of a prompt.
+    The loss multiplies them by completions / G. With the product, all prompts of a minibatch have
+    the same weight, and so do all tokens of a prompt.
     """
-    config = LossConfig(aggregation="prompt_mean", group_size=GROUP)
     steps = [make_batch(SCORES, updates=updates, budget=14, rank=rank, ranks=ranks)
              for rank in range(ranks)]  # fmt: skip
     for step in steps:
         step.shuffle("7")  # distributes the groups over the minibatches
+    lengths = steps[0].samples.lengths
     for k in range(updates):
-        of_prompt: dict[int, list[float]] = {}
+        parts = steps[0].parts[k]
+        prompts = {i // GROUP for i in parts}
         for micro in (micro for step in steps for micro in step.minibatches[k]):
-            weights = token_weights(micro, config, micro.prompt_items, steps[0].totals[k][1])
-            for i, own in zip(micro.chosen, micro.packed.split(weights), strict=True):
-                if not micro.is_idle:
-                    of_prompt.setdefault(i // GROUP, []).extend(own.tolist())
-        for weights in of_prompt.values():
-            assert weights == pytest.approx([1 / (len(of_prompt) * len(weights))] * len(weights))
+            for i, divisor in zip(micro.chosen, micro.prompt_items.tolist(), strict=True):
+                tokens = sum(lengths[j] for j in parts if j // GROUP == i // GROUP)
+                assert divisor * len(parts) / GROUP == pytest.approx(len(prompts) * tokens)
 
 
 def test_a_step_without_a_token_that_counts_moves_nothing():

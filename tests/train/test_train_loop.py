@@ -11,12 +11,12 @@ from grpo_fast.attention import pack_groups
 from grpo_fast.data.splits import Splits
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.rewards import build_rewards
-from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout import Completion
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import collect, loop
 from grpo_fast.train.config import ModelConfig, OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.metrics import LossMetrics, SamplerWatch, reward_metrics
+from grpo_fast.train.metrics import LossMetrics, reward_metrics
 from grpo_fast.train.models.loading import load_policy, self_check
 from grpo_fast.train.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
@@ -212,27 +212,6 @@ def test_every_name_is_there(tmp_path):
 
 
 # ------------------------------------ The warning about different log-probs of sampler and trainer
-PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]
-
-
-def moved(by):
-    return [(ours, samplers + by) for ours, samplers in PAIRS]
-
-
-def test_it_is_said_once_and_only_when_far_apart(caplog):
-    watch = SamplerWatch(Sampling())
-    for step, pairs in enumerate(([], [(torch.zeros(0),) * 2], PAIRS, moved(0.049))):
-        watch.look(step, pairs)
-    assert not caplog.messages
-    watch.look(5, moved(-0.3))
-    watch.look(6, moved(0.3))
-    (said,) = caplog.messages
-    assert said.startswith("step 5: the sampler's and the trainer's logps are 0.3 nats apart")
-    assert "stale weights" in said and "top_p" not in said
-    SamplerWatch(Sampling(top_k=4)).look(1, moved(1.0))
-    assert "the mass that top_k and top_p leave out" in caplog.text
-
-
 def test_a_run_with_stale_weights_says_so(tmp_path, monkeypatch, caplog):
     original = TransformersEngine.generate
 

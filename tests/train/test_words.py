@@ -29,7 +29,7 @@ SHORT_NAMES = {
     if "=" not in theirs and not theirs.startswith(("actor_rollout_ref.", "algorithm.", "trainer."))
 }  # fmt: skip
 WORD = re.compile(r" (?=[a-z_0-9.]+=)")
-PPO = "advantages=gae critic.bootstrap=false"
+PPO = "advantages=gae critic={}"
 
 
 @pytest.mark.parametrize(
@@ -113,27 +113,21 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "critic={}", "advantages=centered conflicts with critic"),
         ("train", "advantages=gae", "advantages=gae conflicts with critic=null"),
         ("train", f"{PPO} advantage_options.eps=1", "advantages=gae conflicts with advantage_opt"),
-        ("train", f"{PPO} critic.path=x", "critic.path: expected null with kind=shared"),
         *(("train", f"log.grad_variance=true {words}", f"=true conflicts with {setting}")
           for words, setting in ((PPO, "critic"), ("distributed=fsdp2", "distributed=fsdp2"))),
         ("train", "kl.into=reward", "kl.into=reward conflicts with advantages=centered"),
-        ("train", "kl.target=0.1", "kl.target=0.1 conflicts with loss.beta=0"),
         ("train", f"{PPO} kl.into=reward", "kl.into=reward conflicts with loss.beta=0"),
         ("train", f"{PPO} kl.into=reward loss.beta=1 loss.kl_times_ratio=true",
          "kl.into=reward conflicts with loss.kl_times_ratio=true"),
         ("train", "reference.path=x", "reference.path: expected null with kind=none"),
         ("train", "reference.kind=synced model.lora={}", "reference.kind=synced conflicts with"),
-        ("train", "rollout.ahead=1", "rollout.correct_sampling: expected true with ahead=1"),
         ("train", "rollout.dynamic={} rollout.group_size=1", "rollout.group_size: expected at le"),
-        ("train", "rollout.dynamic.judged_by=x", "judged_by: expected one of the rewards sort_pos"),
         ("train", "model.path=x", "model.path: expected a model, or config (model=PATH replaces"),
         ("train", "model.config=null", "model.path: expected a model, or config"),
         ("train", "model.tokenizer=null", "model.tokenizer: expected bpe or symbols"),
         ("train", f"{PPO} kl.into=reward loss.beta=0.1", "reference.kind=none conflicts with "),
-        *(("train", f"{PPO} loss.beta=0.1 reference.kind=frozen {words}", f"{first} conflicts with")
-          for words, first in (
-            ("kl.into=reward loss.loss_type=dro", "kl.into=reward"),
-            ("kl.target=0.1 loss.loss_type=kimi", "kl.target=0.1"))),
+        ("train", f"{PPO} loss.beta=0.1 reference.kind=frozen kl.into=reward loss.loss_type=dro",
+         "kl.into=reward conflicts with"),
         ("train", "data.columns={prompt: x}", "data.columns: expected none for task sort"),
         ("train", "rewards={verl: exact_match}", "convention=verl conflicts with name=exact_match"),
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
@@ -292,8 +286,7 @@ VERL = {
         (
             TRL,
             ["optim.lr=2e-06", "loss.beta=0.04", "model.autocast=bfloat16", "rollout.group_size=4",
-             "advantages=centered", 'log.trackers=["wandb"]', 'output_dir="a b"',
-             "reference.kind=frozen"],
+             "advantages=centered", 'output_dir="a b"', "reference.kind=frozen"],
             ["keys: optim=adamw (Input should be a valid dict", "max_steps=-1 (Input should be",
              "per_device_train_batch_size=8 (see rollout.prompts_per_step)"],
         ),

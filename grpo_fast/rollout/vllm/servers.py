@@ -640,7 +640,7 @@ def build(policy: SampledModel, options: Any) -> VLLMServers:
         ServerError: a server does not respond within `rollout.vllm.patience` seconds.
         ValueError: a server was started with other options or a different model.
     """
-    engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
+    engine = VLLMServers(policy, options.vllm)
     for url in options.vllm.urls:
         if not is_local(url):
             log.warning("%s is not on this machine: its HTTP and weights are not encrypted", url)

@@ -174,33 +174,26 @@ class ReferenceConfig(Section):
 
 
 class KLConfig(Section):
-    """Settings of the KL divergence to the reference. `loss.beta` is its initial weight.
+    """Settings of the KL divergence to the reference. `loss.beta` is its weight.
 
     Attributes:
         into: Add beta * KL to the loss, or subtract it from the reward of each token before GAE.
-        target: Mean KL per token that the run aims at by adapting beta; null keeps beta constant.
-        horizon: Number of completions over which an adaptive beta changes by at most 20%.
     """
 
     into: Literal["loss", "reward"] = "loss"
-    target: float | None = Field(None, gt=0)
-    horizon: float = Field(10_000.0, gt=0)
 
 
 class CriticConfig(Section):
     """The value function of PPO, for `advantages: gae`.
 
     Attributes:
-        kind: Put the value head on the policy's layers (shared) or on a separate model (model).
-        path: Folder or hub id of the separate model; null copies the policy.
+        kind: Put the value head on the policy's layers (shared) or on a copy of the policy (model).
         lr: Learning rate of the critic; null means optim.lr.
         gamma: Discount factor of GAE.
         lam: Lambda of GAE for the advantages.
         lam_returns: Lambda of GAE for the value targets; null uses `lam`.
         lam_alpha: Use 1 - 1 / (lam_alpha * completion length) as lambda of the advantages; null
             uses `lam`.
-        bootstrap: After a truncated completion, GAE continues with the critic's value; false uses
-            0.
         whiten: Scale the advantages of a step to mean 0 and standard deviation 1.
         loss: Loss function of the critic's values; huber changes from quadratic to linear at 1.
         epsilon: Clip range of loss: clipped.
@@ -208,23 +201,15 @@ class CriticConfig(Section):
     """
 
     kind: Literal["shared", "model"] = "shared"
-    path: UserPath | None = None
     lr: float | None = Field(None, gt=0)
     gamma: float = Field(1.0, ge=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     lam_returns: float | None = Field(None, ge=0, le=1)
     lam_alpha: float | None = Field(None, gt=0)
-    bootstrap: bool = True
     whiten: bool = True
     loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
     epsilon: float = Field(0.2, gt=0)
     coef: float = Field(0.5, ge=0)
-
-    @model_validator(mode="after")
-    def _path_is_read(self) -> CriticConfig:
-        fits = self.path is None or self.kind == "model"
-        require(fits, "path", "null with kind=shared; kind=model loads a model", self.path)
-        return self
 
 
 class WarmStartConfig(Section):
@@ -337,11 +322,9 @@ class DynamicSamplingConfig(Section):
 
     Attributes:
         rounds: Maximum number of resampling rounds; then dropped groups fill the rest of the batch.
-        judged_by: Label of the reward that must differ within a group; null uses the weighted sum.
     """
 
     rounds: Positive = 4
-    judged_by: str | None = None
 
 
 class RolloutConfig(Section, Sampling):
@@ -355,7 +338,6 @@ class RolloutConfig(Section, Sampling):
         mask_truncated: Exclude completions that do not end with an EOS from the loss.
         correct_sampling: Correct the loss by the ratio of the trainer's probabilities to the
             sampler's.
-        ahead: 1 samples the next step's completions while this step trains; 0 alternates.
         dynamic: Drop groups of equal rewards and sample further prompts; null keeps all groups.
         replay_support: auto normalizes the loss over the tokens that top_p or top_k kept; off uses
             all tokens.
@@ -368,7 +350,6 @@ class RolloutConfig(Section, Sampling):
     prompts_per_step: Size = 8
     mask_truncated: bool = False
     correct_sampling: bool = False
-    ahead: int = Field(0, ge=0, le=1)
     dynamic: DynamicSamplingConfig | None = None
     replay_support: Literal["auto", "off"] = "auto"
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)
@@ -383,8 +364,6 @@ class RolloutConfig(Section, Sampling):
         is_served = self.engine == "vllm-server"
         expected = "at least one server" if is_served else f"none with engine={self.engine}"
         require(is_served == bool(self.vllm.urls), "vllm.urls", expected, self.vllm.urls)
-        expected = "true with ahead=1, which samples by older weights"
-        require(self.correct_sampling or not self.ahead, "correct_sampling", expected, "false")
         fits = self.dynamic is None or self.group_size > 1
         require(fits, "group_size", "at least 2 with dynamic", self.group_size)
         return self
@@ -468,8 +447,6 @@ class LogConfig(Section):
 
     Attributes:
         completions_every: Steps between saved tables of completions; 0 saves none.
-        trackers: Trackers of accelerate that receive the metrics, for example tensorboard, wandb or
-            mlflow.
         progress: Print progress lines and the results of evaluations.
         save_model: Write the trained model to output_dir/model.
         grad_variance: Log the variance of the gradient between groups. This takes as long as an
@@ -477,7 +454,6 @@ class LogConfig(Section):
     """
 
     completions_every: Count = 10
-    trackers: list[str] = []
     progress: bool = True
     save_model: bool = True
     grad_variance: bool = False
@@ -526,7 +502,7 @@ class RunConfig(Section):
         max_approx_kl: Mean KL to the sampling policy above which later passes are skipped; null
             sets no limit.
         reference: The reference model of the KL divergence.
-        kl: Where the KL divergence to the reference is applied, and how its weight adapts.
+        kl: Where the KL divergence to the reference is applied.
         critic: The value function of PPO, for advantages: gae; null means no critic.
         warm_start: Supervised training on solutions before the first rollout; null skips it.
         eval: Evaluation on held-out questions.
@@ -588,10 +564,6 @@ class RunConfig(Section):
         came = "0 for all" if self.rewards else "no reward"
         is_weighted = any(reward.weight for reward in self.rewards)
         require(is_weighted, "rewards", "a weight that is not 0", came)
-        judge = self.rollout.dynamic and self.rollout.dynamic.judged_by
-        labels = [reward.label or reward.name.rpartition(":")[2] for reward in self.rewards]
-        expected = f"one of the rewards {', '.join(labels)}"
-        require(judge in (None, *labels), "rollout.dynamic.judged_by", expected, repr(judge))
         count = self.rollout.prompts_per_step * self.rollout.group_size
         expected = f"a number that divides the {count} completions of a step"
         require(count % self.minibatches == 0, "minibatches", expected, self.minibatches)
@@ -615,8 +587,6 @@ class RunConfig(Section):
         kind = self.reference.kind
         in_reward = self.kl.into == "reward"
         into = f"kl.into={self.kl.into}"
-        needs_beta = in_reward or self.kl.target is not None
-        setting = into if in_reward else f"kl.target={self.kl.target}"
         sampled = "the reward is of the sampled token and has no ratio; use kl.into=loss"
         corrections = config.corrections
         of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
@@ -632,9 +602,9 @@ class RunConfig(Section):
              f"distributed={self.distributed}", only),
             (in_reward and not is_gae, into, mode,
              "only gae spreads a token's reward; use kl.into=loss"),
-            (needs_beta and not OBJECTIVES[config.loss_type].reference, setting,
+            (in_reward and not OBJECTIVES[config.loss_type].reference, into,
              f"loss.loss_type={config.loss_type}", "beta is no weight of this KL in this loss"),
-            (needs_beta and not loss.beta, setting, "loss.beta=0", "the KL needs a weight above 0"),
+            (in_reward and not loss.beta, into, "loss.beta=0", "the KL needs a weight above 0"),
             (in_reward and config.kl_estimator in EXACT, into,
              f"loss.kl_estimator={config.kl_estimator}", sampled),
             (in_reward and loss.kl_times_ratio, into, "loss.kl_times_ratio=true", sampled),

@@ -66,7 +66,7 @@ class Source(NamedTuple):
         file = folder / "config.yaml"
         if file.is_file() and (folder / "model").is_dir():
             return cls(model, str(folder / "model"), load_recipe(str(file)))
-        is_run = file.is_file() or (folder / "manifest.json").is_file()
+        is_run = file.is_file() or (folder / "state.json").is_file()
         expected = "a model, or a run that has ended and saved its model (log.save_model: true)"
         remedy = f"`grpo-fast export {model} OUT` writes the model of a run or checkpoint"
         fits = not is_run or (folder / "config.json").is_file()

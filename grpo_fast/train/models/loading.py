@@ -6,13 +6,11 @@ raises a ValueError instead. It also converts errors from damaged files to one-l
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,63 +29,41 @@ from grpo_fast.train.config import LoraConfig, ModelConfig, named_in
 from grpo_fast.train.models.policy import Policy, in_silence
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 BPE_TEXTS = 4000  # training examples from which a BPE tokenizer is built
-FILE = "adapter_config.json"
-FRESH = "add model.lora={r: 16} to merge it and train a new one"
 
 
-def load_policy(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, empty: bool = False
-) -> Policy:
+def load_policy(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Policy:
     """Return the policy that a configuration describes.
-
-    If `config.path` is a LoRA adapter, the base model is loaded and the adapter is trained. If
-    `config.lora` is also set, the saved adapter is merged and a new adapter is trained.
 
     Args:
         config: the section `model`. Random weights depend on torch's global seed.
         tokenizer: the tokenizer. None loads the tokenizer of the model.
-        empty: build the model on the meta device. Sharding later copies the weights from rank 0.
 
     Raises:
         ValueError: the model does not exist, is incomplete, or is not supported.
     """
-    device = _device(config.device)
     # 1. Load or build the model.
-    with torch.device("meta") if empty else nullcontext():
-        saved = None if config.path is None else adapter_at(config.path)
-        if saved is not None:
-            if config.lora is None:
-                check_trainable(saved, str(config.path))
-            base = saved.base_model_name_or_path
-            model = _load_model(config.model_copy(update={"path": base}), empty)
-        elif config.path is not None:
-            model = _load_model(config, empty)
-        else:
-            model = _from_config(dict(config.config or {}), tokenizer)
-            model.to(getattr(torch, config.dtype))
-        # 2. Apply the memory options before peft, because peft wraps the layers and renames them.
-        model.to("meta" if empty else device)
-        apply_options(model, config)
-        # 3. Add the saved adapter. If `config.lora` is set, add a new adapter.
-        if saved is not None:
-            with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
-                model = with_saved(model, saved, config, empty)
-        if config.lora is not None:
-            model = with_new(model, config.lora)
-    # 4. Build the policy. Then compare its log-probs with the model's logits on random tokens.
+    device = _device(config.device)
+    if config.path is not None:
+        model = _load_model(config)
+    else:
+        model = _from_config(dict(config.config or {}), tokenizer)
+        model.to(getattr(torch, config.dtype))
+    # 2. Apply the memory options before peft, because peft wraps the layers and renames them.
+    model.to(device)
+    apply_options(model, config)
+    if config.lora is not None:
+        model = with_new(model, config.lora)
+    # 3. Build the policy. Then compare its log-probs with the model's logits on random tokens.
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
-    policy = Policy(model, tokenizer, autocast=autocast, home=device)
-    policy.starts_at_base = saved is None or config.lora is not None
+    policy = Policy(model, tokenizer, autocast=autocast)
     _check_vocabulary(policy)
-    if empty:
-        return policy
     log.info("self-check: packed logps within %.2g nats of the model's own", self_check(policy))
     return policy
 
@@ -179,26 +155,23 @@ def _check_vocabulary(policy: Policy) -> None:
     require(largest < rows, "tokenizer", expected, came)
 
 
-def _load_model(config: ModelConfig, empty: bool) -> PreTrainedModel:
+def _load_model(config: ModelConfig) -> PreTrainedModel:
     """Load a model with transformers, and check that the files contained all weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = str(config.path)
-    allow_code = config.trust_remote_code
-    keywords: dict[str, Any] = {"trust_remote_code": allow_code}
-    dtype = getattr(torch, config.dtype)
     with _reading(path, "a model's folder or hub id"):
-        read_fields(path, allow_code)
-        if empty:
-            known = AutoConfig.from_pretrained(path, **keywords)
-            return AutoModelForCausalLM.from_config(known, dtype=dtype, **keywords).eval()
+        read_fields(path, config.trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=dtype,
+            dtype=getattr(torch, config.dtype),
             ignore_mismatched_sizes=True,  # `_check_keys` raises a clearer error
             output_loading_info=True,
-            **keywords,
+            trust_remote_code=config.trust_remote_code,
         )
+    merge = "merge it into its base model with peft's merge_and_unload, and save the result"
+    is_adapter = getattr(model, "_hf_peft_config_loaded", False)
+    require(not is_adapter, "model.path", "a complete model", f"a LoRA adapter in {path}; {merge}")
     _check_keys(path, report)
     return model
 
@@ -222,17 +195,10 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model.
-
-    An adapter without a tokenizer uses the tokenizer of its base model.
-    """
+    """Return the tokenizer of a model."""
     from transformers import AutoTokenizer
 
     path = str(config.path)
-    # peft does not save the tokenizer with an adapter, so an adapter's folder often has none.
-    saved = adapter_at(path)
-    if saved is not None and not (Path(path) / "tokenizer_config.json").is_file():
-        path = saved.base_model_name_or_path
     with _reading(path, "a model with a tokenizer (tokenizer.json)"):
         return AutoTokenizer.from_pretrained(
             path, padding_side="left", trust_remote_code=config.trust_remote_code
@@ -297,27 +263,11 @@ def _reading(path: str, expected: str) -> Iterator[None]:
             yield
     except Exception as error:  # readers and model classes raise many kinds of errors
         why = reason(error)
-        damaged = _damaged_weights(path)  # transformers does not name the damaged file
-        if damaged:
-            raise ValueError(f"model.path: expected complete weights, got {damaged}") from error
         if not Path(path).exists():
             why = "no such folder" + ("" if Path(path).is_absolute() else f" here, and {why}")
         if "custom code" in why:
             why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
         raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
-
-
-def _damaged_weights(path: str) -> str | None:
-    """Return the name and the error of the first weight file that cannot be opened, or None."""
-    from safetensors import safe_open
-
-    for file in sorted(Path(path).glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except Exception as error:  # safetensors has no public class for its errors
-            return f"{file}: {error}"
-    return None
 
 
 def _listed(names: Any) -> str:
@@ -326,82 +276,7 @@ def _listed(names: Any) -> str:
     return ", ".join(first) + (", …" if len(names) > len(first) else "")
 
 
-# ------------------------------------------------------------------------------------ LoRA adapters
-def adapter_at(path: str) -> PeftConfig | None:
-    """Return the peft configuration of the adapter in a folder or at a hub id.
-
-    Returns:
-        The configuration, or None if there is no adapter at the path.
-
-    Raises:
-        ValueError: the adapter is not a LoRA adapter, or names no base model.
-    """
-    folder = Path(path)
-    is_adapter = (folder / FILE).is_file() if folder.is_dir() else _is_on_hub(path)
-    if not is_adapter:
-        return None
-    import peft
-
-    try:
-        found = peft.PeftConfig.from_pretrained(path)
-        kind = found.peft_type.value
-    except Exception as error:  # peft raises many classes for damaged files
-        raise ValueError(f"model.path: expected {FILE} in {path}, got {reason(error)}") from error
-    base = found.base_model_name_or_path
-    require(kind == "LORA", "model.path", "a LoRA adapter", f"{kind} in {path}")
-    require(base and base != path, "model.path", f"base_model_name_or_path in {FILE}", repr(base))
-    return found
-
-
-@functools.cache  # a run calls this three times for the same model at its start
-def _is_on_hub(path: str) -> bool:
-    """Return True if the path is the hub id of an adapter, and False otherwise."""
-    from transformers.utils.peft_utils import find_adapter_config_file
-
-    try:
-        return find_adapter_config_file(path) is not None
-    except (OSError, ValueError):
-        return False
-
-
-def check_trainable(found: PeftConfig, path: str) -> None:
-    """Raise a ValueError if an adapter has parts that cannot be trained further.
-
-    These parts are DoRA, biases and complete modules (`modules_to_save` in peft).
-    """
-    is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
-    came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"
-    require(is_plain, "model.path", "an adapter of low-rank matrices alone", came)
-
-
-def with_saved(
-    model: PreTrainedModel, found: PeftConfig, config: ModelConfig, empty: bool
-) -> PreTrainedModel | PeftModel:
-    """Add a saved adapter to a base model.
-
-    Args:
-        model: the base model.
-        found: configuration of the adapter.
-        config: the section `model`. If its key `lora` requests a new adapter, the adapter at `path`
-            is merged into the weights. Otherwise it is trained further.
-        empty: True if the model is on the meta device. Sharding later copies the weights of rank 0.
-
-    Raises:
-        UserWarning: a weight of the adapter is missing.
-    """
-    import peft
-
-    goes_on = config.lora is None
-    if empty:
-        return peft.get_peft_model(model, found) if goes_on else model
-    # peft only warns about missing weights and leaves them random, so raise an error instead.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        adapted = peft.PeftModel.from_pretrained(model, str(config.path), is_trainable=goes_on)
-    return adapted if goes_on else adapted.merge_and_unload(safe_merge=True)
-
-
-def with_new(model: PreTrainedModel | PeftModel, lora: LoraConfig) -> PeftModel:
+def with_new(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     import peft
 
     settings = peft.LoraConfig(

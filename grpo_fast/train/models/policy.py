@@ -42,7 +42,6 @@ class Policy(SampledModel):
         model: a transformers causal language model, or a peft model that wraps one.
         tokenizer: tokenizer of the model.
         autocast: dtype of the trunk's computations if its weights are fp32, or None.
-        home: device that the property `device` returns while the model is on the meta device.
 
     Raises:
         ValueError: the model's RoPE depends on the length of the sequence.
@@ -54,10 +53,8 @@ class Policy(SampledModel):
         tokenizer: PreTrainedTokenizerBase,
         *,
         autocast: torch.dtype | None = None,
-        home: torch.device | None = None,
     ) -> None:
         super().__init__(model, tokenizer, autocast=autocast)
-        self.home = home
         self.kind = type(self.lm)  # stored, because FSDP2 replaces the model's class later
         # Reason why every completion is computed alone, by the model's own forward. None if packed
         # rows are used, in which completions share the computation of their prompt.
@@ -71,8 +68,6 @@ class Policy(SampledModel):
             self.lm.set_attn_implementation(register())
         except ValueError as error:
             self.compute_alone(str(error))
-        # True if the initial policy equals its base model, False if it has a trained adapter.
-        self.starts_at_base = True
         self.is_sharded = self._is_inside = False
 
     def compute_alone(self, reason: str) -> None:
@@ -85,13 +80,8 @@ class Policy(SampledModel):
         self.lm.set_attn_implementation(self.generation_attn)
 
     @property
-    def is_empty(self) -> bool:
-        """True if the model is on the meta device and has no weights yet."""
-        return head_of(self.lm).weight.is_meta
-
-    @property
     def device(self) -> torch.device:
-        return self.home if self.is_empty else head_of(self.lm).weight.device
+        return head_of(self.lm).weight.device
 
     def inside(self, work: Callable[[], Result]) -> Result:
         """Call `work` inside the model's forward pass, where FSDP2 gathers the head's weights.
@@ -160,11 +150,10 @@ class Policy(SampledModel):
             ValueError: the model computes every completion alone. Ranks would then run different
                 numbers of forward passes and wait for each other forever.
         """
-        # Only rank 0 has weights and compares packed rows, so only it knows the reason.
-        reason = ranks.from_main(lambda: self.unshared)
         expected = "ddp, because this model computes every completion alone"
-        require(reason is None, "distributed", expected, f"fsdp2 or hsdp: {reason}")
-        ranks.shard(self.lm, mesh, self.device)
+        came = f"fsdp2 or hsdp: {self.unshared}"
+        require(self.unshared is None, "distributed", expected, came)
+        ranks.shard(self.lm, mesh)
         self.is_sharded = True
 
     def weights(self) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
-"""The reference model of the KL divergence, and the weight β of the divergence."""
+"""The reference model of the KL divergence."""
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -12,14 +11,12 @@ from torch import Tensor
 from grpo_fast import Support
 from grpo_fast.attention import Head, PackedTree
 from grpo_fast.errors import require
-from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig
+from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MOST_RELATIVE_ERROR = 0.2  # limit of |kl / target - 1|; larger errors of a step are clipped
 
 
 class Reference:
@@ -40,10 +37,8 @@ class Reference:
         self.policy = policy
         self.config = config
         self.copy = another
-        # Disabling the adapter restores the initial policy only if the adapter was new. If training
-        # continues a saved adapter, a copy is needed.
-        by_adapter = policy.model is not policy.lm and policy.starts_at_base
-        if another is None and config.kind != "none" and not by_adapter:
+        # With LoRA, disabling the adapter restores the initial policy.
+        if another is None and config.kind != "none" and policy.model is policy.lm:
             self.copy = policy.frozen_copy()
 
     @property
@@ -104,7 +99,7 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
     shared = model.model_dump(include={"dtype", "autocast", "device", "trust_remote_code"})
     own = ModelConfig(path=config.path, **shared)
     try:
-        other = load_policy(own, empty=policy.is_empty)
+        other = load_policy(own)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", "reference.path")) from error
     # Both models must have the same token ids and the same number of logits. The reference must
@@ -127,32 +122,3 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedToken
     came = f"{len(theirs)} tokens, and {moved} of the policy's have a different id or none"
     expected = f"the policy's vocabulary of {len(ours)} tokens"
     require(ours == theirs, "reference.path", expected, came)
-
-
-class KLWeight:
-    """The weight β of the KL divergence, constant or adapted to a target KL (arXiv 1909.08593).
-
-    Args:
-        beta: initial weight.
-        config: the section `kl`.
-    """
-
-    def __init__(self, beta: float, config: KLConfig) -> None:
-        self.value = float(beta)
-        self.config = config
-
-    def after_step(self, kl: float, completions: int) -> None:
-        """Multiply β by a factor that moves the KL towards its target.
-
-        The new β is β · (1 + min(completions / horizon, 1) · clip(kl / target - 1, ±0.2)).
-
-        Args:
-            kl: mean KL of the step. NaN leaves β unchanged.
-            completions: number of completions of the step.
-        """
-        if self.config.target is None or math.isnan(kl):
-            return
-        error = min(max(kl / self.config.target - 1, -MOST_RELATIVE_ERROR), MOST_RELATIVE_ERROR)
-        # Without the limit of 1, a step with many completions could set β to 0. It would then
-        # remain 0, because β is only ever multiplied.
-        self.value *= 1 + error * min(completions / self.config.horizon, 1.0)

@@ -22,6 +22,7 @@ from grpo_fast.rewards import Scorer
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.scoring import shown_answer
 from grpo_fast.rollout import Samples
+from grpo_fast.train.folder import check_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +104,7 @@ def read_parquet(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a parquet table, without the column `step`."""
     from pyarrow import parquet
 
-    return parquet.read_table(path).drop_columns("step").to_pylist()
+    return parquet.read_table(check_regular(Path(path))).drop_columns("step").to_pylist()
 
 
 def _storable(value: Any) -> Any:
@@ -134,28 +135,21 @@ def shown_number(value: float, form: str = "{:.4g}") -> str:
     return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
-class CompletionsPage:
-    """The web page with the completions of a run. It shows the first step and the latest steps.
+def tables_in(run: Path) -> list[tuple[int, Path]]:
+    """Return the step and the path of all tables of completions in a run's folder, in order."""
+    found = [(path.stem.removeprefix("step_"), path) for path in run.glob("completions/*.parquet")]
+    return sorted((int(step), path) for step, path in found if step.isdecimal())
 
-    Args:
-        path: path of the page.
-        title: name of the run.
-    """
 
-    def __init__(self, path: str | Path, title: str) -> None:
-        self.path = Path(path)
-        self.title = title
-        self.parts: list[tuple[int, str]] = []  # number and HTML of each step
-
-    def add(self, step: int, rows: Sequence[Row]) -> None:
-        """Add the completions of a step to the page, and write the file."""
-        self.parts.append((step, step_html(step, rows)))
-        if len(self.parts) > MOST_STEPS:
-            del self.parts[1]
-        page = TEMPLATES.get_template("page.html").render(title=self.title, parts=self.parts)
-        unfinished = self.path.with_name(self.path.name + ".tmp")
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, self.path)
+def write_page(run: Path) -> None:
+    """Write the page of a run from the tables of the first step and of the latest steps."""
+    tables = tables_in(run)
+    shown = [*tables[:1], *tables[1:][1 - MOST_STEPS :]]
+    parts = [(step, step_html(step, read_parquet(path))) for step, path in shown]
+    page = TEMPLATES.get_template("page.html").render(title=run.name, parts=parts)
+    unfinished = run / "completions.html.tmp"
+    unfinished.write_text(page, encoding="utf-8")
+    os.replace(unfinished, run / "completions.html")
 
 
 def step_html(step: int, rows: Sequence[Row]) -> str:
@@ -171,16 +165,6 @@ def step_html(step: int, rows: Sequence[Row]) -> str:
     return TEMPLATES.get_template("step.html").render(
         step=step, count=len(rows), mean=mean, groups=groups, largest=max(advantages, default=0.0)
     )
-
-
-def has_fixed_length(row: Row) -> bool:
-    """Return True if each token is a symbol, and there are as many symbols as in the gold answer.
-
-    In generated tasks, such a completion is complete without an EOS. The page therefore does not
-    mark it as cut off by the length limit.
-    """
-    symbols = len((row["answer"] or "").split())
-    return symbols == len(row["completion"].split()) == len(row["tokens"])
 
 
 def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
@@ -234,4 +218,4 @@ def harmless(text: str) -> str:
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
 TEMPLATES.filters |= {"harmless": harmless, "number": shown_number}
-TEMPLATES.globals |= {"has_fixed_length": has_fixed_length, "shaded_tokens": shaded_tokens}
+TEMPLATES.globals["shaded_tokens"] = shaded_tokens

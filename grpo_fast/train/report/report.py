@@ -19,68 +19,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import require
+from grpo_fast.errors import WriteError
 from grpo_fast.train.config import LogConfig, RolloutConfig
-from grpo_fast.train.config.words import flat
-from grpo_fast.train.folder import JsonLines, check_regular, plain_json, written
+from grpo_fast.train.folder import check_regular, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
-from grpo_fast.train.report.page import (
-    MOST_STEPS,
-    CompletionsPage,
-    read_parquet,
-    shown_number,
-    write_parquet,
-)
-
-PROJECT = "grpo_fast"  # name of the project in the tracker's service
-FOLDER = "trackers"  # subfolder of a run for files that trackers write
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise a ValueError if a tracker is not installed or is not supported by accelerate."""
-    if not names:
-        return
-    from accelerate.tracking import get_available_trackers
-
-    installed = sorted(str(getattr(kind, "value", kind)) for kind in get_available_trackers())
-    missing = ", ".join(name for name in names if name not in installed)
-    expected = f"trackers of accelerate whose packages are installed, here {installed}"
-    require(not missing, "log.trackers", expected, missing)
-
-
-def start_trackers(
-    names: Sequence[str], folder: str | Path, settings: Mapping[str, object]
-) -> list[Any]:
-    """Start the experiment trackers of a run.
-
-    Args:
-        names: value of the setting `log.trackers`.
-        folder: folder of the run.
-        settings: configuration of the run.
-
-    Returns:
-        The started trackers, which are objects of accelerate.
-    """
-    if not names:
-        return []
-    from accelerate import Accelerator
-    from accelerate.utils import clear_environment
-
-    # Hide the environment variables of torchrun. Otherwise, accelerate would wait for the other
-    # ranks, which start no trackers.
-    with clear_environment():
-        accelerator = Accelerator(
-            cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
-        )
-    run = Path(folder).name
-    options = {"wandb": {"name": run, "dir": str(folder)}, "trackio": {"name": run}}
-    texts = {  # trackers accept no lists and no nulls
-        key: value if isinstance(value, (bool, int, float, str)) else str(value)
-        for key, value in flat(settings)
-    }
-    accelerator.init_trackers(PROJECT, config=texts, init_kwargs=options)
-    return accelerator.trackers
-
+from grpo_fast.train.report.page import shown_number, tables_in, write_page, write_parquet
 
 # --------------------------------------------------------------------- The lines and files of a run
 COMPARED = {  # evaluation metrics that are printed, with their labels
@@ -199,41 +142,30 @@ class RunReport(AbstractContextManager[Any]):
         self.folder = Path(folder)
         self.config = config
         self.total_steps = steps
-        self._length = length
+        self.length = length  # bytes of complete lines in metrics.jsonl
         self._step = step
         self._stream = stream or sys.stdout
         self._has_begun = False
         self._started = self._shown = time.monotonic()
 
-    def begin(self, settings: Mapping[str, object]) -> None:
+    def begin(self) -> None:
         """Open the files, remove logs of steps after the checkpoint, and start timing the run.
 
         Call this method after the checkpoint is loaded, so that a failed start changes no file.
-
-        Args:
-            settings: configuration of the run, which the trackers store.
         """
         folder = self.folder
         # 1. Open the files.
         with written(folder):
-            self._metrics = JsonLines(folder / "metrics.jsonl", self._length)
-        self._page = CompletionsPage(folder / "completions.html", folder.name)
-        self._trackers = start_trackers(self.config.trackers, folder, settings)
-        # 2. Add the completions of finished steps to the page. Delete the tables of later steps,
-        # because the run will repeat these steps.
-        steps = {}
-        for path in (folder / "completions").glob("step_*.parquet"):
-            digits = path.stem.removeprefix("step_")
-            if digits.isdecimal():
-                steps[int(digits)] = path
-        finished = []
-        for step, path in sorted(steps.items()):
-            if step <= self._step:
-                finished.append((step, path))
-            else:
+            # In append mode, each write goes to the end of the file, even after a truncation.
+            # Without a buffer, closing the file after an error does not write again.
+            self._metrics = check_regular(folder / "metrics.jsonl").open("ab", buffering=0)
+            self._metrics.truncate(self.length)
+        # 2. Delete the tables of later steps, because the run will repeat these steps.
+        for step, path in tables_in(folder):
+            if step > self._step:
                 path.unlink()
-        for step, path in [*finished[:1], *finished[1:][1 - MOST_STEPS :]]:
-            self._page.add(step, read_parquet(check_regular(path)))
+        if tables_in(folder):
+            write_page(folder)
         self._has_begun = True
         self._started = time.monotonic()
 
@@ -241,19 +173,21 @@ class RunReport(AbstractContextManager[Any]):
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a step's metrics to metrics.jsonl, send them to trackers, and print progress."""
+        """Append a step's metrics to metrics.jsonl, and print progress."""
         if not self._has_begun:
             return
         values = {name: float(value) for name, value in metrics.items()}
-        self._metrics.append([{"step": int(step), **plain_json(values)}])
-        numbers = {name: value for name, value in values.items() if math.isfinite(value)}
-        for tracker in self._trackers:
-            tracker.log(dict(numbers), step=int(step))
+        row = json.dumps({"step": int(step), **plain_json(values)}, allow_nan=False)
+        line = f"{row}\n".encode()
+        rest = memoryview(line)
+        try:
+            while rest:  # on a nearly full disk, a call may write only a part
+                rest = rest[self._metrics.write(rest) :]
+        except OSError as error:
+            said = f"{self._metrics.name}: expected room for a line, got {reason(error)}"
+            raise WriteError(f"{said}; the lines before it are complete") from error
+        self.length += len(line)
         self._show(step, values)
-
-    def length(self) -> int:
-        """Return the current length of metrics.jsonl in bytes."""
-        return self._metrics.length if self._has_begun else self._length
 
     def note(self, *lines: str) -> None:
         """Print lines to the output stream, with control characters escaped.
@@ -279,7 +213,7 @@ class RunReport(AbstractContextManager[Any]):
         with written(path):
             path.parent.mkdir(exist_ok=True)
             write_parquet(rows, int(step), path)
-            self._page.add(int(step), rows)
+            write_page(self.folder)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and curves.png. Print how the evaluation metrics changed in the run.
@@ -300,14 +234,9 @@ class RunReport(AbstractContextManager[Any]):
             self.note(line)
 
     def close(self) -> None:
-        """Close the log file and the trackers. A second call has no effect."""
-        if not self._has_begun:
-            return
-        self._metrics.close()
-        # Call `finish` of each tracker. Do not use accelerate's `end_training`, which would also
-        # destroy the process group of the ranks.
-        while self._trackers:
-            self._trackers.pop().finish()
+        """Close the log file. A second call has no effect."""
+        if self._has_begun:
+            self._metrics.close()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         """Print the evaluation metrics of a step. Print training metrics at most every SECONDS."""

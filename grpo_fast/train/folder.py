@@ -257,10 +257,10 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
     Returns:
         The fingerprints by key. The key of a custom reward function is `rewards.LABEL`, and that of
-        its option `path` is `rewards.LABEL.path`. The reference model has the key `reference`. If
-        the policy starts from an adapter, the adapter has the key `adapter`, and its base model has
-        the key `base`. The key `model` stands for the configuration and the tokenizer in the
-        folders of the policy and of its base model.
+        a folder in its option `path` is `rewards.LABEL.path`. The reference model has the key
+        `reference`. If the policy starts from an adapter, the adapter has the key `adapter`, and
+        its base model has the key `base`. The key `model` stands for the configuration and the
+        tokenizer in the folders of the policy and of its base model.
     """
     from grpo_fast.train.models.loading import adapter_at
 
@@ -270,8 +270,9 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         source = _source(spec.name)
         if source is not None:
             prints[f"rewards.{label}"] = _of_path(source)
-        if "path" in spec.options:  # for example of a reward model
-            prints[f"rewards.{label}.path"] = _of_path(str(spec.options["path"]))
+        folder = os.path.expanduser(str(spec.options.get("path", "")))
+        if os.path.isdir(folder):  # for example of a reward model; a file may be the reward's log
+            prints[f"rewards.{label}.path"] = _of_path(folder)
     reference = config.reference
     model = config.model
     # A resumed run loads the following models from their files again, because a checkpoint does not

@@ -100,8 +100,9 @@ def encode(
 ) -> BatchEncoding:
     """Tokenize each prompt with its completion and EOS."""
     rows = []
+    special = [x.content for x in tokenizer.added_tokens_decoder.values() if x.special]
     for prompt, completion in zip(prompts, completions, strict=True):
-        for token in tokenizer.all_special_tokens:  # a completion must not end its own turn
+        for token in special:  # a completion must not end its own turn
             completion = completion.replace(token, " ")
         ids = tokenizer(prompt, completion)["input_ids"]
         has_end = ids and ids[-1] in tokenizer.all_special_ids

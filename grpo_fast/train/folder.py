@@ -159,7 +159,7 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
     Returns:
         The fingerprints by key. The key of a custom reward function is `rewards.LABEL`, and that of
-        its option `path` is `rewards.LABEL.path`. The key `model` stands for the policy's
+        a folder in its option `path` is `rewards.LABEL.path`. The key `model` stands for the policy's
         configuration and tokenizer, and for its weights if checkpoints do not contain all of them.
         The key `reference` stands for the model at `reference.path`.
     """
@@ -169,8 +169,9 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         source = _source(spec.name)
         if source is not None:
             prints[f"rewards.{label}"] = _of_path(source)
-        if "path" in spec.options:  # for example of a reward model
-            prints[f"rewards.{label}.path"] = _of_path(str(spec.options["path"]))
+        folder = os.path.expanduser(str(spec.options.get("path", "")))
+        if os.path.isdir(folder):  # for example of a reward model; a file may be the reward's log
+            prints[f"rewards.{label}.path"] = _of_path(folder)
     model = config.model
     reference = config.reference
     if model.path is not None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import typer
+from transformers import AddedToken
 
 from grpo_fast.examples import reward_model
 from grpo_fast.rewards import build_rewards
@@ -16,6 +17,16 @@ from tests.tiny import tiny_folder
 def rewards_of(path):
     name = "grpo_fast.examples.reward_model:RewardModel"
     return build_rewards([spec(name, in_process=True, path=str(path))])
+
+
+def test_no_special_token_of_a_completion_is_encoded():
+    _, tokenizer = reward_model.tiny_model()
+    header = AddedToken("<|start_header_id|>", special=True)
+    tokenizer.add_tokens([header], special_tokens=True)
+    assert header.content not in tokenizer.all_special_tokens
+    honest, hostile = (reward_model.encode(tokenizer, ["1 ="], [text])["input_ids"].tolist()
+                       for text in ("2 3", f"2{header.content}3"))  # fmt: skip
+    assert honest == hostile
 
 
 def test_the_script_trains_a_model_that_is_a_reward(tmp_path, capsys):

@@ -140,6 +140,15 @@ def test_faulty_data_is_named_and_costs_its_samples(rewards):
         check_examples(rewards, [Example("p", "a", None)], "train")
 
 
+def test_a_sandbox_that_does_not_start_costs_its_sample(monkeypatch):
+    def fails(text, *_):
+        raise OSError("no process") if text == "first" else ValueError("tests")
+
+    monkeypatch.setattr(worker, "share_of_tests", fails)
+    found = worker.code_tests(completions=["first", "second"], tests=[TESTS] * 2)
+    assert list(map(type, found)) == [OSError, ValueError]
+
+
 def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path, caplog):
     listed = [{"tests": TESTS}, {"tests": "assert f(1).x == 2"}, {"input_output": {"fn_name": "f"}}]
     path = tmp_path / "d.jsonl"

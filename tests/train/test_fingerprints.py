@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.train.folder import FILES, check_same
+from grpo_fast.train.config import RewardConfig
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.folder import FILES, check_same, fingerprints
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
 from tests.train.resuming import run
@@ -90,6 +92,20 @@ def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
     # The resumed run has stored the fingerprint of the changed file, so the next resume needs no
     # `resume_allow`.
     run(folder, *words, "resume=auto", "steps=4", recipe="gsm8k-smollm2-1.7b")
+
+
+def test_the_folder_of_a_reward_has_a_fingerprint_and_its_log_has_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "log.txt").write_text("written by the reward")
+
+    def prints(path):
+        reward = RewardConfig(name=f"{__file__}:f", options={"path": path})
+        config = load_recipe("sort", []).model_copy(update={"rewards": [reward]})
+        return fingerprints(config)
+
+    assert "rewards.f.path" in prints("~/model")
+    assert all("rewards.f.path" not in prints(path) for path in ("~/log.txt", "~/none", "org/name"))
 
 
 def test_what_is_compared():

@@ -159,9 +159,9 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
     Returns:
         The fingerprints by key. The key of a custom reward function is `rewards.LABEL`, and that of
-        a folder in its option `path` is `rewards.LABEL.path`. The key `model` stands for the policy's
-        configuration and tokenizer, and for its weights if checkpoints do not contain all of them.
-        The key `reference` stands for the model at `reference.path`.
+        a folder in its option `path` is `rewards.LABEL.path`. The key `model` stands for the
+        policy's configuration and tokenizer, and for its weights if checkpoints do not contain all
+        of them. The key `reference` stands for the model at `reference.path`.
     """
     prints = {}
     for spec in config.rewards:

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_fast.errors import require
 from grpo_fast.kernels.support import Support
 
 # Values of the column `segment`.
@@ -35,10 +33,6 @@ PER_COMPLETION_TOKEN = (
     "values", "returns",
 )  # fmt: skip
 COLUMNS = ("cu_seqlens", *PER_SAMPLE, *PER_TOKEN, *PER_COMPLETION_TOKEN)
-REQUIRED = {
-    "ids": torch.int64, "segment": torch.uint8, "cu_seqlens": torch.int64, "group": torch.int64,
-    "truncated": torch.bool, "weight_version": torch.int64, "logps": torch.float32,
-}  # fmt: skip
 
 
 @dataclass
@@ -222,78 +216,6 @@ class Samples:
             column = values.new_zeros(len(self.logps), *values.shape[1:])
             setattr(self, name, column)
         column[rows] = values.detach()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all columns, keyed by name, so that one safetensors file can store them.
-
-        `texts` is excluded, because the texts can be decoded from `ids`.
-        """
-        found = {f"scores.{name}": values for name, values in self.scores.items()}
-        if self.support is not None:
-            found |= {f"support.{name}": x for name, x in self.support._asdict().items()}
-        columns = {name: getattr(self, name) for name in COLUMNS}
-        found |= {name: values for name, values in columns.items() if values is not None}
-        return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Samples:
-        """Build a table from the result of `tensors()`. Call `check` on the table afterwards.
-
-        Raises:
-            ValueError: a required column is missing, or a name is unknown.
-        """
-        parts: dict[str, dict[str, Tensor]] = {"": {}, "scores": {}, "support": {}}
-        for name, tensor in tensors.items():
-            part, _, column = name.rpartition(".")
-            parts.setdefault(part, {})[column] = tensor
-        columns: dict[str, Any] = parts.pop("")
-        scores = parts.pop("scores")
-        sets = parts.pop("support")
-        fits = REQUIRED.keys() <= columns.keys() <= {*COLUMNS} and not parts
-        fits = fits and sets.keys() in (set(), {*Support._fields})
-        require(fits, "samples", f"the columns {sorted(REQUIRED)}", sorted(tensors))
-        return cls(**columns, scores=scores, support=Support(**sets) if sets else None)
-
-    def check(self, vocab_size: int) -> None:
-        """Check that all columns have consistent lengths and that ids are in the vocabulary.
-
-        Raises:
-            ValueError: a column has the wrong dtype or length, or an id is out of range.
-        """
-        for name, dtype in REQUIRED.items():
-            came = getattr(self, name).dtype
-            require(came == dtype, f"samples: {name}", f"dtype {dtype}", came)
-        # 1. Check the tokens and the boundaries between samples.
-        ends = self.cu_seqlens
-        count = len(self.ids)
-        fits = ends.dim() == 1 and len(ends) > 0 and bool((ends.diff() > 0).all())
-        fits = fits and ends[[0, -1]].tolist() == [0, count]
-        require(fits, "samples: cu_seqlens", f"increasing numbers from 0 to {count}", ends.tolist())
-        fits = self.segment.shape == (count,) and bool((self.segment <= COMPLETION).all())
-        expected = f"{PROMPT} or {COMPLETION} for each id"
-        require(fits, "samples: segment", expected, "other values or another length")
-        _check_ids("samples: ids", self.ids, vocab_size)
-        # 2. Check that every column has one entry per sample, or one per completion token.
-        lengths = dict.fromkeys(PER_SAMPLE, len(self))
-        lengths |= dict.fromkeys(PER_COMPLETION_TOKEN, int(self.rows[-1]))
-        for name, length in lengths.items():
-            column = getattr(self, name)
-            shape = (length,) if column is None else tuple(column.shape)
-            require(shape[:1] == (length,), f"samples: {name}", f"{length} entries", shape)
-        # 3. Check the support of the completion tokens.
-        if self.support is not None:
-            ids, offsets = self.support
-            _check_ids("samples: support", ids, vocab_size)
-            fits = offsets.shape == (len(self.logps) + 1,) and bool((offsets.diff() >= 0).all())
-            fits = fits and offsets[[0, -1]].tolist() == [0, len(ids)]
-            expected = f"{len(self.logps) + 1} offsets that increase from 0 to {len(ids)}"
-            require(fits, "samples: support", expected, "other offsets")
-
-
-def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    low, high = ids.aminmax() if len(ids) else (torch.tensor(0), torch.tensor(0))
-    fits = ids.dim() == 1 and not ids.is_floating_point() and bool(0 <= low <= high < vocab_size)
-    require(fits, name, f"token ids from 0 to {vocab_size - 1}", f"{low} to {high}")
 
 
 # ------------------------------------------------------------------------- Segments of flat tensors

@@ -100,7 +100,6 @@ def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
     assert done.completion_ids == generate(with_tokenizer, ids, **options).completion_ids
     assert done.texts == [""] * 2 * len(ids)
     assert rollout.prompt_texts(alone, ids) == [""] * len(ids)
-    done.check(61)
     ended = generate(rollout.SampledModel(model, eos_ids=[2]), [[5, 6, 7]], max_new_tokens=4)
     assert len(ended.completion_ids) == 1 and ended.texts == [""]
     for prompts in (PROMPTS, [[{"role": "user", "content": "hi"}]], ["5 6 7"], [[5.0, 6.0]]):

@@ -216,6 +216,7 @@ def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
     fits = isinstance(answer, str) or (answer is None and not gsm8k)
     require(fits, where, "a non-empty text in field 'answer'", repr(answer))
     # Skywork-OR1 writes answers as '["4"]'. No completion would equal this text.
-    is_list = isinstance(answer, str) and re.fullmatch(r'\s*\[\s*".*\]\s*', answer, re.DOTALL)
+    text = (answer or "").strip()
+    is_list = text.endswith("]") and text[:1] == "[" and text[1:].lstrip().startswith('"')
     require(not is_list, where, "one answer as text, not a JSON list of texts", repr(answer))
     return answer

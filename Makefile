@@ -240,7 +240,7 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 # Every module that imports transformers is tested here (tests/architecture/test_house.py holds the list to it).
 TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py shared_prompt.py windows.py) \
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
-  $(addprefix tests/train/test_,adapters.py fingerprints.py longcontext.py memory_model.py pretrained.py \
+  $(addprefix tests/train/test_,fingerprints.py longcontext.py memory_model.py pretrained.py \
     train_policy.py) \
   tests/examples/test_reward_model_script.py tests/examples/test_capitals.py
 

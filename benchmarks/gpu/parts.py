@@ -18,12 +18,13 @@ from benchmarks import ROOT
 PY = sys.executable
 SESSION_SECONDS = 900  # for both visits, including the time in which the machines start
 START_SECONDS = 120  # assumed time in which a machine starts
-# Assumed time of a call that only carries a piece of the wheels. At most 64 MiB travel in one call.
+# A call is one command on the GPU machine. It transfers at most 64 MiB. This is the assumed time of
+# a call that only transfers a piece of the wheels.
 CARRY_SECONDS = 30
 SLACK_SECONDS = 60  # must be left after both visits, even if every part takes its limit
 VISIT_SECONDS = {1: 370, 2: 170}
-# Number of pieces of the wheels that each visit carries: those of wheels.sh, and of wheels.sh
-# --cute. The call of the visit carries the last piece.
+# Number of pieces of the wheels that each visit needs. Visit 1 needs the wheels of `wheels.sh`, and
+# visit 2 those of `wheels.sh --cute`. The call that runs the visit transfers the last piece.
 PIECES = {1: 1, 2: 3}
 BY_NAME = 0  # the visit number of a part that runs only if the command line names it
 PROCESSES = 16  # processes that run tests, one for each core of the machine

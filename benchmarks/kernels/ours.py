@@ -205,7 +205,7 @@ def copy(problem: Problem) -> Step:
 def only_16_bit(device: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float32:
         return "the same as the limit in the dtype of the inputs"
-    return None if device == "cpu" else "16-bit products are the faster ones on a GPU"
+    return None if device == "cpu" else "on a GPU, 16-bit products are faster"
 
 
 def gemm_limits(count: int) -> list[Provider]:

@@ -113,12 +113,12 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
 def quack(problem: Problem) -> Step:
     """Return a step of QuACK's chunked cross entropy, with its default chunk.
 
-    It returns the sum or the mean over all tokens, and its backward pass takes one scalar. It can
-    therefore not compute a GRPO loss, whose tokens have different coefficients. The signatures are
-    from Dao-AILab/quack at c8ec3170, version 0.6.4. There, QuACK chooses between two paths. "scaled
-    exponentials" (sm_90, bf16, V a multiple of 128) stores exponentials in 16 bits. "chunked
-    logits" stores logits. Its tuner would try about 44 configurations for each product, so it is
-    off.
+    It returns the sum or the mean over all tokens, and its backward pass takes one scalar. It
+    therefore cannot compute a GRPO loss, whose tokens have different coefficients. The signatures
+    are from Dao-AILab/quack at c8ec3170, version 0.6.4. There, QuACK chooses between two paths.
+    "scaled exponentials" (sm_90, bf16, V a multiple of 128) stores exponentials in 16 bits.
+    "chunked logits" stores logits. Its tuner would try about 44 configurations for each product, so
+    it is off.
     """
     from quack.linear_cross_entropy import chunked_linear_cross_entropy, scaled_exp_lce_supported
 

@@ -24,7 +24,7 @@ from benchmarks import RESULTS, ROOT, measure
 from benchmarks.options import new_parser
 from benchmarks.report import plots
 from benchmarks.report.files import PROCESSORS, cases_of, machine, short_machine
-from benchmarks.report.tables import fastest_peer
+from benchmarks.report.tables import fastest_peer, variant_words
 
 PAGE = ROOT / "benchmarks" / "README.md"
 README = ROOT / "README.md"
@@ -185,9 +185,7 @@ def label(case: dict[str, Any]) -> str:
     inactive = case.get("inactive", "masked")
     words += [f"{case['active']:g} active"] if case["active"] < 1 else []
     words += [f"(rest: {inactive})"] if inactive != "masked" else []
-    words += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
-    words += [f"support of {case['support']} ids"] if case.get("support") else []
-    return " ".join(words)
+    return " ".join(words + variant_words(case))
 
 
 def limit(case: dict[str, Any]) -> str:

@@ -14,14 +14,19 @@ WIDTH = 132
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 
+def variant_words(case: dict[str, Any]) -> list[str]:
+    """Return words for the softmax, the mask and the support of a case that are not the default."""
+    words = [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
+    return words + ([f"support of {case['support']} ids"] if case.get("support") else [])
+
+
 def case_table(case: dict[str, Any]) -> str:
     """Return the table of one case. The column ± shows half the interquartile range."""
     n, h, v = case["shape"]
     what = [f"N={n} H={h} V={v}", case["dtype"]] + ([f"({case['model']})"] if case["model"] else [])
     if case["active"] < 1:
         what.append(f"active {case['active']:g} ({case['inactive']})")
-    what += [word for word in (case["softmax"], case["mask"]) if word not in ("flat", "full")]
-    what += [f"support of {case['support']} ids"] if case.get("support") else []
+    what += variant_words(case)
     title = f"{OPERATIONS[case['operation']].title}   {'  '.join(what)}"
     title += f"\ngrpo_fast (auto) is: {case['route']}"
     units = [row["unit"] for row in case["rows"].values() if "unit" in row]

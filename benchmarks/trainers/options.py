@@ -31,8 +31,9 @@ def new_parser(doc: str | None, threads: int = 2) -> argparse.ArgumentParser:
 def parsed(parser: argparse.ArgumentParser, budget: Pair, rounds: Pair) -> argparse.Namespace:
     """Parse the options. Set the clock and the number of CPU threads.
 
-    One thread is timed with the CPU time of the process, on which other processes have little
-    effect. With several threads, it would also count threads that only wait for other threads.
+    With one CPU thread, the clock is the CPU time of the process, on which other processes have
+    little effect. Otherwise it is the wall time, because the CPU time would include threads that
+    only wait.
 
     Args:
         parser: the parser.

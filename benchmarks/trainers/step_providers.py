@@ -21,7 +21,7 @@ from grpo_fast.rollout.engine import LENGTH
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.metrics import LossMetrics
-from grpo_fast.train.models.loading import apply_options, with_new
+from grpo_fast.train.models.loading import apply_options, with_lora
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update import accumulate
 
@@ -233,7 +233,7 @@ def step_of(provider: Any) -> Callable[[], None]:
 
 def _adapted(model: Any, config: ModelConfig) -> Any:
     torch.manual_seed(0)  # every provider must get the same random adapter
-    return model if config.lora is None else with_new(model, config.lora)
+    return model if config.lora is None else with_lora(model, config.lora)
 
 
 def adam(model: Any) -> torch.optim.Optimizer:

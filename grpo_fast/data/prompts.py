@@ -169,10 +169,6 @@ class ShotPrompts(LazySequence[Example]):
         prefix = "".join(self.texts[i] for i in self.shots(index))
         return self.form.apply(self.examples[index], prefix)
 
-    def all_tokens(self) -> int:
-        """Return the number of tokens of all worked examples together."""
-        return sum(map(self._length, range(len(self.texts))))
-
     def shots(self, index: int) -> list[int]:
         """Return the `pool` indices of an example's shots, in prompt order."""
         chosen: list[int] = []

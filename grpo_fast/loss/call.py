@@ -359,8 +359,8 @@ class Call:
             out = tensors[0] if self.inplace else None
             return logits_driver(tensors[0], out, self.rows, route)
         term = self.divergence
-        # A second buffer holds the logits of a teacher's head, or the gradient of the divergence
-        # from a top-k teacher next to that of the policy loss.
+        # A second buffer holds the logits of a teacher's LM head. With a top-k teacher and a policy
+        # loss, it holds the gradient of the divergence.
         has_policy = self.config is not None
         is_pair = term is not None and (has_policy or isinstance(term.teacher, TeacherHead))
         return linear_driver(

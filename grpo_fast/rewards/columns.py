@@ -63,7 +63,9 @@ def score(
     if "tests" not in names and any(
         "tests" in reward.function.signature.needs for reward in rewards.rewards
     ):
-        columns["tests"] = [tests_of(example) for example in examples]
+        found = {id(example): example for example in examples}  # completions share an example
+        tests = {key: tests_of(example) for key, example in found.items()}
+        columns["tests"] = [tests[id(example)] for example in examples]
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
@@ -127,7 +129,7 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
                 got = f"{len(missing)} of {len(examples)} without"
                 first = f"first {str(missing[0].prompt)[:60]!r}"
                 if name in OTHERS:
-                    first += f"; write {{{OTHERS[name]}: FUNCTION}} for a function of this library"
+                    first += f"; write {{{OTHERS[name]}: FUNCTION}} for a function of that library"
                 argument = f"rewards: {reward.name} asks for {name}"
                 expected = f"{field} in every {split} example"
                 raise argument_error(argument, expected, f"{got}, {first}")

@@ -242,7 +242,7 @@ def describe(error: BaseException) -> str:
 def _in_a_loop(calls: list[Callable[[], Any]]) -> list[Any]:
     """Call functions in an event loop, in which they may start tasks, and await their results.
 
-    An exception of a function is its result.
+    If a function raises an exception, its result is the exception.
     """
 
     async def one(call: Callable[[], Any]) -> Any:

@@ -168,7 +168,7 @@ class RewardSet:
     def _call(
         self, reward: WeightedReward, lists: Mapping[str, Sequence[Any]], count: int
     ) -> Reply:
-        """Call a reward function. After an error, all its scores are the reason.
+        """Call a reward function. If the call fails, every score in the reply is the reason.
 
         Raises:
             RewardError: the function did not return one value per completion.

@@ -29,7 +29,7 @@ COMPLETION = 1
 PER_SAMPLE = ("group", "truncated", "weight_version", "rewards", "advantages")
 PER_TOKEN = ("ids", "segment")
 PER_COMPLETION_TOKEN = (
-    "logps", "mass", "token_rewards", "token_advantages", "old_logps", "ref_logps", "ref_hidden",
+    "logps", "mass", "token_advantages", "old_logps", "ref_logps", "ref_hidden",
     "values", "returns",
 )  # fmt: skip
 COLUMNS = ("cu_seqlens", *PER_SAMPLE, *PER_TOKEN, *PER_COMPLETION_TOKEN)
@@ -58,7 +58,6 @@ class Samples:
         scores: reward function name -> (B,) fp32, its unweighted rewards.
         extra: column name -> B texts that reward functions log.
         advantages: (B,) fp32; NaN excludes the sample from the loss.
-        token_rewards: (R,) fp32, reward of each token.
         token_advantages: (R,) fp32. None gives each token the advantage of its sample.
         old_logps: (R,) fp32, log-probabilities of the policy at the start of the step.
         ref_logps: (R,) fp32, log-probabilities of the reference model.
@@ -81,7 +80,6 @@ class Samples:
     scores: dict[str, Tensor] = field(default_factory=dict)
     extra: dict[str, list[str]] = field(default_factory=dict)
     advantages: Tensor | None = None
-    token_rewards: Tensor | None = None
     token_advantages: Tensor | None = None
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None

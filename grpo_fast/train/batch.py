@@ -162,13 +162,22 @@ class StepBatch:
         return self.counts.repeat_interleave(lengths)
 
     def deal(self, order: Sequence[int]) -> None:
-        """Distribute the samples over the minibatches in the given order, and pack them."""
+        """Distribute the samples over the minibatches in the given order, and pack them.
+
+        The columns in `FIXED` keep their values if `precompute` has already computed them.
+        """
+        if self.has_fixed:
+            # Packing can move a sample to a different rank, which then needs the columns of the
+            # sample.
+            self.exchange(FIXED)
         size = len(order) // self.updates
         parts = [order[first : first + size] for first in range(0, len(order), size)]
         # Sort the samples of each minibatch, so that samples with the same prompt are adjacent and
         # can share the prompt.
         self.parts = [sorted(part) for part in parts]
-        self.pack()
+        packed = [self._pack_part(part) for part in self.parts]
+        self.minibatches = [micro_batches for micro_batches, _ in packed]
+        self.totals = [totals for _, totals in packed]
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
         """Distribute the samples over the minibatches in a random order, and pack them.
@@ -181,19 +190,6 @@ class StepBatch:
         blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
-
-    def pack(self) -> None:
-        """Distribute the samples over micro-batches and pack them.
-
-        The columns in `FIXED` keep their values if `precompute` has already computed them.
-        """
-        if self.has_fixed:
-            # Packing can move a sample to a different rank, which then needs the columns of the
-            # sample.
-            self.exchange(FIXED)
-        packed = [self._pack_part(part) for part in self.parts]
-        self.minibatches = [micro_batches for micro_batches, _ in packed]
-        self.totals = [totals for _, totals in packed]
 
     def exchange(self, names: Sequence[str]) -> None:
         """Copy the named columns' values of all ranks to every rank."""
@@ -326,7 +322,7 @@ def token_budget(device: torch.device, memory: Memory | None) -> int:
     if tokens == 0:
         needed = (memory.fixed + memory.head) / GIB
         log.warning(
-            "memory: %.1f GiB predicted before the first token, %.1f GiB usable; "
+            "memory: a step needs %.1f GiB without any token (predicted), %.1f GiB are usable; "
             "trying one completion at a time", needed, limit / GIB,
         )  # fmt: skip
     return min(ranks.gather(max(tokens, 1)))

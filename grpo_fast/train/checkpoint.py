@@ -387,9 +387,8 @@ class Checkpoints:
         if isinstance(error, NonFiniteLogits):
             # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
             # deleted after each save, may be the only ones with finite weights.
-            why = (
-                f"this is after {run.step} steps; a lower optim.lr or a wider model.dtype may help"
-            )
+            advice = "a lower optim.lr or model.dtype=float32 may help"
+            why = f"this happened after {run.step} steps; {advice}"
         elif run.has_moved:
             why = "the step was not finished"
         elif not is_common and run.config.is_sharded:

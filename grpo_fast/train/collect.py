@@ -158,8 +158,6 @@ class Collector:
         samples.extra = dict(result.extra)
         for name, values in result.metrics.items():
             self.logged.setdefault(name, []).extend(values)
-        if self.advantages.mode == GAE:
-            samples.token_rewards = token_rewards(result, samples)
         clock.lap("reward")
         return samples, result.reasons
 
@@ -211,12 +209,14 @@ class PromptQueue:
 
     Args:
         examples: the training set.
+
+    Attributes:
         consumed: number of prompts that were already used, which is also the next place.
     """
 
-    def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
+    def __init__(self, examples: Sequence[Example]) -> None:
         self.examples = examples
-        self.consumed = consumed
+        self.consumed = 0
 
     def take(self, count: int) -> range:
         """Return the next `count` places (queue positions) and consume them."""
@@ -301,14 +301,3 @@ class Advantages:
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
-
-
-def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
-    """Return the reward of each completion token, fp32 of shape (R,).
-
-    The last token of a sample receives its reward, which is NaN if a function failed.
-    """
-    rewards = torch.zeros(len(samples.logps))
-    at_end = torch.tensor(samples.lengths) > 0
-    rewards[samples.rows[1:][at_end] - 1] = result.total[at_end]
-    return rewards

@@ -18,6 +18,7 @@ from grpo_fast.objective.advantages import whitened
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.value import explained_variance, value_losses
+from grpo_fast.rollout.samples import Samples
 from grpo_fast.train import ranks
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import CriticConfig
@@ -156,17 +157,29 @@ def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Ten
     """Return the reward of each token minus its weighted KL divergence, shape (R,).
 
     Args:
-        batch: the samples of the step with their token rewards.
+        batch: the samples of the step with their rewards.
         beta: weight of the KL divergence. If it is None, nothing is subtracted.
         estimator: estimator of the KL divergence.
     """
     samples = batch.samples
-    assert samples.token_rewards is not None
+    rewards = token_rewards(samples).to(batch.device)
     if beta is None:
-        return samples.token_rewards
+        return rewards
     assert samples.ref_logps is not None and samples.old_logps is not None
     kl, _ = KL_ESTIMATORS[estimator](samples.ref_logps - samples.old_logps)
-    return samples.token_rewards - beta * kl
+    return rewards - beta * kl
+
+
+def token_rewards(samples: Samples) -> Tensor:
+    """Return the reward of each completion token, fp32 of shape (R,).
+
+    The last token of a sample receives its reward, which is NaN if a function failed.
+    """
+    assert samples.rewards is not None
+    rewards = torch.zeros(len(samples.logps))
+    at_end = torch.tensor(samples.lengths) > 0
+    rewards[samples.rows[1:][at_end] - 1] = samples.rewards[at_end]
+    return rewards
 
 
 def value_metrics(batch: StepBatch) -> dict[str, float]:

@@ -241,7 +241,9 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
         ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
         question = max(map(len, ids))
         room = (policy.positions + 1 - question - longest) / 1.01
-        expected = f"at most {room:.0f} with {longest} new tokens and a question of {question}"
+        expected = (
+            f"at most {room:.0f} with {longest} new tokens and a question of {question} tokens"
+        )
         limit = f"max_position_embeddings: {policy.positions}"
         require(shots <= room, "data.shots_tokens", f"{expected} ({limit})", shots)
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
@@ -249,7 +251,7 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
     return questions, splits, lines
 
 
-# ------------------------------------------------------------------------------- Part of part 7
+# ------------------------------------------------------------- Table of completions (in part 7)
 def _log_completions(report: RunReport, number: int, batch: StepBatch, run: Run) -> None:
     """Write the table of completions of a step if it is due."""
     config = run.config

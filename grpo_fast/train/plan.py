@@ -257,7 +257,7 @@ def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
     try:
         shape = Shape.of(lm)
     except ValueError as error:
-        said = "the memory cannot be predicted (%s): micro-batches are split when memory runs out"
+        said = "the memory cannot be predicted (%s): set tokens_per_microbatch if memory runs out"
         log.warning(said, error)
         return None
     return predict(shape, config, lm.device.type)

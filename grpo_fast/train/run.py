@@ -88,13 +88,11 @@ class Run:
     def pack(self, samples: Samples) -> StepBatch:
         """Pack the samples of a step, which have advantages, into micro-batches."""
         config = self.config
-        batch = StepBatch(
+        return StepBatch(
             samples, config.rollout.group_size, self.budget, self.policy.device,
             updates=config.minibatches, shared=self.policy.unshared is None,
             mask_truncated=config.rollout.mask_truncated, rank=ranks.rank(), ranks=ranks.size(),
         )  # fmt: skip
-        self.largest_microbatch = max(self.largest_microbatch, batch.largest)
-        return batch
 
     def train(self, number: int, batch: StepBatch, clock: Clock) -> dict[str, float]:
         """Make all updates of a step, which are `inner_iterations` passes over its samples.
@@ -123,6 +121,7 @@ class Run:
             if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{number}/{epoch}"
                 batch.shuffle(seed, config.shuffle == "groups")
+            self.largest_microbatch = max(self.largest_microbatch, batch.largest)
             for minibatch in range(config.minibatches):
                 with explained_memory(batch):
                     updates.append(self._update(number, batch, minibatch))
@@ -198,9 +197,9 @@ class Run:
             self.has_warned = True
             log.warning(
                 "step %d: the sampler's and the trainer's logps are %.2g nats apart per token "
-                "(expected ≤ %g): old weights, another dtype, temperature or prompt, or tokens "
-                "that top_k and top_p left out; rollout.correct_sampling weighs the loss with "
-                "their ratio", number, apart, MOST_DIFFERENCE,
+                "(expected ≤ %g). Possible causes: old weights, another dtype, temperature or "
+                "prompt, or tokens that top_k or top_p excluded. rollout.correct_sampling=true "
+                "weights the loss by the ratio", number, apart, MOST_DIFFERENCE,
             )  # fmt: skip
 
     def forget_gradients(self) -> None:

@@ -35,7 +35,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
     """Build an engine for a server, send the server the weights, and sample three completions."""
     options = VLLMOptions(urls=[server.url], **{"timeout": 20.0, "patience": 20.0, **given})
-    engine = build(policy, SimpleNamespace(ahead=0, vllm=options))
+    engine = build(policy, SimpleNamespace(vllm=options))
     engine.update(policy, 3)
     sampling = Sampling(max_new_tokens=6, top_k=5)
     return rollouts.generate(policy, ["3 1 2 ="], sampling, group_size=3, seed=1, engine=engine)

@@ -28,7 +28,7 @@ def client(server: StandIn) -> Server:
 
 
 def build_with(policy, *urls, **options):
-    return build(policy, SimpleNamespace(ahead=0, vllm=VLLMOptions(urls=urls, **options)))
+    return build(policy, SimpleNamespace(vllm=VLLMOptions(urls=urls, **options)))
 
 
 @pytest.mark.parametrize("status", [403, 404])

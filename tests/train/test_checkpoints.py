@@ -22,7 +22,6 @@ from tests.command_line import ROOT, invoke, refused
 from tests.train.resuming import Leave, config_of, run
 
 SHARD = "weights/model-00001-of-00001.safetensors"
-PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
 EVERY = ["checkpoint.every=1", "checkpoint.keep=3"]
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -35,17 +34,15 @@ def kept(tmp_path_factory):
     return folder, run(folder, *EVERY)
 
 
-def left_at(folder, monkeypatch, at, *overrides, **options):
+def left_at(folder, monkeypatch, at, *overrides):
     """Start a run, end it with a signal, and check its exit code.
 
     The signal arrives at the `at`-th call that `Leave` counts.
     """
-    leave = Leave(monkeypatch, at)
-    with pytest.raises(Stopped) as stopped:
-        run(folder, *overrides, **options)
-    Leave(monkeypatch, None)
+    with monkeypatch.context() as patched, pytest.raises(Stopped) as stopped:
+        Leave(patched, at)
+        run(folder, *overrides)
     assert stopped.value.code == SAVED
-    return leave
 
 
 def same(found, expected):

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig
-from grpo_fast.rewards import RewardResult
-from grpo_fast.train.collect import token_rewards
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.models.reference import Reference
@@ -35,7 +33,7 @@ def make_critic(policy, **options):
 
 def make_batch(scores=SCORES, **options):
     samples = rollout_of(SHAPES, cut=CUT)
-    samples.token_rewards = token_rewards(RewardResult(scores, {}, {}), samples)
+    samples.rewards = scores
     return batch_of(samples, scores, **options)
 
 

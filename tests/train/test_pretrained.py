@@ -51,6 +51,8 @@ DAMAGE = {
     "another vocabulary": (lambda f: change_json(f / CONFIG, vocab_size=99),
                            "in place of (99, 32)"),
     CONFIG: (lambda f: (f / CONFIG).write_text("{"), CONFIG),
+    "an adapter": (lambda f: (f / CONFIG).rename(f / "adapter_config.json"),
+                   "a LoRA adapter in ", "merge_and_unload"),
     "a field of config.json": (lambda f: change_json(f / CONFIG, num_hidden_layers="x"),
                                "num_hidden_layers"),
     "tokenizer.json": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),

@@ -8,9 +8,9 @@ import torch
 
 from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
-from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
-from grpo_fast.train.collect import Advantages, token_rewards
+from grpo_fast.train.collect import Advantages
+from grpo_fast.train.critic import token_rewards
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import table_of
 
@@ -74,14 +74,13 @@ def test_gdpo_takes_each_reward_apart(tmp_path, spied):
 
 
 def test_the_reward_belongs_to_the_last_token():
-    """Check the column `token_rewards`. An empty completion has no token for its reward."""
+    """Check `token_rewards`. An empty completion has no token for its reward."""
     samples = table_of([[1]], [[7] * n for n in (3, 0, 2)])
-    result = RewardResult(torch.tensor([1.0, 2.0, math.nan]), {}, {})
-    samples.token_rewards = token_rewards(result, samples)
-    rows = [row.tolist() for row in samples.token_rewards.split(samples.lengths)]
+    samples.rewards = torch.tensor([1.0, 2.0, math.nan])
+    rows = [row.tolist() for row in token_rewards(samples).split(samples.lengths)]
     assert rows[:2] == [[0.0, 0.0, 1.0], []]
     assert rows[2][0] == 0 and math.isnan(rows[2][1])
-    assert Samples.cat([samples, samples])[[3]].token_rewards.tolist() == [0.0, 0.0, 1.0]
+    assert token_rewards(Samples.cat([samples, samples])[[3]]).tolist() == [0.0, 0.0, 1.0]
 
 
 # --------------------------------------------------- Reward functions that do not apply to a sample

@@ -310,8 +310,8 @@ def _layer_of(module: Any, verdicts: dict[Hashable, bool]) -> Callable[..., Any]
     kind = type(module)
     children = module._modules
     own = {*module._parameters, *module._buffers}
-    # A decorated forward has the global variables of its decorator, among which is no rotary
-    # embedding. Such an attention keeps its forward.
+    # A decorated forward has the global variables of the decorator's module, which do not include
+    # the rotary function. Such an attention module keeps its forward.
     rotate: Any = getattr(kind.forward, "__globals__", {}).get(ROTARY)
     if kind is nn.Linear:  # not a subclass, which may override forward
         return _linear_layer

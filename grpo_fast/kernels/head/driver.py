@@ -37,8 +37,8 @@ class Driver:
     """A pass over all active rows of a call.
 
     Args:
-        sources: the sources of the rows. For each source, the positions of its rows among the
-            active rows; None: the source has all rows.
+        sources: pairs of a source and the positions of its rows among the active rows. The
+            positions are None if the source has all rows.
         new_sums: creates the sums of the gradients.
     """
 

@@ -45,11 +45,6 @@ class VocabularyShard(NamedTuple):
         """Return the size of the full vocabulary."""
         return sum(self.sizes)
 
-    @property
-    def widest(self) -> int:
-        """Return the size of the largest shard, which determines the chunk size on all ranks."""
-        return max(self.sizes)
-
     def own(self, target_ids: Tensor) -> Tensor:
         """Convert target ids to row numbers of this shard. Ids in other shards become ELSEWHERE."""
         places = target_ids - sum(self.sizes[: self.rank])
@@ -136,7 +131,7 @@ class ShardedHead(DenseHead):
 
     @property
     def widest(self) -> int:
-        """Return the size of the largest shard."""
+        """Return the size of the largest shard, which determines the chunk size on all ranks."""
         return max(self.shard.sizes)
 
     def logps(

@@ -226,7 +226,7 @@ class DenseHead(RowSource):
         d_weight_16_bit = self.on_gpu and not in_parts and self._allows_16_bit_d_weight()
         self.chunk_rows = self._chunk_rows(needs_d_weight and d_weight_16_bit and not filters)
         self.max_rows = padded(min(self.chunk_rows, self.num_rows))
-        # Whether a single product computes dW, and may round it.
+        # Whether dW may be rounded if all rows are in one chunk.
         may_round = d_weight_16_bit or not self.on_gpu
         self.is_single_chunk = self.num_rows <= self.chunk_rows and may_round
         self._workspace: Tensor | None = None

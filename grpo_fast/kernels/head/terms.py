@@ -164,7 +164,7 @@ class Known(RowTerm):
 
 
 class Sum(RowTerm):
-    """The sum of two terms. The first must leave the logits of a chunk for the second.
+    """The sum of two terms. The first must leave a chunk's logits in the workspace for the second.
 
     Whether a row has a gradient is known after the pass, so there is no mask.
     """

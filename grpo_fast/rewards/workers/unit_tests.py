@@ -125,7 +125,8 @@ class Tests(ast.NodeTransformer):
         self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.imports: list[str] = []
         self.find_names()
-        # Variables with a result of the answer. A class has a capital letter, and makes an object.
+        # Variables that hold a result of the answer. If the name of the called function begins with
+        # a capital letter, it is a class, and the variable holds an object.
         assigned = [node for node in self.nodes if isinstance(node, ast.Assign)]
         self.results = {getattr(x, "id", ""): called(node.value) for node in assigned
                         for x in node.targets if called(node.value) in self.names}  # fmt: skip
@@ -223,8 +224,8 @@ class Tests(ast.NodeTransformer):
         is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
         if not is_marked:  # an assert inside of `with raises(…)` need not finish
             self.generic_visit(node)
-        # These are reached if nothing fails: a `try` whose error skips its `assert False`, and a
-        # function that raises an error only if the answer is wrong.
+        # Two statements count as reached when their body starts: a `try`, in which the expected
+        # error skips `assert False`, and a function that raises only if the answer is wrong.
         raises = isinstance(node, ast.FunctionDef) and any(
             isinstance(x, ast.Raise) for x in ast.walk(node)
         )

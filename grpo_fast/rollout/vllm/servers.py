@@ -415,17 +415,14 @@ class VLLMServers(Engine):
     Args:
         policy: the `Policy` whose weights are sent.
         options: the section `rollout.vllm` of a configuration.
-        ahead: True if the policy is trained while `generate` runs. The weights then change during
-            `generate`, so only `update` sends them.
     """
 
     is_apart = True
 
-    def __init__(self, policy: SampledModel, options: VLLMOptions, *, ahead: bool = False) -> None:
+    def __init__(self, policy: SampledModel, options: VLLMOptions) -> None:
         self.policy = policy
         self.options = options
-        self.ahead = ahead
-        self.may_send = not ahead
+        self.may_send = True  # see `update`
         self.servers = [Server(url, options, policy.device) for url in options.urls]
         self.sends_adapters = False  # see `check`
         self.rank = 0
@@ -466,7 +463,7 @@ class VLLMServers(Engine):
         """Send the weights to all servers that do not have them.
 
         All ranks must call this, but only rank 0 sends. A server that becomes available later
-        receives the weights during `sample`, unless the weights are sharded or `ahead` is set.
+        receives the weights during `sample`, unless the weights are sharded.
 
         Args:
             policy: the policy.
@@ -485,7 +482,7 @@ class VLLMServers(Engine):
         if self.sends_adapters and transfer.adapted_modules(policy.lm):
             self.names = f"{self.run}-base-{self.count}", name
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
-        self.may_send = not (self.ahead or is_sharded)
+        self.may_send = not is_sharded
         if self.names != before:  # an evaluation and the next rollout use the same version
             if self.names[1] is not None:
                 transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)

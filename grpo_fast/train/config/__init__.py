@@ -282,8 +282,8 @@ class RewardConfig(Section):
 
     Attributes:
         name: A built-in reward, package.module:function or file.py:function.
-        convention: Library whose reward signature the function has; {trl: FUNCTION} also sets the
-            name; null is grpo_fast's.
+        convention: Library for which the function was written; null means grpo_fast.
+            {trl: FUNCTION} sets both name and convention.
         label: Name of the reward in the metrics; null uses the function's name.
         weight: Weight in the sum of the rewards; 0 logs the reward without training on it.
         options: Keyword arguments of the function.

@@ -58,7 +58,7 @@ def load_policy(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None =
     model.to(device)
     apply_options(model, config)
     if config.lora is not None:
-        model = with_new(model, config.lora)
+        model = with_lora(model, config.lora)
     # 3. Build the policy. Then compare its log-probs with the model's logits on random tokens.
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
@@ -160,6 +160,8 @@ def _load_model(config: ModelConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     path = str(config.path)
+    files = [Path(path, name) for name in ("adapter_config.json", "config.json")]
+    _refuse_adapter(path, [file.is_file() for file in files] == [True, False])
     with _reading(path, "a model's folder or hub id"):
         read_fields(path, config.trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -169,11 +171,14 @@ def _load_model(config: ModelConfig) -> PreTrainedModel:
             output_loading_info=True,
             trust_remote_code=config.trust_remote_code,
         )
-    merge = "merge it into its base model with peft's merge_and_unload, and save the result"
-    is_adapter = getattr(model, "_hf_peft_config_loaded", False)
-    require(not is_adapter, "model.path", "a complete model", f"a LoRA adapter in {path}; {merge}")
+    _refuse_adapter(path, getattr(model, "_hf_peft_config_loaded", False))
     _check_keys(path, report)
     return model
+
+
+def _refuse_adapter(path: str, is_adapter: bool) -> None:
+    merge = "merge it into its base model with peft's merge_and_unload, and save the result"
+    require(not is_adapter, "model.path", "a complete model", f"a LoRA adapter in {path}; {merge}")
 
 
 def _check_keys(path: str, report: dict[str, Any]) -> None:
@@ -276,7 +281,7 @@ def _listed(names: Any) -> str:
     return ", ".join(first) + (", …" if len(names) > len(first) else "")
 
 
-def with_new(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+def with_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
     import peft
 
     settings = peft.LoraConfig(

@@ -173,13 +173,12 @@ def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None
 
 
 @pytest.mark.parametrize("gap", [0.1, 5.0, 14.0, 16.0, 25.0])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_numerics_confident_tokens(engine, gap: float) -> None:
+@pytest.mark.parametrize("rows", ENGINES, indirect=True)
+def test_numerics_confident_tokens(rows, gap: float) -> None:
     """Check the gradient of the target's logit, 1 − p, for target probabilities p close to 1.
 
     It must be accurate, and the logp must never exceed 0.
     """
-    rows = route.rows_route(engine, torch.empty(0)).kernels
     logits, every = torch.full((3, 1000), 3.0), torch.arange(3)
     targets = torch.tensor([0, 700, 999])
     logits[every, targets] += gap + math.log(999)
@@ -359,14 +358,13 @@ def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int)
 
 
 @pytest.mark.parametrize("transform_name", ["plain", "per_row", "all"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_row_depends_on_itself_only(engine, transform_name: str) -> None:
+@pytest.mark.parametrize("rows", ENGINES, indirect=True)
+def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
     """Check that the result of a row depends only on this row, bit for bit.
 
     The test changes the order of the rows, their neighbours, the number of threads and the order of
     the programs.
     """
-    rows = route.rows_route(engine, torch.empty(0)).kernels
     x, config = make_loss(ROWS, 4500), LossConfig(loss_type="dapo", beta=0.1)
     transform = make_transform(transform_name, ROWS)
 

@@ -68,11 +68,9 @@ def test_values_and_gradients(
     if sets == "every row":
         kept[kept.all(-1), 5:] = False
         kept.scatter_(-1, ids[:, None], True)
+    repeats = repeats and function == "linear"  # the rows of logits cannot be named
     index = torch.randint(20, (T,), generator=g) if repeats else torch.arange(T)
-    inputs = [hidden, weight, bias]
-    if function == "logits":
-        inputs = [hidden @ weight.T + bias]
-        index = torch.arange(T)
+    inputs = [hidden, weight, bias] if function == "linear" else [hidden @ weight.T + bias]
 
     # 2. Compute the expected results in fp64, and those of plain torch in fp32.
     def plain(dtype):
@@ -85,8 +83,9 @@ def test_values_and_gradients(
     if not repeats:
         inputs[0] = torch.where(live[:, None], inputs[0], torch.nan)
     leaves = [x.requires_grad_() for x in inputs]
-    given = dict(target_ids=ids.where(live, -100), support=support_of(kept, live), **rule)
-    given = moved(given if sets != "none" else given | {"support": None}, on_device(backend))
+    support = None if sets == "none" else support_of(kept, live)
+    given = dict(target_ids=ids.where(live, -100), support=support, **rule)
+    given = moved(given, on_device(backend))
 
     def call(**more):
         tensors = moved(leaves, on_device(backend))

@@ -129,6 +129,11 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
     assert ask(reward, "5") == [5.0] and reward.child.pid == worker
 
 
+def test_a_function_that_does_not_exist_loses_all_samples(isolated):
+    absent = own(isolated("absent"))(["p"] * 2, ["3", "4"], ["x"] * 2)
+    assert absent.total.isnan().all() and absent.reasons["f"] == {"error": 2}
+
+
 @pytest.mark.parametrize(
     ("completion", "why", "lost"),
     [("hang", "timeout", 3), ("die", "died", 3), ("raise", "error", 3), ("nan", "not_a_number", 1)],
@@ -138,8 +143,6 @@ def test_a_call_that_fails_costs_its_samples_and_has_its_reason(isolated, comple
     result = rewards(["p"] * 3, ["good", completion, "good"], ["x"] * 3)
     assert result.total.isnan().sum() == lost and result.reasons == {"f": {why: lost}}
     assert rewards(["p"], ["good"], ["x"]).total.tolist() == [1.0]
-    absent = own(isolated("absent"))(["p"] * 2, ["3", "4"], ["x"] * 2)
-    assert absent.total.isnan().all() and absent.reasons["f"] == {"error": 2}
 
 
 # ------------------------------------------------------------ No worker process outlives its caller

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,15 +53,13 @@ def gradients(kind: str) -> list[list[float]]:
     return [gradient.flatten().tolist() for gradient in full]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_have_the_gradients_of_one_process(kind, tmp_path):
+def test_two_ranks_have_the_gradients_of_one_process(tmp_path):
     server = rank_server.Ranks(tmp_path)
     try:
-        found = [gradient for (gradient,) in server(2, [gradients, kind])]
+        found = server(2, [gradients, "ddp"], [gradients, "fsdp2"])
     finally:
         server.kill()
     expected = gradients("one process")
-    for rank in found:
-        for ours, theirs in zip(rank, expected, strict=True):
-            pair = torch.tensor(ours), torch.tensor(theirs)
-            torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-7)
+    for ours in (gradient for rank in found for gradient in rank):
+        for pair in zip(ours, expected, strict=True):
+            torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-4, atol=1e-7)

@@ -61,7 +61,7 @@ def texts(path: Path) -> Iterator[tuple[int, str, str]]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield getattr(node, "lineno", 1), "docstring", ast.get_docstring(node) or ""
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if called in MESSAGES or called.endswith("Error"):
                 for part in ast.walk(node):
                     if isinstance(part, ast.Constant) and isinstance(part.value, str):

@@ -146,9 +146,10 @@ def sparse(card: str, results: Results, inactive: str) -> Bar:
 
 def copy_share(card: str, results: Results, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
-    guess = 1 / estimates(card)[case].ratio
-    value = results.value(case, "fraction_of_limit")
+    ratio = results.value(case, "ratio_to_limit")
     title = f"{operation}, share of a copy's speed"
+    guess = 1 / estimates(card)[case].ratio
+    value = None if ratio is None else 1 / ratio
     return Bar(title, 0.8, guess, value, predict.command(case), at_least=True)
 
 

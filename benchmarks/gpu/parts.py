@@ -108,7 +108,7 @@ def parts() -> dict[str, Part]:
         "steps": steps(1, 65, STEPS[1:]),
         "support": bench(1, 30, *SUPPORT),
         "tests": tests(1, 110),
-        "rows": tune(1, 35),
+        "rows": own(1, 35, "row_candidates"),
         "frozen": bench(2, 40, *FROZEN),
         "heads": bench(2, 50, *HEADS),
         "hybrid": trees(2, 25, "--hybrid"),
@@ -141,12 +141,6 @@ def own(visit: int, seconds: int, module: str) -> Part:
     """Return a part that runs a module of this folder. Its dry run uses tiny sizes on a CPU."""
     command = [PY, "-m", f"benchmarks.gpu.{module}"]
     return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
-
-
-def tune(visit: int, seconds: int) -> Part:
-    """Return a part that times candidates of the row kernel. Compiling them takes up to 20 s."""
-    command = [PY, "-m", "benchmarks.gpu.tune", "--seconds", str(seconds - 20)]
-    return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
 def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:

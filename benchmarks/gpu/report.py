@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.gpu import predict, tune
+from benchmarks.gpu import predict
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
 from benchmarks.gpu.parts import BY_NAME, parts
 from benchmarks.gpu.predict import CARDS, Case
@@ -40,7 +40,7 @@ def rendered(path: Path) -> str:
     """Return the text of the report. Without the file, every result is "not measured".
 
     Raises:
-        ValueError: the file was not written by a session, or its results have no commit.
+        ValueError: the results have no commit.
     """
     paths = [path] if path.is_file() else []
     reports = [report for file in paths for report in load(file)]
@@ -133,10 +133,8 @@ def time_cells(guesses: list[str], rows: dict[str, dict[str, Any]]) -> Iterator[
 
 def candidate_rows(card: str, reports: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield the predicted and measured time of each candidate that strides over rows."""
-    wanted = tune.SETTINGS[0]._asdict()
-    every = (entry for report in reports for entry in report.get("settings", ()))
-    found = [x for x in every if isinstance(x, dict) and x.get("setting") == wanted]
-    rows = found[-1]["rows"] if found else {}
+    found = [report["row_candidates"] for report in reports if "row_candidates" in report]
+    rows = found[-1] if found else {}
     for line, guess in predict.row_candidates(card).items():
         if line not in rows:
             yield f"`{line}`", f"{guess:.1f}", NOTHING, ""

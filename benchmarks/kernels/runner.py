@@ -193,7 +193,7 @@ def time_steps(
     for name, step in steps.items():
         row, median = rows[name], times[name]["median_ms"]
         row |= times[name]
-        row |= {"ratio_to_limit": median / limit, "fraction_of_limit": limit / median}
+        row["ratio_to_limit"] = median / limit
         row["rate"], row["unit"] = rate(median)
         if row["role"] != "limit":
             row["workspace_mib"] = measure.peak_memory(step, plan.device)

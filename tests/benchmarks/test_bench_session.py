@@ -233,13 +233,11 @@ def test_visits_follow_each_other_and_each_begins_with_the_smoke_test(two_visits
     assert "this is 2" in capsys.readouterr().out
 
 
-def test_a_failed_smoke_test_stops_the_session_unless_forced(two_visits, capsys):
+def test_a_failed_smoke_test_stops_the_session(two_visits, capsys):
     two_visits.touch()
     assert session.main([]) == 3
     shown = capsys.readouterr().out
     assert "stopped: smoke failed" in shown and "this is" not in shown
-    assert session.main(["--force"]) == 1, "the failure stays one"
-    assert "this is 1" in capsys.readouterr().out
 
 
 def test_a_tree_without_git_needs_its_commit(two_visits, small, monkeypatch, capsys):

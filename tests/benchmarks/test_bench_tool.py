@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import command, measure
 from benchmarks.gpu import report as gpu_report
-from benchmarks.gpu import tune
+from benchmarks.gpu import row_candidates
 from benchmarks.kernels import runner
 from benchmarks.kernels.exact import relative_l2
 from benchmarks.kernels.operations import OPERATIONS
@@ -202,7 +202,7 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
     words += f" --allocator default --budget 0.01 --providers grpo_fast plain --out {out}"
     assert command.main(words.split()) == 0
     shown = capfd.readouterr().out
-    assert "hidden -> GRPO loss" in shown and "% of limit" in shown
+    assert "hidden -> GRPO loss" in shown and "× limit" in shown
     assert "# logits_grpo_loss 32,8,64 fp32: verifying plain torch" in shown
     report = json.loads(out.read_text())
     assert {"commit", "hardware", "versions", "settings"} <= report.keys()
@@ -341,40 +341,23 @@ def test_reports_are_no_uncommitted_changes(tmp_path, monkeypatch):
     assert measure.commit().endswith("+changes")
 
 
-def test_results_that_no_benchmark_wrote_are_refused(tmp_path, capsys):
-    file = tmp_path / "x.json"
-    for content in ("{", "{}"):
-        file.write_text(content)
-        with pytest.raises(ValueError, match="results: expected"):
-            files.load(file)
-    assert gpu_report.main([str(file), "-o", "/dev/null"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_candidates_hold_the_shipped_configurations():
+def test_a_row_candidate_that_is_wrong_or_fails_is_not_timed(monkeypatch):
+    """Check that each candidate gets its configuration, and that its line is source code."""
     from grpo_fast.kernels.gpu import rows
 
-    every = tune.candidates()
-    assert len(set(every)) == len(every) > 20
-    for dtype in ("float32", "bfloat16"):
-        assert tune.Candidate(dtype, rows.row_config(32000)) in every
-    for candidate in every:
-        assert eval(candidate.line, vars(rows)) == candidate.config
+    good, wrong, bad, other = row_candidates.CANDIDATES
 
+    def call():
+        config = rows.row_config(64)
+        if config == bad:
+            raise RuntimeError("out of resources")
+        return torch.zeros(4) + (1.0 if config == wrong else 0.0)
 
-def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
-    start, timed = set(tune.candidates()[::2]), []
-    monkeypatch.setattr(tune, "startable", lambda arch, every: start)
-    monkeypatch.setattr(tune, "table_line", lambda arch, found: "")
-
-    def tune_setting(setting, chosen):
-        timed.extend(chosen)
-        return {"setting": setting._asdict()}
-
-    monkeypatch.setattr(tune, "tune_setting", tune_setting)
-    monkeypatch.setattr(tune.measure, "header", lambda *_: {})
-    options = SimpleNamespace(out=str(tmp_path / "tune.json"), seconds=60)
-    assert tune.time_all("sm_90", options) == 0 and set(timed) == start
+    steps, failures = row_candidates.steps_of(call)
+    assert [*steps] == ["shipped", *map(row_candidates.line_of, (good, other))]
+    assert list(failures.values()) == ["wrong: not timed", "RuntimeError: out of resources"]
+    for config in row_candidates.CANDIDATES:
+        assert eval(row_candidates.line_of(config), vars(rows)) == config
 
 
 def test_benchmarks_import_nothing_from_the_tests():

@@ -136,11 +136,12 @@ def candidate_rows(card: str, reports: list[dict[str, Any]]) -> Iterator[tuple[s
     found = [report["row_candidates"] for report in reports if "row_candidates" in report]
     rows = found[-1] if found else {}
     for line, guess in predict.row_candidates(card).items():
-        if line not in rows:
-            yield f"`{line}`", f"{guess:.1f}", NOTHING, ""
+        times = rows.get(line, {})
+        if "candidate" not in times:
+            yield f"`{line}`", f"{guess:.1f}", times.get("reason", NOTHING), ""
             continue
-        times = [rows[name]["median_ms"] for name in (line, "shipped")]
-        yield f"`{line}`", f"{guess:.1f}", f"{times[0]:.2f}", f"{times[0] / times[1]:.2f}×"
+        share = f"{times['candidate'] / times['shipped']:.2f}×"
+        yield f"`{line}`", f"{guess:.1f}", f"{times['candidate']:.2f}", share
 
 
 def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:

@@ -62,24 +62,13 @@ def call_with(config: RowConfig, call: Callable[[], Tensor]) -> Tensor:
         return call()
 
 
-def steps_of(call: Callable[[], Tensor]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Return the calls that give the results of the shipped configuration, and the failures.
-
-    Both are keyed by the line of a configuration.
-    """
-    expected = call()
-    steps: dict[str, Callable[[], Any]] = {"shipped": call}
-    failures = {}
-    for config in CANDIDATES:
-        step = partial(call_with, config, call)
-        try:
-            if bool((step() - expected).abs().max() <= AGREEMENT):
-                steps[line_of(config)] = step
-            else:
-                failures[line_of(config)] = "wrong: not timed"
-        except Exception as error:  # the GPU may refuse one candidate; time the other candidates
-            failures[line_of(config)] = f"{type(error).__name__}: {str(error)[:120]}"
-    return steps, failures
+def failure_of(config: RowConfig, call: Callable[[], Tensor], expected: Tensor) -> str:
+    """Return why a candidate is not timed, or an empty string if its results are right."""
+    try:
+        is_right = bool((call_with(config, call) - expected).abs().max() <= AGREEMENT)
+    except Exception as error:  # the GPU may refuse one candidate; time the other candidates
+        return f"{type(error).__name__}: {str(error)[:120]}"
+    return "" if is_right else "wrong: not timed"
 
 
 def main(arguments: list[str]) -> int:
@@ -87,14 +76,20 @@ def main(arguments: list[str]) -> int:
     if options.device == "cpu":
         print(*map(line_of, CANDIDATES), sep="\n")
         return 0
-    steps, failures = steps_of(call_of(ROWS, VOCAB, "cuda"))
-    times = measure.interleaved(steps, "cuda", budget=0.5, rounds=25)
-    for name, row in sorted(times.items(), key=lambda item: item[1]["median_ms"]):
-        print(f"{row['median_ms']:8.3f} ms  {name}")
-    print(*(f"{name}: {reason}" for name, reason in failures.items()), sep="\n")
-    if options.out:
-        report = measure.header("row candidates", "cuda") | {"cases": [], "failures": failures}
-        write(Path(options.out), report | {"row_candidates": times})
+    report = measure.header("row candidates", "cuda") | {"cases": [], "row_candidates": {}}
+    call = call_of(ROWS, VOCAB, "cuda")
+    expected = call()
+    for config in CANDIDATES:
+        reason = failure_of(config, call, expected)
+        found: dict[str, Any] = {"reason": reason}
+        if not reason:
+            steps = {"shipped": call, "candidate": partial(call_with, config, call)}
+            times = measure.interleaved(steps, "cuda", budget=0.5, rounds=25)
+            found = {name: row["median_ms"] for name, row in times.items()}
+        print(f"{line_of(config)}: {found}", flush=True)
+        report["row_candidates"][line_of(config)] = found
+        if options.out:  # after each candidate, because the session ends the command at its limit
+            write(Path(options.out), report)
     return 0
 
 

@@ -341,11 +341,11 @@ def test_reports_are_no_uncommitted_changes(tmp_path, monkeypatch):
     assert measure.commit().endswith("+changes")
 
 
-def test_a_row_candidate_that_is_wrong_or_fails_is_not_timed(monkeypatch):
-    """Check that each candidate gets its configuration, and that its line is source code."""
+def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_path):
+    """Check that each candidate gets its configuration, and the report of all four."""
     from grpo_fast.kernels.gpu import rows
 
-    good, wrong, bad, other = row_candidates.CANDIDATES
+    first, wrong, bad, last = row_candidates.CANDIDATES
 
     def call():
         config = rows.row_config(64)
@@ -353,11 +353,23 @@ def test_a_row_candidate_that_is_wrong_or_fails_is_not_timed(monkeypatch):
             raise RuntimeError("out of resources")
         return torch.zeros(4) + (1.0 if config == wrong else 0.0)
 
-    steps, failures = row_candidates.steps_of(call)
-    assert [*steps] == ["shipped", *map(row_candidates.line_of, (good, other))]
-    assert list(failures.values()) == ["wrong: not timed", "RuntimeError: out of resources"]
-    for config in row_candidates.CANDIDATES:
-        assert eval(row_candidates.line_of(config), vars(rows)) == config
+    times = {"shipped": {"median_ms": 4.0}, "candidate": {"median_ms": 1.0}}
+    monkeypatch.setattr(row_candidates, "call_of", lambda *_: call)
+    monkeypatch.setattr(row_candidates.measure, "header", lambda *_: {"commit": "abc"})
+    monkeypatch.setattr(row_candidates.measure, "interleaved", lambda *_, **__: times)
+    file = tmp_path / "rows.json"
+    assert row_candidates.main(["--out", str(file)]) == 0
+    timed = {"shipped": 4.0, "candidate": 1.0}
+    reasons = {"reason": "wrong: not timed"}, {"reason": "RuntimeError: out of resources"}
+    found = json.loads(file.read_text())
+    lines = [row_candidates.line_of(config) for config in row_candidates.CANDIDATES]
+    assert found["row_candidates"] == dict(zip(lines, (timed, *reasons, timed), strict=True))
+    assert [row[2:] for row in gpu_report.candidate_rows("H100", [found])] == [
+        ("1.00", "0.25×"), ("wrong: not timed", ""), ("RuntimeError: out of resources", ""),
+        ("1.00", "0.25×"),
+    ]  # fmt: skip
+    for config, line in zip(row_candidates.CANDIDATES, lines, strict=True):
+        assert eval(line, vars(rows)) == config
 
 
 def test_benchmarks_import_nothing_from_the_tests():

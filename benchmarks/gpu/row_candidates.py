@@ -83,7 +83,8 @@ def main(arguments: list[str]) -> int:
         reason = failure_of(config, call, expected)
         found: dict[str, Any] = {"reason": reason}
         if not reason:
-            steps = {"shipped": call, "candidate": partial(call_with, config, call)}
+            candidate = partial(call_with, config, call)
+            steps: dict[str, Callable[[], Any]] = {"shipped": call, "candidate": candidate}
             times = measure.interleaved(steps, "cuda", budget=0.5, rounds=25)
             found = {name: row["median_ms"] for name, row in times.items()}
         print(f"{line_of(config)}: {found}", flush=True)

@@ -60,7 +60,7 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-loop gpu-trace bench-readme soak mutation docs links notebook packages clean
+.PHONY: help hub setup csrc demo real race test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-loop gpu-trace bench-small bench-readme soak mutation docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -221,7 +221,7 @@ types: $(SETUP)
 
 # One thread per pytest process: the processes share the cores, and the results do not depend on the thread count.
 PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-  $(BIN)/pytest -n $(WORKERS) --dist loadfile $(RANDOM_ORDER) $(PYTEST_ARGS)
+  $(BIN)/pytest -n $(WORKERS) --dist loadfile --benchmark-disable $(RANDOM_ORDER) $(PYTEST_ARGS)
 
 unit: $(SETUP) csrc
 	@$(STEP) 'pytest'
@@ -275,7 +275,7 @@ test-trl: $(SETUP) csrc
 	@'$(TRL_ENV)/bin/python' -m pip install -qq --no-compile --disable-pip-version-check --upgrade 'trl==$(VERSION)'
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' '$(TRL_ENV)/bin/python' -c 'import trl; print("trl", trl.__version__)'
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONPATH='$(CURDIR)' \
-	  '$(TRL_ENV)/bin/python' -m pytest tests/integrations/test_trl_*.py $(PYTEST_ARGS)
+	  '$(TRL_ENV)/bin/python' -m pytest --benchmark-disable tests/integrations/test_trl_*.py $(PYTEST_ARGS)
 
 # vLLM pins its own releases of torch and transformers: an environment of its own. What it would import of these three
 # fits its torch only in a CUDA build.
@@ -296,7 +296,7 @@ test-real: $(SETUP) csrc
 	@$(STEP) 'the fused head on SmolLM2-135M-Instruct'
 	@$(MAKE) $(REAL_MODEL) || echo 'SmolLM2 did not install: its tests will be skipped, and say so'
 	@if [ -f $(REAL_MODEL) ]; then export GRPO_FAST_REAL_MODEL='$(abspath $(dir $(REAL_MODEL)))'; fi; \
-	  OMP_NUM_THREADS=$(WORKERS) TOKENIZERS_PARALLELISM=false $(BIN)/pytest -rsP tests/loss/test_real_model.py $(PYTEST_ARGS)
+	  OMP_NUM_THREADS=$(WORKERS) TOKENIZERS_PARALLELISM=false $(BIN)/pytest -rsP --benchmark-disable tests/loss/test_real_model.py $(PYTEST_ARGS)
 
 # Tiny models of all families, against transformers' own attention; ARGS=--write renews the table in the README.
 sweep: $(SETUP) csrc
@@ -320,6 +320,9 @@ gpu-trace: $(SETUP)
 bench-loop: $(PEERS) csrc
 	@$(STEP) 'a GRPO step with its rollout, ours and TRL'
 	@$(PY) -m benchmarks.trainers.loop --json benchmarks/results/cpu-loop.json $(ARGS)
+
+bench-small: $(PEERS) csrc
+	@$(BIN)/pytest -q benchmarks/kernels/test_small.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=min
 
 # The tables and the picture of benchmarks/README.md. On a quiet machine; a quarter of an hour.
 bench-readme: $(PEERS) csrc

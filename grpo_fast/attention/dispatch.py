@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib import util
+from importlib import metadata, util
 from typing import NamedTuple
 
 import torch
@@ -171,17 +171,30 @@ def dense_attention(
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
-def _flash(kind: Kind, least: tuple[int, int]) -> bool:
+def _flash(kind: Kind, least: tuple[int, int], most_head_dim: int = 256) -> bool:
     """Return whether a version of FlashAttention supports an input.
 
     FlashAttention needs a GPU of compute capability `least` or higher, 16-bit inputs, and a
-    head_dim that is a multiple of 8 and at most 256.
+    head_dim that is a multiple of 8 and at most `most_head_dim`.
     """
     is_16_bit = kind.dtype in (torch.float16, torch.bfloat16)
     if kind.device != "cuda" or not is_16_bit or kind.head_dim % 8:
         return False
-    fits = kind.head_dim <= 256
+    fits = kind.head_dim <= most_head_dim
     return fits and torch.cuda.get_device_capability(kind.gpu) >= least
+
+
+@cache
+def _has_distribution(name: str) -> bool:
+    """Return whether a Python distribution is installed.
+
+    FA2 and FA4 both install a module `flash_attn`, so the module name does not identify the
+    version.
+    """
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _is_plain(kind: Kind) -> bool:
@@ -200,10 +213,13 @@ def _varlen(name: str, takes: Callable[[Kind], bool], kernel: Kernel) -> Provide
 
 
 PROVIDERS = (
-    # For 16-bit inputs on CUDA, try FlashAttention 3, then the FlashAttention 2 that is built into
-    # torch.
+    # For 16-bit inputs on CUDA, try FlashAttention 4, then 3, then 2 from the package flash-attn,
+    # and finally the FlashAttention 2 that is built into torch.
+    _varlen("fa4", lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
+            and _flash(kind, (9, 0), 128), cuda.fa4),
     _varlen("fa3", lambda kind: util.find_spec("flash_attn_interface") is not None
             and _flash(kind, (9, 0)) and not _flash(kind, (10, 0)), cuda.fa3),
+    _varlen("fa2", lambda kind: _has_distribution("flash-attn") and _flash(kind, (8, 0)), cuda.fa2),
     _varlen("flash_aten", lambda kind: not kind.has_softcap and _flash(kind, (8, 0)), cuda.aten),
     # For other inputs on CUDA, use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),

@@ -83,6 +83,15 @@ class Spans:
         return cls(cu_q, cu_k, tuple(queries), tuple(keys), causal)
 
     @cached_property
+    def with_queries(self) -> tuple[Spans, Tensor]:
+        """Return the spans that have queries, and the indices of their rows of keys (1-D int64)."""
+        sizes = zip(self.queries, self.keys, strict=True)
+        queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
+        seen = torch.tensor(self.queries) > 0
+        rows = seen.repeat_interleave(torch.tensor(self.keys)).nonzero()[:, 0].to(self.cu_k.device)
+        return Spans.of(queries, keys, self.cu_k.device, causal=self.causal), rows
+
+    @cached_property
     def rows(self) -> list[tuple[slice, slice]]:
         """Return a pair (slice of queries, slice of keys) for each span that has queries."""
         ends = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))

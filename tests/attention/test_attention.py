@@ -35,33 +35,40 @@ def fresh_choice():
     dispatch.choose.cache_clear()
 
 
+EVERY = "flash-attn flash-attn-4 flash_attn_interface"
+
+
 @pytest.mark.parametrize(
-    ("capability", "has_fa3", "kind", "expected"),
+    ("capability", "packages", "kind", "expected"),
     [
-        ((9, 0), False, Kind("cpu", FP32, 64), "flash_cpu explicit"),
-        ((9, 0), True, Kind("cpu", FP32, 64, has_window=True), "explicit"),
-        ((9, 0), True, Kind("cpu", FP32, 64, has_softcap=True), "explicit"),
-        ((9, 0), True, Kind("cpu", FP64, 20), "flash_cpu explicit"),
-        ((9, 0), True, Kind("cpu", BF16, 64, has_window=True), "explicit"),
-        ((9, 0), True, Kind("cpu", BF16, 64, has_softcap=True), "explicit"),
-        ((9, 0), True, Kind("cpu", FP16, 64), "explicit"),
-        ((9, 0), True, Kind("cuda", BF16, 64), "fa3 flash_aten flex explicit"),
-        ((9, 0), True, Kind("cuda", FP16, 128, True), "fa3 flash_aten flex explicit"),
-        ((9, 0), True, Kind("cuda", BF16, 64, has_softcap=True), "fa3 flex explicit"),
-        ((9, 0), True, Kind("cuda", BF16, 256), "fa3 flash_aten flex explicit"),
-        ((9, 0), True, Kind("cuda", BF16, 512), "flex explicit"),
-        ((9, 0), True, Kind("cuda", BF16, 60), "flex explicit"),
-        ((9, 0), True, Kind("cuda", FP32, 64), "flex explicit"),
-        ((8, 0), True, Kind("cuda", BF16, 64), "flash_aten flex explicit"),
-        ((10, 0), True, Kind("cuda", BF16, 64), "flash_aten flex explicit"),
-        ((9, 0), False, Kind("cuda", BF16, 64), "flash_aten flex explicit"),
-        ((9, 0), False, Kind("cuda", BF16, 64, has_softcap=True), "flex explicit"),
-        ((7, 5), False, Kind("cuda", BF16, 64), "flex explicit"),
+        ((9, 0), "", Kind("cpu", FP32, 64), "flash_cpu explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP32, 64, has_window=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP32, 64, has_softcap=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP64, 20), "flash_cpu explicit"),
+        ((9, 0), EVERY, Kind("cpu", BF16, 64, has_window=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", BF16, 64, has_softcap=True), "explicit"),
+        ((9, 0), EVERY, Kind("cpu", FP16, 64), "explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 64), "fa4 fa3 fa2 flash_aten flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", FP16, 128, True), "fa4 fa3 fa2 flash_aten flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 64, has_softcap=True), "fa3 fa2 flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 256), "fa3 fa2 flash_aten flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 512), "flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", BF16, 60), "flex explicit"),
+        ((9, 0), EVERY, Kind("cuda", FP32, 64), "flex explicit"),
+        ((8, 0), EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
+        ((10, 0), EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
+        # FA2 and FA4 both install a module named flash_attn. If only one of these packages is
+        # installed, the other package must not appear available.
+        ((9, 0), "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
+        ((9, 0), "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
+        ((9, 0), "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),
+        ((7, 5), "", Kind("cuda", BF16, 64), "flex explicit"),
     ],
     ids=str,
 )
-def test_candidates_by_kind_package_and_gpu(monkeypatch, capability, has_fa3, kind, expected):
-    monkeypatch.setattr(dispatch.util, "find_spec", lambda name: has_fa3 or None)
+def test_candidates_by_kind_package_and_gpu(monkeypatch, capability, packages, kind, expected):
+    monkeypatch.setattr(dispatch, "_has_distribution", packages.split().__contains__)
+    monkeypatch.setattr(dispatch.util, "find_spec", lambda name: name in packages.split() or None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     assert " ".join(provider.name for provider in dispatch.candidates(kind)) == expected
 

@@ -1,7 +1,7 @@
 """Tests of the arguments that our code passes to CUDA attention kernels, without a GPU.
 
-The kernels of torch run on meta tensors. A fake package with the documented signatures replaces
-FlashAttention 3.
+The kernels of torch run on meta tensors. Fake packages with the documented signatures replace
+flash-attn.
 """
 
 from __future__ import annotations
@@ -101,11 +101,13 @@ def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
     assert len(k) == int(cu_k[-1])
 
 
-# Signatures of the attention functions that are replaced. FA3 (hopper) cannot be installed without
-# a GPU. Its signatures are therefore copied from its documentation, without the arguments that we
-# never pass. The signatures of torch's CUDA kernels come from their schemas.
+# Signatures of the attention functions that the fake packages replace. flash-attn 2.8 (private
+# functions), FA3 (hopper) and FA4 cannot be installed without a GPU. Their signatures are therefore
+# copied from their documentation, without the arguments that we never pass. The signatures of
+# torch's CUDA kernels come from their schemas.
 FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
 WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
+FA4_KEYS = "window_size_left=None, window_size_right=None"
 
 
 def aten_signature(name: str) -> str:
@@ -117,12 +119,28 @@ def aten_signature(name: str) -> str:
 
 
 SIGNATURES = {
+    "fa2": (
+        "flash_attn.flash_attn_interface._flash_attn_varlen_{}ward",
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
+        f"softmax_scale, causal, {WINDOW}, alibi_slopes=None, return_softmax=False, "
+        "block_table=None, leftpad_k=None, seqused_k=None",
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, "
+        "max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, "
+        "softcap, alibi_slopes, deterministic, rng_state=None",
+    ),
     "fa3": (
         "flash_attn_interface._flash_attn_{}ward",
         f"q, k, v, {FA3_KEYS.format('')}softmax_scale=None, causal=False, {WINDOW}",
         f"dout, q, k, v, out, softmax_lse, {FA3_KEYS.format('sequed_q=None, sequed_k=None, ')}"
         f"dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, {WINDOW}, "
         "deterministic=False, sm_margin=0",
+    ),
+    "fa4": (
+        "flash_attn.cute.interface._flash_attn_{}wd",
+        f"q, k, v, {FA3_KEYS.format('')}softmax_scale=None, causal=False, softcap=None, {FA4_KEYS},"
+        " return_lse=False",
+        f"q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, {FA4_KEYS}, "
+        f"{FA3_KEYS.format('')}deterministic=False",
     ),
     "flash_aten": (
         "_flash_attention_{}ward",
@@ -139,7 +157,8 @@ RENAMED = {
 # for the random state that torch's forward function returns, and that its backward function must
 # receive.
 STATE = torch.zeros(2, dtype=torch.uint64)
-MORE = {"fa3": (torch.empty(0), torch.empty(0)), "flash_aten": (STATE, STATE[:0], STATE[:0])}
+MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
+        "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
 
 def stand_ins(name: str) -> tuple[Callable, Callable]:
@@ -154,7 +173,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
 
         def read(*given, **named) -> tuple:
             x = SimpleNamespace(**{RENAMED.get(n, n): v for n, v in bind(*given, **named).items()})
-            assert vars(x).get("dropout_p", 0.0) == 0.0
+            assert vars(x).get("dropout_p", 0.0) == 0.0 and vars(x).get("return_lse", True)
             assert not vars(x).get("return_debug_mask")
             spans = spans_of(x.cu_seqlens_q, x.cu_seqlens_k, x.causal)
             window = x.window_size_left, x.window_size_right
@@ -174,12 +193,13 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
         x, spans, rule = backward_arguments(*given, **named)
         cu_q, cu_k = x.cu_seqlens_q, x.cu_seqlens_k
         check_gradient_inputs(x.q, x.k, x.lse, cu_q, cu_k, x.max_seqlen_q, x.max_seqlen_k)
+        assert name != "fa4" or 0 not in spans.queries  # early releases of FA4 do not support it
         if name == "flash_aten":
             assert (x.rng_state.shape, x.rng_state.dtype, x.unused.shape) == (
                 (2,), torch.uint64, (0,)
             )  # fmt: skip
         gradients = EXPLICIT.backward(x.dout, Saved(x.q, x.k, x.v, x.out, x.lse), spans, rule)
-        if name != "fa3":
+        if name not in ("fa2", "fa3"):
             return gradients
         for target, gradient in zip((x.dq, x.dk, x.dv), gradients, strict=True):
             target.copy_(gradient)
@@ -194,7 +214,8 @@ def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_wind
     path, *_ = SIGNATURES[name]
     module_name, _, function_name = path.rpartition(".")
     module = ModuleType(module_name or "aten")
-    for direction, function in zip(("for", "back"), stand_ins(name), strict=True):
+    directions = ("for", "back") if path.endswith("ward") else ("f", "b")
+    for direction, function in zip(directions, stand_ins(name), strict=True):
         setattr(module, function_name.format(direction), function)
     if module_name:
         parts = module_name.split(".")
@@ -206,6 +227,6 @@ def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_wind
         ops = SimpleNamespace(aten=module)
         stand_in = SimpleNamespace(ops=ops, empty=torch.empty, uint64=torch.uint64)
         monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
-    for has_softcap in (False, True) if name == "fa3" else (False,):
+    for has_softcap in (False, True) if name in ("fa2", "fa3") else (False,):
         kind = Kind("cpu", torch.float64, 8, has_window, has_softcap)
         assert dispatch.pair_of(ATTENTION[name], kind).gap() < 1e-14

@@ -1,12 +1,12 @@
-"""FlashAttention on CUDA: version 2 as built into torch, and the package of version 3.
+"""FlashAttention on CUDA: version 2 as built into torch, and the packages for versions 2, 3 and 4.
 
 Inputs are 16-bit tensors q (Tq, H, D), k and v (Tk, H_kv, D), with D a multiple of 8 up to 256, and
 int32 offsets of the spans. Outputs are the attention output and lse (H, Tq) in fp32. Each function
 calls the operator that the autograd class of its library also calls. The backward pass can
 therefore receive an output and lse that were merged from several calls.
 
-The signatures match torch 2.11 to 2.13 and flash_attn_interface (FA3). The backward pass is
-deterministic if torch uses deterministic algorithms.
+The signatures match torch 2.11 to 2.13, flash-attn 2.8, flash_attn_interface (FA3) and
+flash_attn.cute (FA4). The backward pass is deterministic if torch uses deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -55,6 +55,23 @@ def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPar
     )  # fmt: skip
 
 
+# The next two functions use the package flash-attn (FA2).
+def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
+    return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
+        q, k, v, dropout_p=0.0, causal=spans.causal, **_options(spans, params)
+    )[:2]
+
+
+def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
+    # Allocate the gradients here, because the library writes them into tensors of the caller.
+    gradients = _like(*saved[:3])
+    import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
+        grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
+        alibi_slopes=None, **_determinism(), **_options(spans, params),
+    )  # fmt: skip
+    return gradients
+
+
 # The next two functions use flash_attn_interface (FA3).
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
@@ -63,24 +80,59 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 
 def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
-    # Allocate the gradients here, because the library writes them into tensors of the caller.
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
+    dq, dk, dv = _like(*saved[:3])
     import_module("flash_attn_interface")._flash_attn_backward(
         grad, *saved[:4], saved.lse.contiguous(), dq=dq, dk=dk, dv=dv, is_causal=spans.causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_options(spans, params),
+        **_determinism(), **_options(spans, params),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _options(spans: Spans, params: AttentionParams) -> dict[str, object]:
+# The next two functions use flash_attn.cute (FA4). It represents a window over all keys by None,
+# and sets the right side of a causal window itself.
+def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
+    return import_module("flash_attn.cute.interface")._flash_attn_fwd(
+        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, is_fa4=True)
+    )[:2]
+
+
+def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
+    if 0 in spans.queries:
+        # Drop the spans that have keys but no queries, because early releases of FA4 hang on them
+        # or store undefined values.
+        inner, rows = spans.with_queries
+        seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
+        dq, *parts = fa4_backward(grad, seen, inner, params)
+        dk, dv = (torch.zeros_like(saved.k).index_copy_(0, rows, x) for x in parts)
+        return dq, dk, dv
+    return import_module("flash_attn.cute.interface")._flash_attn_bwd(
+        *saved[:4], grad, saved.lse.contiguous(), causal=spans.causal, **_determinism(),
+        **_options(spans, params, is_fa4=True),
+    )[:3]  # fmt: skip
+
+
+def _options(spans: Spans, params: AttentionParams, *, is_fa4: bool = False) -> dict[str, object]:
     max_q, max_k = longest(spans)
     left, right = window_of(spans, params)
-    return {
+    options = {
         "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,
         "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": params.scale,
-        "window_size_left": left, "window_size_right": right, "softcap": params.softcap or 0.0,
+        "window_size_left": None if is_fa4 and left < 0 else left,
+        "window_size_right": None if is_fa4 and left < 0 else right,
     }  # fmt: skip
+    return options if is_fa4 else {**options, "softcap": params.softcap or 0.0}
+
+
+def _determinism() -> dict[str, bool]:
+    return {"deterministic": torch.are_deterministic_algorithms_enabled()}
+
+
+def _like(*tensors: Tensor) -> Gradients:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+    return dq, dk, dv
 
 
 aten = Kernel(aten_forward, aten_backward)
+fa2 = Kernel(fa2_forward, fa2_backward)
 fa3 = Kernel(fa3_forward, fa3_backward)
+fa4 = Kernel(fa4_forward, fa4_backward)

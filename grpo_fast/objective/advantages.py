@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -228,28 +228,35 @@ def group_advantages(
     rewards: Tensor,  # (N*G,); (K, N*G) of mode "gdpo"
     mode: str = "normalized",
     *,
-    group_size: int,
+    group_size: int | None = None,
+    groups: Tensor | Sequence[Hashable] | None = None,
     clip_low: float | None = None,
     clip_high: float | None = None,
     **options: Any,
 ) -> Tensor:  # (N*G,)
     """Compute group-relative advantages from rewards.
 
+    Pass `group_size` if all groups have the same size and the rewards of a group are adjacent.
+    Otherwise, pass `groups`.
+
     A group with equal rewards gets exactly 0, except with the modes "rewards" and "baseline", which
     do not compare completions within a group. NaN marks a completion without a reward. Such a
-    completion is excluded from the statistics of its group and gets advantage 0. If your groups
-    have different sizes, fill the smaller ones with NaN.
+    completion is excluded from the statistics of its group and gets advantage 0.
 
     Args:
-        rewards: (N*G,), float. The rewards of all completions. The G completions of a prompt must
-            be adjacent. Mode "gdpo" expects (K, N*G) instead, the values of K reward functions.
-            With "gdpo", a completion without a reward has NaN for all K functions.
+        rewards: (N*G,), float. The rewards of all completions. With `group_size`, the G completions
+            of a prompt must be adjacent. Mode "gdpo" expects (K, N*G) instead, the values of K
+            reward functions. With "gdpo", a completion without a reward has NaN for all K
+            functions.
         mode: how to compute the advantages: "rewards", "baseline", "centered", "normalized", "max",
             "max_code", "batch", "rloo", "rloo_normalized", "maxrl", "gdpo",
             "reinforce_pp_baseline", "opo" or "passk". The losses page has the formula and the paper
             of each mode.
         group_size: G, completions per prompt. Must divide the number of rewards. 1 is allowed only
             with the modes "rewards" and "baseline".
+        groups: the group of each reward, as a 1-D tensor of integers or a sequence of hashable
+            values such as prompt ids. Groups may have different sizes, and their rewards may come
+            in any order. A group with one completion gets 0 in modes that compare completions.
         clip_low: lower bound of the advantages, a number <= 0. None: no bound.
         clip_high: upper bound of the advantages, a number >= 0. None: no bound.
         options: options of the mode. "normalized" and "batch" have `eps` and `unbiased`.
@@ -261,7 +268,8 @@ def group_advantages(
 
     Raises:
         ValueError: an unknown mode or option, a wrong shape, infinite rewards, a group size of 1
-            with a mode that compares within groups.
+            with a mode that compares within groups, or not exactly one of `group_size` and
+            `groups`.
 
     Example:
         >>> import torch
@@ -284,10 +292,7 @@ def group_advantages(
     expected = "finite values, or NaN for a completion without a reward"
     fits = not is_complex and not torch.isinf(rewards).any()
     require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
-    is_count = isinstance(group_size, int) and not isinstance(group_size, bool)
-    require(is_count and group_size >= 1, "group_size", "an integer >= 1", repr(group_size))
-    require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
-    check_group_size(mode, group_size)
+    cells, width = _cells(mode, count, group_size, groups)
     check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
     weights = options.get("weights") or ()
     fits = mode != "gdpo" or len(weights) in (0, len(rewards))
@@ -299,10 +304,10 @@ def group_advantages(
             raise argument_error("lengths", expected, kind_of(lengths))
         fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
-        options["lengths"] = lengths.double().reshape(-1, group_size)
+        options["lengths"] = _table(lengths.double(), cells, width)
     # 2. Compute in fp64, group by group.
     function = MODES[mode]
-    grouped = rewards.double().reshape(*rewards.shape[:-1], -1, group_size)
+    grouped = _table(rewards.double(), cells, width)
     missing = grouped.isnan().all(0) if mode == "gdpo" else grouped.isnan()
     if missing.all():  # also for zero rewards, whose deviation would cause a torch warning
         return torch.zeros(count, device=rewards.device)
@@ -312,12 +317,62 @@ def group_advantages(
     # 3. Set the advantages of completions without a reward to 0, apply the bounds, and reject
     # advantages that fp32 cannot represent.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
+    if cells is not None:
+        advantages = advantages[cells.to(advantages.device)]
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)
     if not torch.isfinite(advantages).all():
         largest = f"{grouped.nan_to_num().abs().max().item():g}"
         raise argument_error("rewards", "advantages within fp32", f"rewards up to {largest}")
     return advantages
+
+
+def _cells(
+    mode: str, count: int, group_size: int | None, groups: Tensor | Sequence[Hashable] | None
+) -> tuple[Tensor | None, int]:
+    """Return the cell of each reward in a table with one row per group, and the width of the table.
+
+    Returns:
+        The indices (count,) of the rewards in the flattened table, or None if the rewards fill the
+        table in their order; and the size of the largest group.
+    """
+    if (group_size is None) == (groups is None):
+        got = "neither" if groups is None else "both"
+        raise argument_error("group_size", "exactly one of group_size and groups", got)
+    if group_size is not None:
+        is_count = isinstance(group_size, int) and not isinstance(group_size, bool)
+        require(is_count and group_size >= 1, "group_size", "an integer >= 1", repr(group_size))
+        require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
+        check_group_size(mode, group_size)
+        return None, group_size
+    expected = f"a group for each of {count} rewards"
+    if isinstance(groups, Tensor):
+        is_flat = groups.dim() == 1 and not groups.is_floating_point()
+        require(is_flat, "groups", f"{expected}: integers of shape ({count},)", kind_of(groups))
+    ids: Any = groups.tolist() if isinstance(groups, Tensor) else groups
+    is_listed = isinstance(ids, Sequence) and not isinstance(ids, str)
+    if not is_listed or not all(isinstance(x, Hashable) for x in ids):
+        expected += ": a 1-D tensor or a sequence of ids"
+        raise argument_error("groups", expected, kind_of(groups))
+    require(len(ids) == count, "groups", expected, len(ids))
+    members: dict[Hashable, list[int]] = {}
+    for place, group in enumerate(ids):
+        members.setdefault(group, []).append(place)
+    width = max(map(len, members.values()), default=1)
+    cells = torch.zeros(count, dtype=torch.long)
+    for row, places in enumerate(members.values()):
+        cells[places] = torch.arange(len(places)) + row * width
+    return cells, width
+
+
+def _table(values: Tensor, cells: Tensor | None, width: int) -> Tensor:
+    """Return values (..., count) as a table (..., groups, width), with NaN in empty cells."""
+    if cells is None:
+        return values.reshape(*values.shape[:-1], -1, width)
+    rows = int(cells.max()) // width + 1 if cells.numel() else 0
+    table = values.new_full((*values.shape[:-1], rows * width), torch.nan)
+    table[..., cells.to(values.device)] = values
+    return table.reshape(*values.shape[:-1], rows, width)
 
 
 def check_group_size(mode: str, group_size: int) -> None:

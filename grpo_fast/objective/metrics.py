@@ -79,13 +79,24 @@ def token_metrics(
 
 
 EXTENTS = ("mean", "min", "max")
+CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective_sample_size")
 
 
 def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
-    """Return the share of dropped tokens and the share of clamped ratios, keyed by name."""
+    """Return the metrics of the corrections, keyed by name.
+
+    They are the share of dropped tokens, the share of clamped ratios, and the effective sample size
+    divided by the number of tokens, (Σw)²/(n·Σw²).
+    """
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
-    return {"sampling/masked": mean((weights == 0).float()), "sampling/clipped": mean(clipped)}
+    # Scale by a power of two, so that the squares of tiny weights do not underflow.
+    largest = weights.amax() if weights.numel() else weights.new_zeros(())
+    scaled = torch.ldexp(weights, -torch.frexp(largest).exponent.clamp(-100, 100))
+    spread = mean(scaled * scaled)
+    size = torch.where(spread > 0, mean(scaled).square() / spread, 0.0)
+    values = mean((weights == 0).float()), mean(clipped), size
+    return dict(zip(CORRECTION_METRICS, values, strict=True))
 
 
 def mean(x: Tensor) -> Tensor:

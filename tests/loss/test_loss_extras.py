@@ -58,8 +58,8 @@ def test_weights_and_metrics_of_corrections(
 ):
     """Check the weight of each token, and how many tokens the metrics count as masked and clipped.
 
-    The loss "kimi" is tested because its gradient shows the weight of a token even if the advantage
-    is 0.
+    "effective_sample_size" is a share of the tokens, (Σw)²/(n·Σw²). The loss "kimi" is tested
+    because its gradient shows the weight of a token even if the advantage is 0.
     """
     config = grpo_fast.LossConfig(
         loss_type, corrections=corrections, beta=1.0 if loss_type == "kimi" else 0.0
@@ -71,8 +71,23 @@ def test_weights_and_metrics_of_corrections(
     out.loss.backward()
     slope = -given[0] + (0.3 if loss_type == "kimi" else 0.0)
     torch.testing.assert_close(logps.grad[0], w * slope / 4)
-    found = [float(out.metrics[f"sampling/{name}"]) for name in ("masked", "clipped")]
-    assert found == pytest.approx([weights.count(0) / 4, clipped])
+    names = ("masked", "clipped", "effective_sample_size")
+    size = float(w.sum() ** 2 / (4 * w.square().sum())) if w.any() else 0.0
+    found = [float(out.metrics[f"sampling/{name}"]) for name in names]
+    assert found == pytest.approx([weights.count(0) / 4, clipped, size])
+
+
+def test_tiny_weights_have_an_effective_sample_size():
+    """Check the metric if all weights are so small that their squares underflow in fp32."""
+    config = grpo_fast.LossConfig("reinforce", corrections={"high": 3.0})
+    sampling = torch.tensor([[1e-25, 1e-25, 3e-25, 1e-30]]).log().neg() - 0.3
+    out = grpo_fast.grpo_loss(
+        torch.zeros(1, 4), torch.ones(1), config, old_logps=torch.full((1, 4), -0.3),
+        sampling_logps=sampling,
+    )  # fmt: skip
+    expected = 25 / (4 * 11)
+    found = float(out.metrics["sampling/effective_sample_size"])
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_token_the_sampler_could_not_score_counts_as_agreeing():

@@ -23,8 +23,8 @@ MODES = (
 )  # fmt: skip
 GROUPS = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0, 0.0], [2.0, -1.0, 2.0, 0.5]]
 LENGTHS = [[10, 20, 5, 7], [3, 3, 9, 1], [8, 2, 2, 4]]
-RAGGED = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0], [2.0, -1.0, 0.5]]
-RAGGED_LENGTHS = [[10, 20, 5, 7], [3, 3, 9], [8, 2, 2]]
+RAGGED = [[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0], [2.0, -1.0, 2.0, 0.5, 0.125, 0.0]]
+RAGGED_LENGTHS = [[10, 20, 5, 7], [3, 3, 9], [8, 2, 2, 4, 1, 6]]
 
 
 def flat(groups):
@@ -73,34 +73,41 @@ def test_modes(mode):
     rewards, options = flat(GROUPS), options_of(mode, flat(LENGTHS))
     given = ("normalized", {"unbiased": False}) if mode == "biased" else (mode, options)
     own = group_advantages(rewards, given[0], group_size=4, **given[1])
+    by_id = [x for x in "abc" for _ in range(4)]
+    assert torch.equal(group_advantages(rewards, given[0], groups=by_id, **given[1]), own)
     assert own.dtype == torch.float32 and own.shape == (12,)
     torch.testing.assert_close(own, group_by_group(mode, GROUPS), rtol=1e-5, atol=1e-6)
     assert torch.equal(rewards, flat(GROUPS))
 
 
+@pytest.mark.parametrize("ids", ["tensor", "words"])
 @pytest.mark.parametrize("mode", [*MODES, "biased"])
-def test_groups_of_unequal_size_are_filled_with_nan(mode):
-    rewards, lengths = (
-        torch.tensor([[*row, *[math.nan] * (4 - len(row))] for row in rows])
-        for rows in (RAGGED, RAGGED_LENGTHS)
-    )
-    known = ~rewards.isnan().flatten()
-    options = options_of(mode, lengths.nan_to_num(1.0).flatten())
-    given = ("normalized", {"unbiased": False}) if mode == "biased" else (mode, options)
-    own = group_advantages(rewards.flatten(), given[0], group_size=4, **given[1])
-    expected = group_by_group(mode, RAGGED, RAGGED_LENGTHS)
-    torch.testing.assert_close(own[known], expected, rtol=1e-5, atol=1e-6)
-    assert not own[~known].any()
+def test_groups_of_unequal_size_in_any_order(mode, ids):
+    numbers = torch.tensor([n for n, group in enumerate(RAGGED) for _ in group])
+    order = torch.randperm(len(numbers))
+    lengths = flat(RAGGED_LENGTHS)[order]
+    given = ("normalized", {"unbiased": False}) if mode == "biased" else (mode, {})
+    options = given[1] | options_of(mode, lengths)
+    groups = 7 - 3 * numbers[order]
+    if ids == "words":
+        groups = [("prompt", str(n)) for n in groups.tolist()]
+    own = group_advantages(flat(RAGGED)[order], given[0], groups=groups, **options)
+    expected = group_by_group(mode, RAGGED, RAGGED_LENGTHS)[order]
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m not in WITHOUT_GROUPS])
-def test_a_group_with_one_reward_is_zero_and_changes_no_other_group(mode):
-    rewards = torch.tensor([1.0, 0.0, 0.5, 3.0, math.nan, math.nan])
-    own = group_advantages(rewards, mode, group_size=3, **options_of(mode, torch.ones(6)))
-    assert not own[3:].any() and own[:3].any()
+def test_a_group_of_one_by_id_is_zero_and_changes_no_other_group(mode):
+    """Check a group with one completion, and one in which only one completion has a reward."""
+    rewards = torch.tensor([5.0, 1.0, 0.0, 0.5, 3.0, math.nan])
+    groups = [1, 0, 0, 0, 2, 2]
+    own = group_advantages(rewards, mode, groups=groups, **options_of(mode, torch.ones(6)))
+    assert own[[0, 4, 5]].tolist() == [0, 0, 0] and own[1:4].any()
     if mode not in ("batch", "reinforce_pp_baseline"):  # these use statistics of the batch
-        alone = group_advantages(rewards[:3], mode, group_size=3, **options_of(mode, torch.ones(3)))
-        torch.testing.assert_close(own[:3], alone, rtol=1e-6, atol=0)
+        alone = group_advantages(
+            rewards[1:4], mode, group_size=3, **options_of(mode, torch.ones(3))
+        )
+        torch.testing.assert_close(own[1:4], alone, rtol=1e-6, atol=0)
 
 
 @pairs(mode=[m for m in MODES if m not in WITHOUT_GROUPS],
@@ -177,8 +184,12 @@ REFUSED = [  # each entry has the expected message, and the invalid arguments
     ("rewards: expected numbers >= 0 of mode 'maxrl'", {"rewards": -ONES, "mode": "maxrl"}),
     (r"rewards: expected a tensor of shape \(K, N\*G\)", {"mode": "gdpo"}),
     ("group_size", {"rewards": torch.ones(5)}),
-    *[("group_size", {"group_size": x}) for x in (0, 2.0, None)],
-    ("groups: expected one of", {"groups": [0, 0, 1, 1]}),
+    *[("group_size", {"group_size": x}) for x in (0, 2.0)],
+    ("group_size: expected exactly one of group_size and groups, got neither",
+     {"group_size": None}),
+    ("group_size: expected exactly one .* got both", {"groups": [0, 0, 1, 1]}),
+    *[("groups: expected a group for each of 4 rewards", {"group_size": None, "groups": x})
+      for x in ("aabb", [1, 2], [[1]] * 4, torch.ones(4), torch.ones(2, 2, dtype=torch.int), 3)],
     ("mode", {"mode": "mean"}),
     ("eps", {"mode": "centered", "eps": 1.0}),
     *[("eps", {"eps": x}) for x in (math.nan, -1.0, "small")],
@@ -226,6 +237,12 @@ def test_gdpo():
     found = group_advantages(each, "gdpo", **options)
     torch.testing.assert_close(found.double(), (total - total.mean()) / total.std())
     assert b[5] == 0 != found[5]
+    order = torch.randperm(6)
+    options.pop("group_size")
+    groups = torch.arange(2).repeat_interleave(3)[order]
+    again = group_advantages(each[:, order], "gdpo", groups=groups, **options)
+    torch.testing.assert_close(again, found[order])
+    options["group_size"] = 3
     each[0, 5] = math.nan
     assert group_advantages(each, "gdpo", **options)[5] == 0
     same = group_advantages(torch.ones(2, 6), "gdpo", group_size=3)
@@ -251,6 +268,7 @@ ROWS = {"rewards": torch.ones(2, 6), "values": torch.ones(2, 6)}
         (ROWS | {"values": torch.ones(2, 3)}, "values"),
         (ROWS | {"mask": torch.ones(3)}, "mask"),
         (ROWS | {"rewards": [[1.0]]}, "rewards"),
+        (ROWS | {"following": ONES}, r"following: expected shape \(B,\) = \(2,\)"),
         *[(ROWS | {"lam": torch.tensor(x)}, "lam: expected")
           for x in ([0.5], [0.5, 1.1], [math.nan] * 2)],
     ],

@@ -12,7 +12,7 @@ from tests.command_line import invoke, refused
 from tests.data import test_data
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
-from tests.train.test_asking import TEMPLATE
+from tests.train.test_evaluation import TEMPLATE
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(20)]
 QUESTIONS = sorted(row["question"] for row in ROWS)

@@ -144,7 +144,8 @@ def test_answers_are_not_executed(tmp_path):
     a, b = terms["metadata"]["pair"]
     code = f"{a} + {b} + 0*len([open({str(file)!r}, 'w')])"
     assert score(terms, code, f"{a} + {b}", f"sqrt({b}**2) + {a}") == [0.01, 1.0, 1.0]
-    assert score(sums, code) == [0.0] and not file.exists()
+    # The path may contain the digits of the answer, which this scorer gives half a point.
+    assert score(sums, code)[0] < 1 and not file.exists()
 
 
 def test_an_answer_that_a_scorer_cannot_read_has_score_0():

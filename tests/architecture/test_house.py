@@ -79,7 +79,7 @@ def test_no_call_lets_a_library_execute_or_unpickle_data():
 
 
 # ---------------------------------------------------------- regular expressions
-LENGTH, SECONDS = 1 << 16, 0.1
+LENGTH, SECONDS = 1 << 14, 0.025
 UNITS = (
     "1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n", "<<", "<<a",
     ">>", "<<1>>", "<", "####", "#### ", "<answer>", "</answer>", "`", "```", "vendor_id",
@@ -132,4 +132,4 @@ def test_a_pattern_is_linear_in_hostile_text(where, pattern):
 
 def test_the_patterns_are_found_and_one_that_backtracks_would_be_seen():
     assert answers._NUMBER_IN_TEXT in [pattern for _, pattern in PATTERNS] and len(PATTERNS) >= 7
-    assert seconds(re.compile(r"(?:a+b?)+c"), "a" * 24) > SECONDS
+    assert seconds(re.compile(r"(?:a+b?)+c"), "a" * 21) > SECONDS

@@ -101,8 +101,6 @@ PLANTS = {
     "csrc/rows/chunk.h": [
         ("csrc-row-stride", "csrc", "the row stride is ignored",
          "offsets[row] : numbers.row(row);", "offsets[row] : numbers.data + row * columns;"),
-        ("support-csrc-width", "csrc_support", "the last id of a row is skipped",
-         "offsets ? offsets[row + 1] - offsets[row]", "offsets ? offsets[row + 1] - offsets[row] - 1"),
     ],
     "csrc/rows/divergence.h": [
         ("divergence-cpp-top-lane", "csrc_divergence", "the slope of the top logit is counted twice",

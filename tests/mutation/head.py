@@ -100,8 +100,6 @@ PLANTS = {
          "kernels.add_targets_(total, ids, order,", "kernels.add_targets_(total, ids, ids,"),
         ("csrc-sums-filtered-target", "csrc_sums", "dW of filtered columns without the targets",
          "            added.add_to_(self.d_weight)\n", "            pass\n"),
-        ("csrc-sums-bias-target", "csrc_sums", "db without the targets",
-         "            add_rows_(self.d_bias, by.target_ids, by.by_target[:count])\n", ""),
         ("range-top", "range", "the largest gradients exceed the range of fp16",
          "TOP_EXPONENT = 13", "TOP_EXPONENT = 17"),
         ("range-not-narrowed", "range", "the smallest gradients underflow in fp16",

@@ -20,13 +20,9 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels.formulas import draw
 from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
+from tests.loss_cases import worst_row
 
 NAN = float("nan")
-
-
-def worst_row(actual, expected):
-    size = expected.norm(dim=-1)
-    return ((actual.double() - expected).norm(dim=-1)[size > 0] / size[size > 0]).max()
 
 
 # ---- single kernels

@@ -34,7 +34,7 @@ from tests.train.resuming import config_of, result, run
 
 OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "checkpoint.keep=2",
            "inner_iterations=2", "minibatches=2", "shuffle=completions", "reference.kind=synced",
-           "reference.sync_every=7", "loss.beta=0.05",
+           "reference.sync_every=7", "loss.beta=0.05", "rollout.dynamic={rounds: 1}",
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
 LEFT_ALONE = 3  # exit status of a rank when another rank was killed

@@ -6,7 +6,7 @@ all completions.
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -49,46 +49,57 @@ class Collector:
     def next(self, step: int, clock: Clock) -> tuple[Samples, dict[str, float]]:
         """Return the samples of a step, and their metrics.
 
-        The group number of a sample is the queue position of its prompt.
+        With `rollout.dynamic`, groups with equal rewards are replaced with groups from the next
+        prompts. If groups are still missing after `rollout.dynamic.rounds` rounds of replacement,
+        groups with equal rewards complete the batch.
 
         Args:
             step: number of the step, counted from 1.
             clock: clock that measures the time of each part of the step.
         """
-        # 1. Sample completions.
+        dynamic = self.config.dynamic
+        wanted = self.config.prompts_per_step
         size = self.config.group_size
-        places = self.queue.take(self.config.prompts_per_step)
-        prompts = [self.queue.example(place).prompt for place in places]
+        metrics: dict[str, float] = {}
+        is_used = torch.ones(wanted, dtype=torch.bool)  # one entry per group
         with awake(self.engine, self.policy, version=step - 1):
-            samples = generate(
-                self.policy, prompts, self.config, engine=self.engine, group_size=size,
-                seed=(self.seed, step),
-            )  # fmt: skip
-        samples.group += places.start
+            # 1. Sample and score the prompts of the step.
+            samples, lost = self._scored(self.queue.take(wanted), (self.seed, step), clock)
+            # 2. Replace groups whose rewards are all equal with groups from the next prompts.
+            if dynamic is not None:
+                rounds = 0
+                is_used, filled = used_groups(samples.rewards, size, wanted)
+                while filled and rounds < dynamic.rounds:
+                    rounds += 1
+                    # Include the queue position in the seed, so that each round draws new random
+                    # numbers.
+                    seed = (self.seed, step, self.queue.consumed)
+                    more, also_lost = self._scored(self.queue.take(filled), seed, clock)
+                    samples = Samples.cat([samples, more])
+                    lost = {name: lost[name] + also_lost[name] for name in lost}
+                    is_used, filled = used_groups(samples.rewards, size, wanted)
+                metrics = {
+                    "dynamic_sampling/asked": float(len(is_used)),
+                    "dynamic_sampling/dropped": float((~is_used).sum()),
+                    "dynamic_sampling/filled": float(filled),
+                    "dynamic_sampling/rounds": float(rounds),
+                    "prompts_consumed": float(self.queue.consumed),
+                }
         check_versions(samples, step)
-        clock.lap("rollout", tokens=sum(samples.lengths))
-        # 2. Call the reward functions. Render the chat template once per group, because all samples
-        # of a group share the prompt.
-        sent = [text for text in prompt_texts(self.policy, prompts) for _ in range(size)]
-        done = step - 1
-        epoch = done * len(places) / len(self.queue.examples)
-        self.rewards.progress |= {"global_step": done, "max_steps": self.steps, "epoch": epoch}
-        examples = self.examples_of(samples)
-        result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
-        samples.rewards = result.total
-        samples.scores = result.per_fn
-        samples.extra = dict(result.extra)
-        clock.lap("reward")
-        # 3. Compute the advantages. Update the baseline afterwards, so that the advantages of a
-        # step see only earlier rewards.
-        samples.advantages = self.advantages.of(result.total, samples.scores, samples.lengths)
-        if self.advantages.baseline is not None:
-            self.advantages.baseline.update(result.total)
-        return samples, {
-            **{f"logged/{name}": math.fsum(x) / len(x) for name, x in result.metrics.items()},
-            **reward_metrics(result.total, samples.scores, result.reasons, size),
+        # 3. Compute the advantages of the groups that are used.
+        chosen = samples[is_used.repeat_interleave(size).nonzero()[:, 0]]
+        assert chosen.rewards is not None and samples.rewards is not None
+        chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
+        # Update the baseline now, so that the advantages of a step see only earlier rewards.
+        baseline = self.advantages.baseline
+        if baseline is not None:
+            baseline.update(samples.rewards)
+        # 4. Compute metrics over all samples, including those of dropped groups.
+        return chosen, {
+            **reward_metrics(samples.rewards, samples.scores, lost, size),
             **completion_metrics(samples),
             **support_metrics(samples),
+            **metrics,
         }
 
     def examples_of(self, samples: Samples) -> list[Example]:
@@ -109,6 +120,39 @@ class Collector:
         self.rewards.load_state_dict(state["lost_rewards"])
         if self.advantages.baseline is not None and state["baseline"] is not None:
             self.advantages.baseline.load_state_dict(state["baseline"])
+
+    def _scored(
+        self, places: range, seed: tuple[int, ...], clock: Clock
+    ) -> tuple[Samples, dict[str, Counter[str]]]:
+        """Sample and score completions of the prompts at the queue positions `places`.
+
+        The group number of a sample is the queue position of its prompt.
+
+        Returns:
+            The samples, and for each reward function the number of samples without a reward, by
+            reason.
+        """
+        # 1. Sample completions.
+        size = self.config.group_size
+        prompts = [self.queue.example(place).prompt for place in places]
+        samples = generate(
+            self.policy, prompts, self.config, engine=self.engine, group_size=size, seed=seed
+        )
+        samples.group += places.start
+        clock.lap("rollout", tokens=sum(samples.lengths))
+        # Render the chat template once per group, because all samples of a group share the prompt.
+        sent = [text for text in prompt_texts(self.policy, prompts) for _ in range(size)]
+        # 2. Call the reward functions.
+        done = seed[1] - 1
+        epoch = done * self.config.prompts_per_step / len(self.queue.examples)
+        self.rewards.progress |= {"global_step": done, "max_steps": self.steps, "epoch": epoch}
+        examples = self.examples_of(samples)
+        result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
+        # 3. Store the rewards.
+        samples.rewards = result.total
+        samples.scores = result.per_fn
+        clock.lap("reward")
+        return samples, result.reasons
 
 
 # ------------------------------------------------------------------------------ Several ranks
@@ -174,6 +218,32 @@ class PromptQueue:
 
     def example(self, place: int) -> Example:
         return self.examples[place % len(self.examples)]
+
+
+def used_groups(rewards: Tensor | None, size: int, wanted: int) -> tuple[Tensor, int]:
+    """Choose the groups that a step uses.
+
+    A group is used if its rewards are not all equal. If these are fewer than `wanted` groups, the
+    first groups with equal rewards complete the batch. All other groups are dropped.
+
+    Args:
+        rewards: rewards of shape (groups·G,). NaN marks samples without a reward, which are
+            ignored.
+        size: number of samples in a group (G).
+        wanted: number of groups that the step uses.
+
+    Returns:
+        A mask of the used groups, and the number of used groups with equal rewards.
+    """
+    assert rewards is not None
+    judged = rewards.view(-1, size)
+    # If no sample of a group has a reward, the minimum is +inf and the maximum is -inf. The group
+    # then counts as a group with equal rewards.
+    low = judged.nan_to_num(nan=torch.inf).amin(1)
+    has_spread = judged.nan_to_num(nan=-torch.inf).amax(1) > low
+    missing = wanted - int(has_spread.sum())
+    is_filled = ~has_spread & ((~has_spread).cumsum(0) <= missing)
+    return has_spread | is_filled, int(is_filled.sum())
 
 
 class Advantages:

@@ -35,7 +35,7 @@ from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy, Reference
 from grpo_fast.train.optimizer import warm_start
 from grpo_fast.train.report.page import rows_of
-from grpo_fast.train.report.report import RunReport, opening_lines
+from grpo_fast.train.report.report import RunReport, closing_lines, opening_lines
 from grpo_fast.train.run import Run
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 ranks.from_main(lambda: report.finish(summary))
                 if config.log.save_model:
                     ranks.from_main(lambda: checkpoint.save_model(run, last))
-            report.note(f"results are in {report.folder}")
+            report.note(*closing_lines(report.folder, config.has_code))
         return summary
 
 

@@ -40,7 +40,7 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(ranks, plain, tmp_path, number,
 # ------------------------------------------------------------------------------------ Several ranks
 # "exact" logs the gradient variance, and "alone" computes every completion alone. Neither works
 # with sharded weights.
-SHARDED = ("few", "mu", "lora", "corrected", "ppo", "ppo-shared", "divergence", "hybrid")
+SHARDED = ("few", "mu", "lora", "dynamic", "ppo", "ppo-shared", "divergence", "hybrid")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES if case not in ("lora", "divergence", "hybrid")),
     *((case, "fsdp2", 2) for case in SHARDED),

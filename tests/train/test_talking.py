@@ -1,6 +1,7 @@
 """Tests of the command line and of the messages of a run."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from grpo_fast.train.config.recipes import recipe_names, recipe_table
 from grpo_fast.train.report.page import step_html
-from grpo_fast.train.report.report import shown_number
+from grpo_fast.train.report.report import closing_lines, shown_number
 from tests.command_line import ROOT, invoke, write_recipe
 from tests.train.test_completions import row
 
@@ -17,11 +18,16 @@ def test_the_last_lines_say_how_it_ended_and_where_things_lie(tmp_path):
     done = invoke("train", write_recipe(tmp_path), "steps=3")
     assert done.exit_code == 0, done.output
     folder = tmp_path / "run"
-    *_, change, place = done.stdout.splitlines()
-    assert " → " in change and place == f"results are in {folder}"
+    *_, change, files, to_evaluate, to_plot = done.stdout.splitlines()
+    assert " → " in change and files.endswith(": completions.html, curves.png, model")
+    assert [files, to_evaluate, to_plot] == closing_lines(folder)
+    assert closing_lines(folder, has_code=True)[1] == f"{to_evaluate} --allow-code"
     (folder / "curves.png").unlink()
-    drawn = invoke("plot", str(folder))  # writes into the run's folder
-    assert drawn.output.strip() == str(folder / "curves.png") and (folder / "curves.png").is_file()
+    for command in (to_evaluate, to_plot):
+        done = invoke(*shlex.split(command)[1:])
+        assert done.exit_code == 0, done.output
+    # `plot` writes into the run's folder.
+    assert done.output.strip() == str(folder / "curves.png") and (folder / "curves.png").is_file()
     both = invoke("plot", str(folder), str(folder / "metrics.jsonl"), "-o", str(tmp_path / "b.png"))
     assert both.exit_code == 0 and (tmp_path / "b.png").is_file()
 

@@ -120,6 +120,7 @@ IN_REWARD = "advantages=gae critic.kl_in_reward=true"
         ("train", "rewards={verl: exact_match}", "convention=verl conflicts with name=exact_match"),
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
         ("train", "model=null", "model"),
+        ("train", "rollout.dynamic={} rollout.group_size=1", "rollout.group_size: expected at le"),
         ("train", "data.system_prompt={a: 1}", "system_prompt: Input should be a valid string"),
     ],
 )  # fmt: skip

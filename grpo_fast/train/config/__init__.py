@@ -303,6 +303,16 @@ class RewardConfig(Section):
         return self
 
 
+class DynamicSamplingConfig(Section):
+    """Replacement of groups in which all rewards are equal. Such groups give no gradient.
+
+    Attributes:
+        rounds: Maximum number of resampling rounds; then dropped groups fill the rest of the batch.
+    """
+
+    rounds: Positive = 4
+
+
 class RolloutConfig(Section, Sampling):
     """Sampling of completions.
 
@@ -314,6 +324,7 @@ class RolloutConfig(Section, Sampling):
         mask_truncated: Exclude completions that do not end with an EOS from the loss.
         correct_sampling: Correct the loss by the ratio of the trainer's probabilities to the
             sampler's.
+        dynamic: Drop groups of equal rewards and sample further prompts; null keeps all groups.
         replay_support: auto normalizes the loss over the tokens that top_p or top_k kept; off uses
             all tokens.
         vllm: Options of the engines vllm and vllm-server.
@@ -325,6 +336,7 @@ class RolloutConfig(Section, Sampling):
     prompts_per_step: Size = 8
     mask_truncated: bool = False
     correct_sampling: bool = False
+    dynamic: DynamicSamplingConfig | None = None
     replay_support: Literal["auto", "off"] = "auto"
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)
 
@@ -338,6 +350,8 @@ class RolloutConfig(Section, Sampling):
         is_served = self.engine == "vllm-server"
         expected = "at least one server" if is_served else f"none with engine={self.engine}"
         require(is_served == bool(self.vllm.urls), "vllm.urls", expected, self.vllm.urls)
+        fits = self.dynamic is None or self.group_size > 1
+        require(fits, "group_size", "at least 2 with dynamic", self.group_size)
         return self
 
     @property
@@ -584,6 +598,11 @@ class RunConfig(Section):
     def kl_in_reward(self) -> bool:
         """Return True if the KL to the reference is part of the rewards, and not of the loss."""
         return self.critic is not None and self.critic.kl_in_reward
+
+    @property
+    def has_code(self) -> bool:
+        """Return True if the run executes Python code from outside the package."""
+        return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 
     def loss_config(self) -> LossConfig:
         """Return the `LossConfig` of the run. Some arguments come from the section `rollout`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,23 @@ def opening_lines(
         kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
         lines.append(f"loss over the tokens that the sampler kept, where it says which ({kept})")
     return lines
+
+
+def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
+    """Return lines that list the files of a finished run and the commands to inspect them.
+
+    Args:
+        folder: folder of the run.
+        has_code: True if the run used custom Python code. The command `grpo-fast eval` then needs
+            the option --allow-code.
+    """
+    names = ("completions.html", "curves.png", "model")
+    present = [name for name in names if (folder / name).exists()]
+    place = shlex.quote(str(folder))
+    lines = [f"{place}: {', '.join(present)}"] if present else []
+    if "model" in present:
+        lines.append(f"grpo-fast eval {place}" + (" --allow-code" if has_code else ""))
+    return [*lines, f"grpo-fast plot {place}"]
 
 
 def with_error(metrics: Mapping[str, float], key: str) -> str:

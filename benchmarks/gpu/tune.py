@@ -38,7 +38,7 @@ from benchmarks.report.files import write
 from grpo_fast.kernels.gpu import exponentials, linear, rows
 from grpo_fast.kernels.gpu.linear import LinearConfig
 from grpo_fast.kernels.gpu.rows import RowConfig, row_loss_
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import HeadInputs, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -136,12 +136,12 @@ def call_of(
     # unlikely that the kernel computes their rows twice. This rarely happens in training.
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
     weight *= 2 / hidden**0.5
-    head = (states, weight, None, targets, rule)
+    head = HeadInputs(states, weight, None, targets, rule)
     if kind == "exponentials":
         matrix = states.new_empty(rows, vocab)
-        return lambda: [exponentials.head_exponentials(*head, matrix).stats[1], matrix]
+        return lambda: [exponentials.head_exponentials(head, matrix).stats[1], matrix]
     out = torch.empty(rows, vocab, device=device) if kind == "linear store" else None
-    return lambda: [linear.head_logps(*head, return_entropy=False, logits_out=out)[1]]
+    return lambda: [linear.head_logps(head, return_entropy=False, logits_out=out)[1]]
 
 
 def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:

@@ -237,7 +237,7 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 	@$(STEP) 'the integrations, against the trainers themselves'
 	@GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' $(PYTEST) tests/integrations
 
-# Every module that imports transformers is tested here (tests/architecture/test_house.py holds the list to it).
+# Tests of modules that import transformers.
 TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py shared_prompt.py windows.py) \
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
   $(addprefix tests/train/test_,fingerprints.py longcontext.py memory_model.py pretrained.py \

@@ -23,14 +23,9 @@ def loss_and_gradients(backend: str, dtype: torch.dtype) -> list[torch.Tensor]:
     ids = torch.randint(4096, (64,), generator=generator)
     lengths = torch.tensor([0, 20, 64], dtype=torch.int32)
     output = grpo_fast.linear_grpo_loss(
-        hidden,
-        weight,
-        ids,
-        torch.tensor([1.0, -0.5]),
-        grpo_fast.LossConfig(),
-        cu_seqlens=lengths,
+        hidden, weight, ids, torch.tensor([1.0, -0.5]), grpo_fast.LossConfig(), cu_seqlens=lengths,
         backend=backend,
-    )
+    )  # fmt: skip
     output.loss.backward()
     return [output.logps, hidden.grad, weight.grad]
 

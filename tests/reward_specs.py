@@ -15,15 +15,9 @@ def own(function: Any, weight: float = 1.0, **keywords: Any) -> RewardSet:
 
 
 def spec(
-    name: str,
-    weight: float = 1.0,
-    *,
-    label: str | None = None,
-    timeout: Any = 60.0,
-    in_process: bool = False,
-    convention: str | None = None,
-    **options: Any,
-) -> SimpleNamespace:
+    name: str, weight: float = 1.0, *, label: str | None = None, timeout: Any = 60.0,
+    in_process: bool = False, convention: str | None = None, **options: Any,
+) -> SimpleNamespace:  # fmt: skip
     """Return the configuration of one reward function for `build_rewards`.
 
     `build_rewards` passes `options` to the reward function.

@@ -46,34 +46,29 @@ def die(*_: Any) -> None:
     time.sleep(60)  # wait until the signal arrives
 
 
+def arm_call(rng: random.Random, owner: Any, name: str, most: int) -> None:
+    """Make this process kill itself at one of the next `most` calls of a function."""
+    left, own = rng.randint(1, most), getattr(owner, name)
+
+    def counting(*arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        die() if left == 0 else own(*arguments)
+
+    setattr(owner, name, counting)
+
+
 def arm_save(rng: random.Random, steps: float, _: float) -> None:
     """Make this process kill itself while it saves a checkpoint in the next `steps` steps.
 
     The kill occurs before a random file of a checkpoint is flushed to disk.
     """
-    left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
-
-    def counting(path: Path) -> None:
-        nonlocal left
-        left -= 1
-        die() if left == 0 else sync(path)
-
-    checkpoint.sync = counting
+    arm_call(rng, checkpoint, "sync", FILES * max(1, round(steps / EVERY)))
 
 
 def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
-    """Make this process kill itself at a random token of a rollout.
-
-    The rollout belongs to one of the next `steps` steps.
-    """
-    left, add = rng.randint(1, round(PASSES * steps)), decode.SupportRecorder.add
-
-    def counting(*arguments: Any) -> None:
-        nonlocal left
-        left -= 1
-        die() if left == 0 else add(*arguments)
-
-    decode.SupportRecorder.add = counting  # type: ignore[method-assign]
+    """Make this process kill itself at a random token of a rollout of the next `steps` steps."""
+    arm_call(rng, decode.SupportRecorder, "add", round(PASSES * steps))
 
 
 def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:

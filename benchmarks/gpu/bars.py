@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import predict
 from benchmarks.gpu.parts import STEPS
-from benchmarks.gpu.predict import CARDS, Card, Case
+from benchmarks.gpu.predict import CARDS, Case, estimates
 from benchmarks.kernels.shapes import MODELS, Shape
 
 OURS = "grpo_fast (auto)"
@@ -86,7 +86,7 @@ class Bar(NamedTuple):
         return f"{value:,.{digits}f}{self.unit}"
 
 
-def bars(card: Card, results: Results) -> list[Bar]:
+def bars(card: str, results: Results) -> list[Bar]:
     """Return all bars for a card, with the most important bar first."""
     heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
     small = Shape(1024, *MODELS["qwen2.5-0.5b"])
@@ -111,14 +111,13 @@ def title_of(shape: Shape) -> str:
 
 
 def ratio(
-    card: Card, results: Results, operation: str, title: str, shape: Shape, wanted: float
+    card: str, results: Results, operation: str, title: str, shape: Shape, wanted: float
 ) -> Bar:
     """Return a bar for the time of an operation divided by the time of its limit."""
     case = Case(operation, shape)
-    guess = predict.estimate(card, case)
     value = results.value(case, "ratio_to_limit")
     title = f"{title}, {title_of(shape)}"
-    return Bar(title, wanted, guess.ours / guess.limit, value, predict.command(case))
+    return Bar(title, wanted, estimates(card)[case].ratio, value, predict.command(case))
 
 
 def over_peer(results: Results, shape: Shape, peer: str, wanted: float) -> Bar:
@@ -131,7 +130,7 @@ def over_peer(results: Results, shape: Shape, peer: str, wanted: float) -> Bar:
     return Bar(title, wanted, None, value, predict.command(case), at_least=True)
 
 
-def sparse(card: Card, results: Results, inactive: str) -> Bar:
+def sparse(card: str, results: Results, inactive: str) -> Bar:
     """Return a bar for the speedup of a call with 20% active rows over a call with 100%.
 
     The two runs may differ in speed, so each time is first divided by the limit of its run.
@@ -140,23 +139,24 @@ def sparse(card: Card, results: Results, inactive: str) -> Bar:
     case = dense._replace(active=0.2, inactive=inactive)
     pair = [results.value(c, "ratio_to_limit") for c in (dense, case)]
     value = pair[0] / pair[1] if pair[0] and pair[1] else None
-    guess = predict.estimate(card, dense).ours / predict.estimate(card, case).ours
+    guess = estimates(card)[dense].ours_ms / estimates(card)[case].ours_ms
     title = f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}"
     return Bar(title, 2.0, guess, value, predict.command(case), at_least=True)
 
 
-def copy_share(card: Card, results: Results, operation: str) -> Bar:
+def copy_share(card: str, results: Results, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
-    guess = predict.estimate(card, case)
-    value = results.value(case, "fraction_of_limit")
+    ratio = results.value(case, "ratio_to_limit")
     title = f"{operation}, share of a copy's speed"
-    return Bar(title, 0.8, guess.limit / guess.ours, value, predict.command(case), at_least=True)
+    guess = 1 / estimates(card)[case].ratio
+    value = None if ratio is None else 1 / ratio
+    return Bar(title, 0.8, guess, value, predict.command(case), at_least=True)
 
 
-def peak(card: Card, results: Results, shape: Shape) -> Bar:
+def peak(card: str, results: Results, shape: Shape) -> Bar:
     """Return a bar for the peak memory. Its bound is the prediction, rounded up to 0.05 GiB."""
     case = Case("linear_grpo_loss", shape)
-    planned = predict.estimate(card, case).workspace / 2**30
+    planned = estimates(card)[case].workspace_mib / 1024
     value = results.value(case, "workspace_mib")
     title = f"peak besides inputs and gradients, {title_of(shape)}"
     wanted = math.ceil(20 * planned) / 20
@@ -180,7 +180,7 @@ def step_ratio(results: Results, sizes: tuple[int, int, int]) -> Bar:
     return Bar(title, wanted, guess, value, command, at_least=True)
 
 
-def context(card: Card, results: Results, model: str) -> Bar:
+def context(card: str, results: Results, model: str) -> Bar:
     """Return a bar for the longest prompt with which a training step fits into GPU memory."""
     prompts = [
         float(report["settings"]["prompt"])
@@ -190,7 +190,7 @@ def context(card: Card, results: Results, model: str) -> Bar:
     ]
     # Ignore shorter prompts. Their runs measured the time of a step, not the memory limit.
     value = max((prompt for prompt in prompts if prompt >= 100_000), default=None)
-    wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000
+    wanted = CONTEXTS[model] * CARDS[card] // CARDS["H200"] // 1000 * 1000
     lora = " --lora 16" if model.endswith("7b") else ""
     command = f"{STEP} --model-config {model}{lora} --prompt {wanted} --providers shared"
     title = f"context of a step that fits, {model}"

@@ -1,7 +1,6 @@
 """CPU time that the host spends on one call on a GPU, measured without a GPU.
 
-    python -m benchmarks.gpu.host                  prints a table in Markdown
-    python -m benchmarks.gpu.host --profile CASE   prints the functions that take the most time
+    python -m benchmarks.gpu.host    prints a table in Markdown
 
 All tensors are CPU tensors that claim to be on a GPU. The Triton kernels are compiled for sm_90 and
 launched by Triton's own code, but the last step, which enters the CUDA driver, does nothing.
@@ -13,9 +12,7 @@ calling thread. On a GPU, autograd runs it in a thread of the device.
 from __future__ import annotations
 
 import contextlib
-import cProfile
 import os
-import pstats
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +27,7 @@ from torch import Tensor
 from benchmarks.gpu.fake_driver import TARGETS, TargetOnlyDriver
 from benchmarks.gpu.report import table
 from benchmarks.options import new_parser
-from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_loss
+from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
 
 ROWS = 1024
 HIDDEN = 896
@@ -107,7 +104,6 @@ def cases() -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     hidden = (torch.randn(ROWS, HIDDEN) / HIDDEN).bfloat16().requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN).bfloat16().requires_grad_()
-    logits = torch.zeros(ROWS, 64).bfloat16().requires_grad_()
     ids = torch.randint(64, (ROWS,))
     advantages = torch.randn(8)
     old = -torch.rand(ROWS)
@@ -122,25 +118,14 @@ def cases() -> dict[str, Callable[[], object]]:
         out.loss.backward()
         hidden.grad = weight.grad = None
 
-    def from_logits() -> None:
-        config = CONFIGS["dapo"]
-        logits_grpo_loss(logits, ids, advantages, config, **options).loss.backward()
-        logits.grad = None
-
     def logps() -> None:
-        linear_logps(hidden, weight, ids, backend="triton").sum().backward()
-        hidden.grad = weight.grad = None
-
-    def logps_alone() -> None:
         with torch.no_grad():
             linear_logps(hidden, weight, ids, backend="triton")
 
     return {
         "linear_grpo_loss, dapo": partial(loss, "dapo"),
         "linear_grpo_loss, gspo": partial(loss, "gspo"),
-        "logits_grpo_loss, dapo": from_logits,
-        "linear_logps and backward": logps,
-        "linear_logps, no gradient": logps_alone,
+        "linear_logps, no gradient": logps,
     }
 
 
@@ -160,31 +145,14 @@ def microseconds(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def profile(call: Callable[[], object]) -> None:
-    call()
-    call()
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(10 * CALLS):
-        call()
-    profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
-
-
 def main(arguments: list[str]) -> int:
-    parser = new_parser(__doc__)
-    parser.add_argument("--profile", metavar="CASE", help="profile one case")
-    options = parser.parse_args(arguments)
+    new_parser(__doc__).parse_args(arguments)
     if not KEPT_PAGES.items() <= os.environ.items():
         command = [sys.executable, "-m", "benchmarks.gpu.host", *arguments]
         os.execve(sys.executable, command, {**os.environ, **KEPT_PAGES})
     torch.set_num_threads(1)
     with claimed_gpu():
-        calls = cases()
-        if options.profile:
-            profile(calls[options.profile])
-            return 0
-        rows = [(name, f"{microseconds(call):.0f}") for name, call in calls.items()]
+        rows = [(name, f"{microseconds(call):.0f}") for name, call in cases().items()]
     print(*table("CPU time of one call", "case | us", rows), sep="\n")
     return 0
 

@@ -108,14 +108,13 @@ def parts() -> dict[str, Part]:
         "steps": steps(1, 65, STEPS[1:]),
         "support": bench(1, 30, *SUPPORT),
         "tests": tests(1, 110),
-        "rows": tune(1, 35, "--kind", "rows"),
+        "rows": own(1, 35, "row_candidates"),
         "frozen": bench(2, 40, *FROZEN),
         "heads": bench(2, 50, *HEADS),
         "hybrid": trees(2, 25, "--hybrid"),
         "longest": bench(2, 30, *LONGEST),
         "step": steps(BY_NAME, 95, STEPS[:1]),
         "peers": bench(BY_NAME, 130, *PEERS),
-        "tune": tune(BY_NAME, 120),
         "memcheck": sanitize(BY_NAME, 60, "memcheck"),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
         "trees": trees(BY_NAME, 40),
@@ -142,12 +141,6 @@ def own(visit: int, seconds: int, module: str) -> Part:
     """Return a part that runs a module of this folder. Its dry run uses tiny sizes on a CPU."""
     command = [PY, "-m", f"benchmarks.gpu.{module}"]
     return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
-
-
-def tune(visit: int, seconds: int, *options: str) -> Part:
-    """Return a part that times candidates. Compiling them takes up to 20 s."""
-    command = [PY, "-m", "benchmarks.gpu.tune", "--seconds", str(seconds - 20), *options]
-    return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
 def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:

@@ -251,7 +251,7 @@ def recording() -> Iterator[Recorder]:
             (driver.Driver, {"logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
             (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
-            (workspace, {"gpu_bytes": lambda device: CARDS["H200"].memory}),
+            (workspace, {"gpu_bytes": lambda device: CARDS["H200"]}),
         ):
             stack.enter_context(mock.patch.multiple(place, **changes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

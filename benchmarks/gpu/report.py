@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.gpu import predict, tune
+from benchmarks.gpu import predict
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
 from benchmarks.gpu.parts import BY_NAME, parts
-from benchmarks.gpu.predict import CARDS, Card, Case
+from benchmarks.gpu.predict import CARDS, Case
 from benchmarks.kernels.shapes import MODELS, Shape
 from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, load, machine
@@ -40,7 +40,7 @@ def rendered(path: Path) -> str:
     """Return the text of the report. Without the file, every result is "not measured".
 
     Raises:
-        ValueError: the file was not written by a session, or its results have no commit.
+        ValueError: the results have no commit.
     """
     paths = [path] if path.is_file() else []
     reports = [report for file in paths for report in load(file)]
@@ -53,17 +53,17 @@ def rendered(path: Path) -> str:
     done = json.loads(path.read_text()).get("parts", {}) if paths else {}
     every_case = cases_of(paths)
     lines = ["# A GPU session: predicted and measured", "", *origin(reports), ""]
-    for name, card in CARDS.items():
+    for name in CARDS:
         own = [x for x in reports if name in str(x.get("hardware", {}).get("gpu", ""))]
         cases = [c for c in every_case if name in str(c["hardware"].get("gpu", ""))]
         cases = [case for case in cases if case.get("allocator") == "cuda"]
         found = Results([case for case in cases if not case.get("support")], own)
         supported = Results([case for case in cases if case.get("support") == 50], own)
-        lines += table(f"## Bars on an {name}", BAR_COLUMNS, bar_rows(card, found))
+        lines += table(f"## Bars on an {name}", BAR_COLUMNS, bar_rows(name, found))
         title = f"## Times on an {name}, predicted / measured"
-        lines += table(title, TIME_COLUMNS, time_rows(card, found, supported))
+        lines += table(title, TIME_COLUMNS, time_rows(name, found, supported))
         title = f"## Candidates of the row kernel on an {name}, (8192, 151936) in bf16"
-        lines += table(title, CANDIDATE_COLUMNS, candidate_rows(card, own))
+        lines += table(title, CANDIDATE_COLUMNS, candidate_rows(name, own))
         lines += profiles(name, own)
     lines += table("## Parts of the session", PART_COLUMNS, session_rows(done))
     return "\n".join(lines).rstrip() + "\n"
@@ -92,7 +92,7 @@ def table(title: str, columns: str, rows: Iterable[Iterable[Any]]) -> Iterator[s
     yield ""
 
 
-def bar_rows(card: Card, found: Results) -> Iterator[tuple[str, ...]]:
+def bar_rows(card: str, found: Results) -> Iterator[tuple[str, ...]]:
     for bar in bars(card, found):
         wanted = f"{'≥' if bar.at_least else '≤'} {bar.text(bar.wanted)}"
         guess = "none" if bar.predicted is None else judged(bar, bar.predicted)
@@ -108,16 +108,14 @@ def judged(bar: Bar, value: float) -> str:
     return f"{bar.text(value, digits)} **missed**"
 
 
-def time_rows(card: Card, found: Results, supported: Results) -> Iterator[tuple[str, ...]]:
+def time_rows(card: str, found: Results, supported: Results) -> Iterator[tuple[str, ...]]:
     """Yield rows of the table of times and workspace sizes, with cells "predicted / measured".
 
     `supported` has the measurements with a support of 50 ids, which have no prediction.
     """
-    for case in predict.cases():
-        guess = predict.estimate(card, case)
-        guesses = guess.limit * 1e3, guess.ours * 1e3, guess.workspace / predict.MIB
+    for case, (*guesses, slowest) in predict.estimates(card).items():
         cells = time_cells([f"{number:.1f}" for number in guesses], found.rows(case))
-        yield predict.label(case), *cells, predict.largest(guess.parts)
+        yield predict.label(case), *cells, slowest
     for operation in ("linear_grpo_loss", "linear_grpo_loss_frozen", "linear_logps"):
         case = Case(operation, Shape(8192, *MODELS["qwen3-8b"]))
         cells = time_cells(["none"] * 3, supported.rows(case))
@@ -133,21 +131,17 @@ def time_cells(guesses: list[str], rows: dict[str, dict[str, Any]]) -> Iterator[
         yield f"{guess} / {NOTHING if value is None else f'{value:.1f}'}"
 
 
-def candidate_rows(card: Card, reports: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+def candidate_rows(card: str, reports: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield the predicted and measured time of each candidate that strides over rows."""
-    n, v = tune.ROWS, tune.ROW_VOCABS[0]
-    wanted = tune.Setting("rows", "bfloat16", 64, v)._asdict()
-    every = (entry for report in reports for entry in report.get("settings", ()))
-    found = [x for x in every if isinstance(x, dict) and x.get("setting") == wanted]
-    rows = found[-1]["rows"] if found else {}
-    for sizes in tune.PERSISTENT:
-        line = f"RowConfig{(*sizes, 'evict_first')}"
-        guess = f"{1e3 * predict.row_candidate(card, n, v, sizes[0], sizes[2]):.1f}"
-        if line not in rows:
-            yield f"`{line}`", guess, NOTHING, ""
+    found = [report["row_candidates"] for report in reports if "row_candidates" in report]
+    rows = found[-1] if found else {}
+    for line, guess in predict.row_candidates(card).items():
+        times = rows.get(line, {})
+        if "candidate" not in times:
+            yield f"`{line}`", f"{guess:.1f}", times.get("reason", NOTHING), ""
             continue
-        times = [rows[name]["median_ms"] for name in (line, "shipped")]
-        yield f"`{line}`", guess, f"{times[0]:.2f}", f"{times[0] / times[1]:.2f}×"
+        share = f"{times['candidate'] / times['shipped']:.2f}×"
+        yield f"`{line}`", f"{guess:.1f}", f"{times['candidate']:.2f}", share
 
 
 def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:

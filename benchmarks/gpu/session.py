@@ -214,7 +214,6 @@ def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespac
     add("--visit", type=int, choices=tuple(VISIT_SECONDS), help="default: the first not done")
     add("--part", action="append", choices=names, help="only this part; may be repeated")
     add("--again", action="store_true", help="repeat finished parts")
-    add("--force", action="store_true", help="go on after a failed smoke test")
     add("--dry", action="store_true", help="start every part far enough to know that it would run")
     add("--deadline", type=positive(float), help="seconds for all parts; default: the visit's")
     add("--commit", help="commit of the tree, which travels without .git")
@@ -255,8 +254,8 @@ def run_all(chosen: dict[str, Part], options: argparse.Namespace, session: Sessi
             session.say(f"== {name}: at most {limit:.0f} s")
             passed = session.run_part(name, part, limit)
             failed |= not passed
-            if part.stops and not passed and not options.force:
-                session.say(f"== stopped: {name} failed, nothing else was run; --force goes on")
+            if part.stops and not passed:
+                session.say(f"== stopped: {name} failed, nothing else was run")
                 return 3
     return 1 if failed else 0
 

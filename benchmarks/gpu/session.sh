@@ -15,7 +15,7 @@
 #                                                needs no GPU
 #
 # The first line of the output is the plan with its seconds. Every visit begins with a smoke test and
-# ends there if it fails (--force goes on). RISKS.md says what may go wrong and where to look.
+# ends there if it fails. RISKS.md says what may go wrong and where to look.
 # The folder ${OUT:-benchmarks/results} gets gpu_session.json (results and the status of each part),
 # gpu_session.log and, with OUT, triton-cache.tgz (compiled kernels). Put these files into
 # benchmarks/results/ before the next visit. That visit then skips the parts that are finished at its

@@ -140,15 +140,11 @@ def liger_loss(problem: Problem) -> Step:
         beta=0.0, use_ref_model=False, epsilon_low=EPSILON, epsilon_high=EPSILON, loss_type="dapo"
     )
     hidden = problem.hidden.unflatten(0, (COMPLETIONS, -1))
-    target_ids, old_logps, mask = by_completion(problem)
+    target_ids, old_logps, mask = (
+        x.view(COMPLETIONS, -1) for x in (problem.target_ids, problem.old_logps, problem.mask)
+    )
     inputs = (hidden, problem.weight, target_ids, mask, problem.advantages)
     return ours.differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
-
-
-def by_completion(problem: Problem) -> list[Tensor]:
-    """Return the target ids, old logps and mask of a problem, each (B, L)."""
-    tensors = problem.target_ids, problem.old_logps, problem.mask
-    return [x.view(COMPLETIONS, -1) for x in tensors]
 
 
 # ---- from logits ----
@@ -171,29 +167,6 @@ def plain_logits(compile_it: bool, problem: Problem) -> Step:
     *tensors, count = problem.target_ids, *ours.dapo_arguments(problem)
     arguments = (*map(spread, tensors), count)
     return ours.differentiate_logits(problem, lambda logits: function(logits, *arguments))
-
-
-def liger_triton(inplace: bool, problem: Problem) -> Step:
-    """Return a step of Liger's Triton loss on logits (B, L + 1, V)."""
-    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-
-    target_ids, old_logps, mask = by_completion(problem)
-
-    def loss(logits: Tensor) -> Tensor:
-        return triton_grpo_loss(
-            logits, old_logps, None, target_ids, problem.advantages, mask, temperature=1.0,
-            beta=0.0, eps_low=EPSILON, eps_high=EPSILON, inplace=inplace, loss_type="dapo",
-            reduce=True, num_items_in_batch=problem.count,
-        )[0]  # fmt: skip
-
-    return ours.differentiate_logits(problem, loss, inplace)
-
-
-# ---- reasons why a peer cannot run ----
-
-
-def needs_gpu(device: str, dtype: torch.dtype) -> str | None:
-    return None if device == "cuda" else "its Triton kernels need a GPU"
 
 
 def needs_hopper(device: str, dtype: torch.dtype) -> str | None:
@@ -220,31 +193,22 @@ def as_logps(logps: Logps, problem: Problem, gradient: bool) -> Step:
 
 
 # Libraries that compute logps. For each name: the function that prepares the logps, the required
-# package, the `why_not` function, and the number of fp32 buffers of N·V elements.
-LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | None], float]] = {
-    "plain torch": (plain, None, runs_anywhere, 3.0),
-    "torch.compile": (compiled, None, runs_anywhere, 2.0),
-    "TRL": (trl, "trl", runs_anywhere, 0.0),
-    "CCE": (cce, "cut_cross_entropy", runs_anywhere, 0.0),
-    "Liger SM90": (liger_sm90, "liger_kernel", needs_hopper, 0.0),
+# package, and the `why_not` function.
+LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | None]]] = {
+    "plain torch": (plain, None, runs_anywhere),
+    "torch.compile": (compiled, None, runs_anywhere),
+    "TRL": (trl, "trl", runs_anywhere),
+    "CCE": (cce, "cut_cross_entropy", runs_anywhere),
+    "Liger SM90": (liger_sm90, "liger_kernel", needs_hopper),
 }
 
 
-def from_logps(prepare: Callable[..., Step], less: float = 0.0) -> list[Provider]:
-    """Return a provider for each library in LOGPS. Its step is `prepare(logps, problem)`.
-
-    Args:
-        prepare: function that builds a step from the library's logps.
-        less: number of buffers in LOGPS that the step does not need.
-    """
+def from_logps(prepare: Callable[..., Step]) -> list[Provider]:
+    """Return a provider for each library in LOGPS. Its step is `prepare(logps, problem)`."""
     return [
-        Provider(name, "peer", partial(prepare, logps), needs, why_not, wide - less)
-        for name, (logps, needs, why_not, wide) in LOGPS.items()
+        Provider(name, "peer", partial(prepare, logps), needs, why_not)
+        for name, (logps, needs, why_not) in LOGPS.items()
     ]
-
-
-def logps_peers(gradient: bool) -> list[Provider]:
-    return from_logps(partial(as_logps, gradient=gradient), less=0 if gradient else 1)
 
 
 def loss_peers() -> list[Provider]:
@@ -260,15 +224,10 @@ def cross_entropy_peers() -> list[Provider]:
     return [quack_peer, *from_logps(as_cross_entropy)]
 
 
-def logits_peers(inplace: bool) -> list[Provider]:
-    triton = partial(liger_triton, inplace)
-    liger = Provider("Liger Triton", "peer", triton, "liger_kernel", needs_gpu)
-    if inplace:
-        return [liger]
+def logits_peers() -> list[Provider]:
     return [
-        Provider("plain torch", "peer", partial(plain_logits, False), wide_logits=2.0),
-        Provider("torch.compile", "peer", partial(plain_logits, True), wide_logits=1.0),
-        liger,
+        Provider("plain torch", "peer", partial(plain_logits, False)),
+        Provider("torch.compile", "peer", partial(plain_logits, True)),
     ]
 
 
@@ -287,10 +246,10 @@ def providers_of(operation: str) -> list[Provider]:
         gradient = operation.endswith("backward")
         found = ours.gemm_limits(3 if gradient else 1)
         found += ours.providers(ours.logps, gradient=gradient)
-        return found + logps_peers(gradient)
+        return found + from_logps(partial(as_logps, gradient=gradient))
     inplace = operation.endswith("inplace")
     found = ours.providers(ours.logits_loss, inplace=inplace)
-    return [ours.COPY, *found, *logits_peers(inplace)]
+    return [ours.COPY, *found, *(() if inplace else logits_peers())]
 
 
 def frozen(provider: Provider, problem: Problem) -> Step:

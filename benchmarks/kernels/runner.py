@@ -193,7 +193,7 @@ def time_steps(
     for name, step in steps.items():
         row, median = rows[name], times[name]["median_ms"]
         row |= times[name]
-        row |= {"ratio_to_limit": median / limit, "fraction_of_limit": limit / median}
+        row["ratio_to_limit"] = median / limit
         row["rate"], row["unit"] = rate(median)
         if row["role"] != "limit":
             row["workspace_mib"] = measure.peak_memory(step, plan.device)
@@ -205,7 +205,7 @@ def verify(
     """Run a provider once. Return its row of the report, and its step if its result is correct."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
-        reason = provider.missing(device, dtype, problem.shape)
+        reason = provider.missing(device, dtype)
         if provider.role == "peer" and problem.support_ids is not None:
             reason = "computes over all ids"
         if reason:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.kernels.operations import OPERATIONS
 
-WIDTH = 132
 # Results that count for the column "error", which shows the largest of their errors.
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
@@ -35,9 +32,7 @@ def case_table(case: dict[str, Any]) -> str:
     for name, row in case["rows"].items():
         note = f"{row['status']}: {row['reason']}" if row.get("reason") else row.get("path", "")
         rows.append([name, *cells(row), note])
-    return text_table(
-        title, ["", "ms", "±", "× limit", "% of limit", unit, "MiB", "error", ""], rows
-    )
+    return text_table(title, ["", "ms", "±", "× limit", unit, "MiB", "error", ""], rows)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -45,12 +40,11 @@ def cells(row: dict[str, Any]) -> list[str]:
     errors = row.get("errors", {})
     error = f"{max(errors[key] for key in errors if key in SHOWN):.0e}" if errors else ""
     if "median_ms" not in row:
-        return ["", "", "", "", "", "", error]
+        return ["", "", "", "", "", error]
     digits = 1 if row["median_ms"] >= 100 else 3
     memory = f"{row['workspace_mib']:.0f}" if "workspace_mib" in row else ""
     times = [f"{row[name]:.{digits}f}" for name in ("median_ms", "spread_ms")]
-    fractions = [f"{row['ratio_to_limit']:.2f}", f"{row['fraction_of_limit']:.0%}"]
-    return [*times, *fractions, f"{row['rate']:.3g}", memory, error]
+    return [*times, f"{row['ratio_to_limit']:.2f}", f"{row['rate']:.3g}", memory, error]
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
@@ -60,20 +54,12 @@ def fastest_peer(case: dict[str, Any]) -> str | None:
     return min(peers, key=lambda name: rows[name]["median_ms"], default=None)
 
 
-def text_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table as text, with colours if stdout is a terminal. Its last column may wrap."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None)
-    table.add_column(columns[0], no_wrap=True)
-    for name in columns[1:-1]:
-        table.add_column(name, no_wrap=True, justify="right")
-    table.add_column(columns[-1], overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    console = Console(file=text, width=WIDTH, force_terminal=sys.stdout.isatty(), highlight=False)
-    console.print(table)
-    lines = (line.rstrip() for line in text.getvalue().splitlines())
-    return "\n".join(["", title, *lines])
+def text_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as text. The first and the last column are aligned to the left."""
+    lines = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for first, *numbers, last in lines:
+        aligned = [text.rjust(width) for text, width in zip(numbers, widths[1:-1], strict=True)]
+        texts.append("  ".join([first.ljust(widths[0]), *aligned, last]).rstrip())
+    return "\n".join(["", title, *texts])

@@ -17,7 +17,8 @@ because a rounding error near a bound would change the whole gradient of a token
 single provider are not compared with anything. Such a run shows whether a long prompt fits into
 memory.
 
-All providers are timed in one process in interleaved rounds. The reported memory is the peak during
+All providers are timed in one process in interleaved rounds, on a CPU in fp32, and on a GPU in bf16
+with gradient checkpointing. The reported memory is the peak during
 one step minus the memory in use before the step. On a CPU, it is computed from the allocation
 events of torch.profiler, and on a GPU from the statistics of torch's allocator. The command prints
 a table, and `--json` writes all results to a file.
@@ -69,7 +70,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model-config", choices=("tiny", *KNOWN_MODELS), help=words)
     count = positive(int)
     parser.add_argument("--layers", type=count, help="instead of the model's number of layers")
-    parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
     words = "tokens (2048; on a GPU 4096; --quick: 512)"
     parser.add_argument("--prompt", type=count, help=words)
     words = "tokens, at most (64; on a GPU 256)"
@@ -78,13 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--providers", nargs="+", default=["shared", "packed", "padded"], choices=tuple(PROVIDERS)
     )
-    parser.add_argument(
-        "--checkpointing", action=argparse.BooleanOptionalAction, help="default: on a GPU only"
-    )
     parser.add_argument("--lora", type=count, metavar="R", help="rank of LoRA adapters")
-    parser.add_argument("--tokens-per-microbatch", type=count, default=1 << 40)
-    words = "completions that padded and TRL process at once (default: all)"
-    parser.add_argument("--padded-rows", type=count, help=words)
     options = parsed(parser, BUDGET, ROUNDS)
     gpu = options.device == "cuda"
     large = gpu and not options.quick
@@ -92,11 +86,10 @@ def parse_arguments() -> argparse.Namespace:
     prompt, completion = SIZES[options.device]
     options.prompt = options.prompt or (512 if options.quick else prompt)
     options.completion = options.completion or completion
-    options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
-    options.checkpointing = gpu if options.checkpointing is None else options.checkpointing
+    options.dtype = "bfloat16" if gpu else "float32"
     options.model = ModelConfig(
         path=options.model_config, dtype=options.dtype, device=options.device,
-        gradient_checkpointing=options.checkpointing,
+        gradient_checkpointing=gpu,
         lora=None if options.lora is None else LoraConfig(r=options.lora),
     )  # fmt: skip
     return options

@@ -20,7 +20,6 @@ from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import LENGTH
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.metrics import LossMetrics
 from grpo_fast.train.models.loading import apply_options, with_lora
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update import accumulate
@@ -83,9 +82,14 @@ def make_problem(
 
 
 class Ours:
-    """Our trainer on packed rows. If `shared` is True, the prompt of a group is stored once."""
+    """Our trainer on packed rows of at most `budget` tokens.
 
-    def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
+    If `shared` is True, the prompt of a group is stored once.
+    """
+
+    def __init__(
+        self, model: Any, problem: StepProblem, options: Any, shared: bool, budget: int = 1 << 40
+    ) -> None:
         apply_options(model, options.model)
         tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=0)
         self.policy, self.problem = Policy(_adapted(model, options.model), tokenizer), problem
@@ -93,7 +97,7 @@ class Ours:
         self.optimizer = adam(self.model)
         self.batch = StepBatch(
             problem.samples, group_size=problem.group_size, shared=shared,
-            budget=options.tokens_per_microbatch, device=self.policy.device,
+            budget=budget, device=self.policy.device,
         )  # fmt: skip
 
     def logps(self) -> Logps:
@@ -141,52 +145,42 @@ class Padded:
             for ones in (False, True)
         )
         self.ids, self.mask = self.ids.to(device), self.mask.to(device)
-        self.rows = options.padded_rows or len(self.ids)
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
         """Prepare the model for this provider. Subclasses override this method."""
 
-    def logps_of(self, rows: slice) -> Tensor:
+    def all_logps(self) -> Tensor:
         """Return the logps of the completion tokens, (B, C)."""
-        logps = self.forward(rows).float().log_softmax(-1)
-        return logps.gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
+        logps = self.forward().float().log_softmax(-1)
+        return logps.gather(-1, self.ids[:, self.prompt :, None])[..., 0]
 
-    def forward(self, rows: slice) -> Tensor:  # (B, C, V)
-        mask = self.mask[rows]
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    def forward(self) -> Tensor:  # (B, C, V)
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         return self.model(
-            input_ids=self.ids[rows], attention_mask=mask, position_ids=positions, use_cache=False,
+            input_ids=self.ids, attention_mask=self.mask, position_ids=positions, use_cache=False,
             logits_to_keep=self.length + 1,
         ).logits[:, :-1]  # fmt: skip
 
-    def slices(self) -> list[slice]:
-        return [slice(i, i + self.rows) for i in range(0, len(self.ids), self.rows)]
-
     def logps(self) -> Logps:
         with torch.no_grad():
-            table = torch.cat([self.logps_of(rows) for rows in self.slices()])
+            table = self.all_logps()
         lengths = self.problem.samples.lengths
         return [row[:length] for row, length in zip(table, lengths, strict=True)]
 
     def gradients(self, old_logps: Logps) -> Outcome:
         old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
-        losses = LossMetrics()
-        for rows in self.slices():
-            mask = self.mask[rows, self.prompt :].bool()
-            metrics = self.metrics(rows, old[rows], mask)
-            metrics["loss"].backward()
-            losses.add(metrics, int(mask.sum()))
-        found = losses.result()
+        metrics = self.metrics(old, self.mask[:, self.prompt :].bool())
+        metrics["loss"].backward()
+        found = {name: float(value) for name, value in metrics.items()}
         return Outcome(found["loss"], found)
 
-    def metrics(self, rows: slice, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Return the loss and the metrics of some rows. `old` and `mask` are (B, C)."""
+    def metrics(self, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Return the loss and its metrics. `old` and `mask` are (B, C)."""
         output = logits_grpo_loss(
-            self.forward(rows), self.ids[rows, self.prompt :],
-            self.problem.samples.advantages[rows].to(old.device), self.problem.loss,
+            self.forward(), self.ids[:, self.prompt :],
+            self.problem.samples.advantages.to(old.device), self.problem.loss,
             completion_mask=mask, old_logps=old, num_items_in_batch=self.items,
-            num_completions_in_batch=len(self.ids),
         )  # fmt: skip
         return {"loss": output.loss, **output.metrics}
 
@@ -204,18 +198,19 @@ class Trl(Padded):
 
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
 
-    def logps_of(self, rows: slice) -> Tensor:
-        ids, mask = self.ids[rows], self.mask[rows]
-        labels = ids.masked_fill(mask == 0, -100)
+    def all_logps(self) -> Tensor:
+        labels = self.ids.masked_fill(self.mask == 0, -100)
         labels[:, : self.prompt] = -100
-        output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+        output = self.model(
+            input_ids=self.ids, attention_mask=self.mask, labels=labels, fused_lm_head=True
+        )
         return output.log_probs[:, -self.length :]
 
-    def metrics(self, rows: slice, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def metrics(self, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
         config = self.problem.loss
         low, high = 1 - config.epsilon_low, 1 + (config.epsilon_high or config.epsilon_low)
-        ratio = torch.exp(self.logps_of(rows) - old)
-        advantages = self.problem.samples.advantages[rows, None].to(old.device)
+        ratio = torch.exp(self.all_logps() - old)
+        advantages = self.problem.samples.advantages[:, None].to(old.device)
         per_token = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
         return {"loss": (per_token * mask).sum() / self.items}
 

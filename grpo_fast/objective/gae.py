@@ -15,14 +15,13 @@ def gae(
     lam: float | Tensor = 0.95,
     *,
     mask: Tensor | None = None,  # (B, L)
-    following: Tensor | None = None,  # (B,)
 ) -> Tensor:  # (B, L)
     """Compute per-token advantages by generalised advantage estimation.
 
     Source: https://arxiv.org/abs/1506.02438
 
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), where V after the last token of a completion
-    is `following`. Tokens outside the mask are skipped, for example the output of a tool between
+    is 0. Tokens outside the mask are skipped, for example the output of a tool between
     two turns. In the formula, t+1 is then the next token inside the mask. The sum over k is
     computed in fp64, in log2(L) steps, each of which doubles the number of summed terms. If all
     values are 0 and lam is 1, the result is the discounted return.
@@ -33,8 +32,6 @@ def gae(
         gamma: discount factor in [0, 1].
         lam: trace decay in [0, 1]. A number, or a (B,) tensor with one value per completion.
         mask: (B, L), 1 for tokens that count. None: all tokens count.
-        following: (B,), value of the state after the last token of each completion. It is 0 for a
-            completion that ended. None: 0 for all completions.
 
     Returns:
         Advantages, (B, L), fp32. They are 0 outside the mask.
@@ -55,8 +52,6 @@ def gae(
         fits = isinstance(x, Tensor) and x.shape == rewards.shape
         require(fits, name, f"the shape of rewards, (B, L) = {tuple(rewards.shape)}", kind_of(x))
     count, length = rewards.shape
-    fits = following is None or getattr(following, "shape", None) == (count,)
-    require(fits, "following", f"shape (B,) = ({count},)", kind_of(following))
     number("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     if isinstance(lam, Tensor):
         fits = lam.shape == (count,) and bool(((lam >= 0) & (lam <= 1)).all())
@@ -71,9 +66,6 @@ def gae(
     order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
     r, v = (torch.where(active, x.double(), 0.0).gather(1, order) for x in (rewards, values))
     after = torch.cat([v[:, 1:], v.new_zeros(count, 1)], dim=1)
-    if following is not None and length:
-        last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
-        after = torch.where(last, following.double()[:, None], after)
     # 3. Sum the discounted temporal-difference errors. Each step of the loop doubles the number of
     # terms in the sums. Then undo step 2: scatter the sums to the original positions of the tokens.
     advantages = r + gamma * after - v

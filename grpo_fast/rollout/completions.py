@@ -126,14 +126,11 @@ def table_of(
             pieces += [prompt_ids, torch.tensor(one.ids, dtype=torch.int64)]
     lengths = torch.tensor([len(piece) for piece in pieces[1:]], dtype=torch.int64)
     segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
-    # 2. Join the supports, and their probability masses. A mass that is not reported is NaN.
-    counts = [len(one.ids) for one in completions]
-    supports = [one.support for one in completions]
-    support, mass = join_supports(supports, [one.mass for one in completions], counts)
-    # 3. Compute the per-sample columns.
+    # 2. Compute the other columns.
     numbers = torch.tensor([*range(len(prompts))] if groups is None else [*groups])
     truncated = [one.finish_reason != EOS for one in completions]
     versions = [one.weight_version for one in completions]
+    masses = [one.mass for one in completions if one.mass is not None]
     return Samples(
         ids=torch.cat(pieces),
         segment=segment.repeat_interleave(lengths),
@@ -142,8 +139,8 @@ def table_of(
         truncated=torch.tensor(truncated, dtype=torch.bool),
         weight_version=torch.tensor(versions, dtype=torch.int64),
         logps=torch.cat([torch.zeros(0, dtype=torch.float32), *(one.logps for one in completions)]),
-        support=support,
-        mass=mass,
+        support=join_supports([(one.support, len(one.ids)) for one in completions]),
+        mass=torch.cat([torch.zeros(0), *masses]) if len(masses) == len(completions) else None,
         texts=list(texts),
     )
 

@@ -52,7 +52,8 @@ class Samples:
         logps: (R,) fp32, log-probabilities that the sampler reported.
         support: for each of the R tokens, the ids that the sampler's truncation kept. None if it
             kept the whole vocabulary.
-        mass: (R,) fp32, probability of each token's support before truncation; NaN if unknown.
+        mass: (R,) fp32, probability of each token's support before truncation. None if an
+            engine does not report it for every completion.
         texts: B texts of the completions, without special tokens.
         rewards: (B,) fp32, weighted sum of the reward functions; NaN if they failed.
         scores: reward function name -> (B,) fp32, its unweighted rewards.
@@ -108,20 +109,17 @@ class Samples:
         """The number of untrained tokens of each sample."""
         return (self.cu_seqlens - self.rows).diff().tolist()
 
-    def sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the token ids of sample i, (n,) int64, and a mask of trained tokens, (n,) bool."""
-        part = slice(*self.cu_seqlens[i : i + 2].tolist())
-        return self.ids[part], self.segment[part].bool()
-
     def prompt(self, i: int) -> Tensor:
         """Return the untrained token ids of sample i, (n,) int64."""
-        ids, is_trained = self.sample(i)
-        return ids[~is_trained]
+        return self._ids_of(i, PROMPT)
 
     def completion(self, i: int) -> Tensor:
         """Return the trained token ids of sample i, (n,) int64."""
-        ids, is_trained = self.sample(i)
-        return ids[is_trained]
+        return self._ids_of(i, COMPLETION)
+
+    def _ids_of(self, i: int, segment: int) -> Tensor:
+        part = slice(*self.cu_seqlens[i : i + 2].tolist())
+        return self.ids[part][self.segment[part] == segment]
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -169,16 +167,11 @@ class Samples:
             return tables[0]
         columns = {name: [getattr(part, name) for part in tables] for name in COLUMNS[1:]}
         joined = {n: torch.cat(x) for n, x in columns.items() if all(y is not None for y in x)}
-        counts = [len(part.logps) for part in tables]
-        supports = [part.support for part in tables]
-        support, mass = join_supports(supports, columns["mass"], counts)
-        if mass is not None:
-            joined["mass"] = mass
         lengths = torch.cat([part.cu_seqlens.diff() for part in tables])
         return cls(
             **joined,
             cu_seqlens=pad(lengths.cumsum(0), (1, 0)),
-            support=support,
+            support=join_supports([(part.support, len(part.logps)) for part in tables]),
             texts=list(itertools.chain.from_iterable(part.texts for part in tables)),
             scores={
                 name: torch.cat([part.scores[name] for part in tables]) for name in tables[0].scores
@@ -250,24 +243,15 @@ def select_support(support: Support | None, rows: Tensor) -> Support | None:
     return Support(ids, pad(support.offsets.diff()[rows].cumsum(0), (1, 0))) if len(ids) else None
 
 
-def join_supports(
-    supports: Sequence[Support | None], masses: Sequence[Tensor | None], counts: Sequence[int]
-) -> tuple[Support | None, Tensor | None]:
-    """Concatenate the supports of consecutive pieces of a table, with their probability masses.
+def join_supports(parts: Sequence[tuple[Support | None, int]]) -> Support | None:
+    """Concatenate the supports of consecutive pieces of a table.
 
     Args:
-        supports: the support of each piece, or None for the full vocabulary.
-        masses: (count,) fp32 masses of each piece, or None if they were not reported.
-        counts: number of completion tokens in each piece.
+        parts: for each piece, its support, or None for the full vocabulary, and its number of
+            completion tokens.
 
     Returns:
-        The joined support and the masses (R,), where unreported masses are NaN. Both are None if no
-        piece has a support.
+        The joined support. None if no piece has a support.
     """
-    sets = [support and (support.ids, support.offsets.diff()) for support in supports]
-    support = Support.join(sets, counts, "cpu")
-    if support is None:
-        return None, None
-    unknown = [torch.full((count,), torch.nan) for count in counts]
-    known = zip(masses, unknown, strict=True)
-    return support, torch.cat([nan if mass is None else mass for mass, nan in known])
+    sets = [support and (support.ids, support.offsets.diff()) for support, _ in parts]
+    return Support.join(sets, [count for _, count in parts], "cpu")

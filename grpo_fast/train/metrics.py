@@ -127,9 +127,8 @@ def support_metrics(samples: Samples) -> dict[str, float]:
         "sampling/support_size/mean": float(sizes[is_known].double().mean()),
         "sampling/support_size/max": float(sizes.max()),
     }
-    mass = None if samples.mass is None else samples.mass[is_known]
-    if mass is not None and not mass.isnan().all():
-        metrics["sampling/kept_mass/mean"] = _mean(mass)
+    if samples.mass is not None:
+        metrics["sampling/kept_mass/mean"] = _mean(samples.mass[is_known])
     return metrics
 
 

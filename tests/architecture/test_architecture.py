@@ -61,6 +61,12 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_of(path: Path) -> list[tuple[str, int]]:
     """Return (imported module, line) for every import in a file.
 
@@ -69,7 +75,7 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
     """
     found = []
     package = path.relative_to(ROOT).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -191,13 +197,12 @@ def test_import_is_light_and_quick():
 @functools.cache
 def code_of(path):
     """Return for each line whether it is code: no blank line, docstring or own-line comment."""
-    text = path.read_text()
     prose = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         is_block = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if is_block and ast.get_docstring(node):
+        if is_block and ast.get_docstring(node, clean=False):
             prose |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    lines = enumerate(text.splitlines(), 1)
+    lines = enumerate(path.read_text().splitlines(), 1)
     return [bool(x.strip()) and x.strip()[0] != "#" and n not in prose for n, x in lines]
 
 
@@ -212,9 +217,9 @@ def test_files_and_functions_stay_small():
             continue
         lines = code_lines(path)
         assert lines <= MAX_LINES, f"{path} has {lines} lines; one concept per file"
-        for node in ast.walk(ast.parse(path.read_text())):
-            # The training loop reads from top to bottom, so it is one long function.
-            is_loop = path == PACKAGE / "train" / "loop.py"
+        # The training loop reads from top to bottom, so it is one long function.
+        is_loop = path == PACKAGE / "train" / "loop.py"
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef) and not (is_loop and node.name == "train"):
                 lines = code_lines(path, node.body[0].lineno, node.end_lineno)
                 assert lines <= 50, f"{path}:{node.lineno} {node.name} has {lines} lines"

@@ -36,6 +36,7 @@ OLD = {
     r"\bfor ever\b": "forever",
     r"\bhalf of what\b|\bas it is\b": "unchanged",
 }
+ANY = re.compile("|".join(OLD))  # one search is faster than one for each pattern
 OPENINGS = ("what", "whether", "where", "of", "how", "which", "as", "those", "that")
 # Functions whose string arguments are messages. Calls of exception classes need no entry, because
 # their names end in "Error".
@@ -60,7 +61,7 @@ def texts(path: Path) -> Iterator[tuple[int, str, str]]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield getattr(node, "lineno", 1), "docstring", ast.get_docstring(node) or ""
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if called in MESSAGES or called.endswith("Error"):
                 for part in ast.walk(node):
                     if isinstance(part, ast.Constant) and isinstance(part.value, str):
@@ -74,7 +75,7 @@ def found(path: Path) -> Iterator[str]:
     """
     for line, kind, text in texts(path):
         small = " ".join(text.lower().split())
-        for pattern, better in OLD.items():
+        for pattern, better in OLD.items() if ANY.search(small) else ():
             for match in re.finditer(pattern, small):
                 around = small[max(0, match.start() - 40) : match.end() + 40]
                 yield f"{path}:{line}: {kind}: {match[0]!r} ({better}): …{around}…"

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import rank_server
+from tests.tiny import tiny_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
 (CODE,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
@@ -18,22 +18,10 @@ LENGTHS = [12, 3, 7, 9, 5, 12, 4, 11]  # tokens of each completion, unequal on t
 PROMPT = 3
 
 
-def tiny_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, vocab_size=31, tie_word_embeddings=False,
-        )
-    )  # fmt: skip
-
-
 def micro_batches(rank: int, ranks: int) -> list[tuple[torch.Tensor, ...]]:
     """Return the completions of one rank in two micro-batches."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(31, (len(LENGTHS), PROMPT + max(LENGTHS)), generator=generator)
+    ids = torch.randint(61, (len(LENGTHS), PROMPT + max(LENGTHS)), generator=generator)
     columns = torch.arange(ids.shape[1])
     mask = (columns >= PROMPT) & (columns < PROMPT + torch.tensor(LENGTHS)[:, None])
     advantages = torch.randn(len(LENGTHS), generator=generator)
@@ -46,7 +34,7 @@ def gradients(kind: str) -> list[list[float]]:
     """Run the code of the page on this rank, and return the full gradient of each parameter."""
     names: dict[str, Any] = {}
     exec(compile(CODE, PAGE.name, "exec"), names)
-    module = names["PolicyLoss"](tiny_model(), names["LossConfig"](loss_type="dapo"))
+    module = names["PolicyLoss"](tiny_model("llama"), names["LossConfig"](loss_type="dapo"))
     policy = module
     if kind == "ddp":
         policy = DistributedDataParallel(module)
@@ -65,16 +53,13 @@ def gradients(kind: str) -> list[list[float]]:
     return [gradient.flatten().tolist() for gradient in full]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_have_the_gradients_of_one_process(kind, tmp_path):
+def test_two_ranks_have_the_gradients_of_one_process(tmp_path):
     server = rank_server.Ranks(tmp_path)
     try:
-        found = [gradient for (gradient,) in server(2, [gradients, kind])]
+        found = server(2, [gradients, "ddp"], [gradients, "fsdp2"])
     finally:
         server.kill()
     expected = gradients("one process")
-    for rank in found:
-        for ours, theirs in zip(rank, expected, strict=True):
-            torch.testing.assert_close(
-                torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-7
-            )
+    for ours in (gradient for rank in found for gradient in rank):
+        for pair in zip(ours, expected, strict=True):
+            torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-4, atol=1e-7)

@@ -1,7 +1,8 @@
 """Test that every measured figure of README.md comes from a committed file of results.
 
 A figure is a number with a unit of measurement: ×, %, ms, s or MiB. Each of them must be computed
-by a function of this file, so that a new figure without results fails.
+by a function of this file, so that a new figure without results fails. The table of the loss is
+tested in tests/benchmarks/test_bench_tool.py.
 """
 
 from __future__ import annotations
@@ -31,56 +32,19 @@ def gpu_reports(part: str) -> list[dict[str, Any]]:
     return read("gpu_session")["parts"][part]["reports"]
 
 
-MACHINES = {
-    "2 cores, AMD Zen 3": "family 25, model 1)",
-    "2 cores, AMD Zen 5": "family 26, model 2)",
-}
-
-
-def loss_cases(machine: str) -> list[dict[str, Any]]:
-    """Return the cases of `linear_grpo_loss` that were measured with peers on a machine."""
-    if machine == "H100 80 GB":
-        reports = gpu_reports("peers")
-    else:
-        cpu = machine.rpartition(" ")[2]
-        files = sorted(RESULTS.glob(f"cpu-*-zen{cpu}.json"))
-        names = ["cpu-loss-zen5"] if cpu == "5" else [file.stem for file in files]
-        reports = [read(name) for name in names if not name.startswith("cpu-loop")]
-        assert all(MACHINES[machine] in report["hardware"]["cpu"] for report in reports)
-    cases = [case for report in reports for case in report["cases"]]
-    return [case for case in cases if case["operation"] == "linear_grpo_loss"]
-
-
 def ratio(row: dict[str, Any]) -> str:
     return f"{row['ratio_to_limit']:.2f}×"
 
 
-def case_of(machine: str, shape: list[int], dtype: str, allocator: str) -> dict[str, Any]:
+def gpu_case(part: str, shape: list[int]) -> dict[str, Any]:
+    """Return the rows of `linear_grpo_loss` that were measured on the H100."""
     return next(
         case["rows"]
-        for case in loss_cases(machine)
-        if case["shape"] == shape and case["dtype"] == dtype and case["active"] == 1
-        and (case["allocator"] == "fair") == (allocator == "fair")
+        for report in gpu_reports(part)
+        for case in report["cases"]
+        if case["shape"] == shape and case["operation"] == "linear_grpo_loss"
+        and case["active"] == 1 and case["allocator"] != "fair"
     )  # fmt: skip
-
-
-def test_the_table_of_the_loss():
-    table = rows_of(TEXT, "## Measured")
-    machines = [row[1] for row in table]
-    assert machines[:3] == ["H100 80 GB"] * 3 and machines.count("2 cores, AMD Zen 5") == 2
-    for what, machine, ours, best in table:
-        n, h, v_and_dtype, *kept = what.split(", ")
-        v, dtype = v_and_dtype.split()
-        assert kept in ([], ["pages kept"])
-        rows = case_of(machine, [int(n), int(h), int(v)], dtype, "fair" if kept else "default")
-        measured = {name: row for name, row in rows.items() if "ratio_to_limit" in row}
-        peers = [(row["ratio_to_limit"], n) for n, row in measured.items() if row["role"] == "peer"]
-        _, name = min(peers)
-        assert ours.strip("*") == ratio(rows[OURS]), what
-        assert best.replace("*", "") == f"{ratio(rows[name])} {name}", what
-        assert ours.startswith("*") == (
-            float(ours.strip("*×")) < float(best.strip("*").split("×")[0])
-        )
 
 
 def share(case: dict[str, Any], ours: str = "grpo_fast", theirs: str = "TRL") -> str:
@@ -107,14 +71,8 @@ def test_the_table_of_steps():
 
 def figures() -> set[str]:
     """Return all figures that the text may contain, computed from the files of results."""
-    rows = case_of("H100 80 GB", [8192, 4096, 151936], "bf16", "default")
-    compiled = rows["torch.compile"]
-    small = next(
-        case["rows"][OURS]
-        for report in gpu_reports("bars")
-        for case in report["cases"]
-        if case["shape"] == [1024, 896, 151936] and case["operation"] == "linear_grpo_loss"
-    )
+    rows = gpu_case("peers", [8192, 4096, 151936])
+    compiled, small = rows["torch.compile"], gpu_case("bars", [1024, 896, 151936])[OURS]
     times = [
         f"{row['median_ms']:.1f} ± {row['spread_ms']:.1f} ms" for row in (rows[OURS], compiled)
     ]

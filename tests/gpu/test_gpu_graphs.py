@@ -124,39 +124,27 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
     return graph, results
 
 
-@pytest.mark.parametrize("workspace", ["1024", "0"])
-@pytest.mark.parametrize("name", STEPS)
-def test_replay(name, workspace, monkeypatch):
+REPLAYED = [(name, mib, [T]) for name in STEPS for mib in ("1024", "0")]
+REPLAYED += [("linear_grpo_loss", "1024", [T, 2 * T])]  # two graphs that are replayed in turn
+
+
+@pytest.mark.parametrize(("name", "workspace", "sizes"), REPLAYED)
+def test_replay(name, workspace, sizes, monkeypatch):
     """Check that a replayed graph and a normal call give the same bits for new input values.
 
     With the workspace size 1024, the call has a single chunk. With 0, its chunks have 32 rows.
     """
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    step, static = STEPS[name], values(0)
-    graph, results = recorded(step, static)
+    step, batches = STEPS[name], [values(0, size) for size in sizes]
+    graphs = [recorded(step, static) for static in batches]
     for seed in (1, 2, 1):
-        check_replay(graph, results, step, static, values(seed))
-
-
-def test_a_graph_for_each_shape():
-    """Check alternating replays of two graphs, which were recorded with different token counts."""
-    step = STEPS["linear_grpo_loss"]
-    sizes = T, 2 * T
-    batches = {size: values(0, size) for size in sizes}
-    graphs = {size: recorded(step, static) for size, static in batches.items()}
-    for seed in (1, 2):
-        for size in sizes:
-            check_replay(*graphs[size], step, batches[size], values(seed, size))
-
-
-def check_replay(graph, results: list, step: Callable, static: dict, fresh: dict) -> None:
-    """Check that a replay and a normal call give the same bits for the values in `fresh`."""
-    for key, x in static.items():
-        x.copy_(fresh[key])
-    graph.replay()
-    torch.cuda.synchronize()
-    for actual, expected in zip(results, step(fresh), strict=True):
-        assert torch.equal(actual, expected)
+        for size, static, (graph, results) in zip(sizes, batches, graphs, strict=True):
+            fresh = values(seed, size)
+            for key, x in static.items():
+                x.copy_(fresh[key])
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(map(torch.equal, results, step(fresh)))
 
 
 def test_rows_without_a_target_or_coefficient():

@@ -85,7 +85,6 @@ COMPUTED = {
     "empty": ["ddp", "head", "norm_and_head_kept"],
     "fused": ["layers_root_resharded", "head", "head_kept", "norm_and_head"],
     "policy_loss": ["ddp", "root", "layers_root_resharded"],
-    "distill": ["ddp", "layers", "layers_root_resharded", "head", "head_kept", "norm_and_head"],
 }
 
 
@@ -134,22 +133,6 @@ def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     return trainer.model, model, loss
 
 
-def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Compute the loss of TRL's DistillationTrainer with our fast head.
-
-    `wrap` wraps the student and the teacher. Return (student, wrapped student, loss).
-    """
-    trainer = trl_cases.distillation((str(folder), str(folder)), folder, beta=0.3)
-    for parameter in trainer.teacher_model.parameters():
-        parameter.data *= 1.5
-    use_fast_head(trainer)
-    student, trainer.model.training = trainer.model, True
-    model, trainer.teacher_model = wrap(student), wrap(trainer.teacher_model)
-    given = student, trainer._compute_loss, student, batch, batch["share"]
-    loss, *_ = trainer._forward_redirection(model, *given)
-    return student, model, loss
-
-
 def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
     """Compute a loss without a trainer, with TRL's fused head or with `policy_loss`.
 
@@ -179,8 +162,7 @@ def compute(
     """
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
-    others = {"fused": model_loss, "policy_loss": model_loss, "distill": distillation_loss}
-    work = others.get(what, trainer_loss)
+    work = model_loss if what in ("fused", "policy_loss") else trainer_loss
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()

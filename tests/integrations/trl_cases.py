@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-from trl import DistillationConfig, DistillationTrainer, GRPOConfig
+from trl import GRPOConfig
 
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from tests.tiny import FAMILIES, SIZES, TEXTS, tiny_model
@@ -160,25 +160,4 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
     }  # fmt: skip
     made = build(cls, GRPOConfig, path, settings, **more)
     made._generate_single_turn = completions or Injected(made.model.config.vocab_size)
-    return made
-
-
-def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **options: Any) -> Any:
-    """Build a DistillationTrainer (or `cls`).
-
-    Args:
-        folders: Folders of the student model and of the teacher model.
-        output: Folder of the run.
-        cls: Class of the trainer.
-        **options: Options of `build`.
-    """
-    settings = {
-        "output_dir": str(output), "max_steps": 3, "gradient_accumulation_steps": 2,
-        "learning_rate": 0.1, "max_completion_length": COMPLETION, "evaluation": True, **options,
-    }  # fmt: skip
-    teacher = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
-    cls = cls or DistillationTrainer
-    made = build(cls, DistillationConfig, folders[0], settings, teacher_model=teacher)
-    sampled = Injected(made.model.config.vocab_size)
-    made._generate_single_turn = lambda *given: sampled(*given)[0]
     return made

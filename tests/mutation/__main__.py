@@ -2,8 +2,7 @@
 
     python -m tests.mutation [options]
     --list          print the bugs and check that every pattern fits; run nothing
-    --only NAME     use only bugs whose name starts with NAME; may be repeated
-    --area FOLDER   use only bugs in a folder, such as csrc/gemm; may be repeated
+    --only START    use only bugs whose name or file starts so, such as csrc/gemm; may be repeated
     --jobs N        use N copies of the repository at the same time (default 1)
 
 The exit status is 0 if the tests catch at least 95% of the bugs, and 1 if they catch fewer. It is 2
@@ -17,7 +16,7 @@ import argparse
 import gc
 import importlib
 import importlib.util
-import json
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -71,18 +70,17 @@ def problems(plants: list[Plant]) -> list[str]:
     return [f"{p.name}: {p.old!r} occurs {n} times in {p.file}" for p, n in counts if n != 1]
 
 
-def environment(engine: str, cache: Path) -> dict[str, str]:
-    """Return the environment for the tests of a backend, without the caller's settings."""
+def set_environment(engine: str, cache: Path) -> None:
+    """Set the environment for the tests of a backend, without the caller's settings."""
     ours = ("GRPO_FAST_", "PYTEST_", "TRITON_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    kept["GRPO_FAST_CACHE"] = str(cache)
-    kept["PYTHONPYCACHEPREFIX"] = str(cache / "pycache")
-    kept["OPENBLAS_NUM_THREADS"] = "1"
+    for key in [key for key in os.environ if key.startswith(ours)]:
+        del os.environ[key]
+    os.environ |= {"GRPO_FAST_CACHE": str(cache), "PYTHONPYCACHEPREFIX": str(cache / "pycache"),
+                   "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
     if engine != "csrc":
-        kept["GRPO_FAST_DISABLE_CSRC"] = "1"
+        os.environ["GRPO_FAST_DISABLE_CSRC"] = "1"
     if engine == "triton":
-        kept["TRITON_INTERPRET"] = "1"
-    return kept
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 class Copy:
@@ -202,7 +200,7 @@ def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
     return [outcome for _, outcome in run(copies, list(plants))]
 
 
-def missing(engine: str, variables: dict[str, str]) -> str:
+def missing(engine: str) -> str:
     """Return the reason why a backend cannot run on this machine, or an empty string."""
     if engine == "triton":
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
@@ -210,7 +208,7 @@ def missing(engine: str, variables: dict[str, str]) -> str:
         return ""
     ask = "from grpo_fast.kernels.cpu import loader; print(loader.unavailable('rows') or '')"
     command = [sys.executable, "-c", ask]
-    done = subprocess.run(command, cwd=ROOT, env=variables, text=True, capture_output=True)
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     # The loader logs to stderr that it compiles, so only a failure's stderr is a reason.
     return (done.stdout + (done.stderr if done.returncode else "")).strip()
 
@@ -219,24 +217,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME")
-    parser.add_argument("--area", action="append", default=[], metavar="FOLDER")
+    parser.add_argument("--only", action="append", default=[], metavar="START")
     parser.add_argument("--jobs", type=int, default=1, metavar="N")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)  # for the process of one backend
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def selected(chosen: argparse.Namespace) -> tuple[list[Plant], list[str]]:
-    """Return the bugs that the command line selects, and the errors in the lists of bugs."""
-    plants = all_plants()
-    wrong = problems(plants)
-    only, areas = tuple(chosen.only), tuple(chosen.area)
-    plants = [p for p in plants if not only or p.name.startswith(only)]
-    plants = [p for p in plants if not areas or p.file.startswith(areas)]
-    if not plants:
-        wrong.append(f"no bug fits --only {chosen.only} --area {chosen.area}")
-    return plants, wrong
 
 
 def judge_by_engine(plants: list[Plant], jobs: int) -> list[str]:
@@ -246,31 +229,24 @@ def judge_by_engine(plants: list[Plant], jobs: int) -> list[str]:
     """
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="grpo_fast_mutation_") as name:
-        folder = Path(name)
-        (folder / "plants").write_text(json.dumps(plants))
         for engine in dict.fromkeys(plant.engine for plant in plants):
-            variables = environment(engine, folder / "cache")
-            reason = missing(engine, variables)
+            set_environment(engine, Path(name) / "cache")
+            reason = missing(engine)
             if reason:
                 print(f"left out: every bug of {engine}: {reason}")
                 continue
-            command = [sys.executable, "-m", "tests.mutation", "--jobs", str(jobs)]
-            command += ["--engine", engine, "--folder", name]
-            subprocess.run(command, cwd=ROOT, env=variables, check=True)
-            outcomes += (folder / engine).read_text().split()
+            chosen = [plant for plant in plants if plant.engine == engine]
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                outcomes += pool.apply(judge, (chosen, jobs, Path(name)))
     return outcomes
 
 
 def main() -> int:
     chosen = options()
-    if chosen.engine:
-        plants = [Plant(*fields) for fields in json.loads((chosen.folder / "plants").read_text())]
-        plants = [plant for plant in plants if plant.engine == chosen.engine]
-        outcomes = judge(plants, chosen.jobs, chosen.folder)
-        (chosen.folder / chosen.engine).write_text(" ".join(outcomes))
-        sys.stdout.flush()
-        os._exit(0)  # skips Triton's report of leaked objects at exit
-    plants, wrong = selected(chosen)
+    wrong, starts = problems(all_plants()), tuple(chosen.only or [""])
+    plants = [p for p in all_plants() if p.name.startswith(starts) or p.file.startswith(starts)]
+    if not plants:
+        wrong.append(f"no bug fits --only {chosen.only}")
     if chosen.list:
         for plant in plants:
             print(f"{plant.name:34} {plant.suite:16} {plant.file:38} {plant.why}")
@@ -291,4 +267,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Processes of multiprocessing can import this module by its name only.
+    sys.exit(importlib.import_module("tests.mutation.__main__").main())

@@ -79,12 +79,8 @@ PLANTS = {
          "return std::is_same_v<S, Positive16> && a.k_down;", "return false;"),
     ],
     "csrc/gemm/pack.h": [
-        ("csrc-gemm-half-word", "csrc_gemm", "at an odd K, the element after the last one of b is multiplied by 0, not skipped",
-         "(left > 1 ? static_cast<uint32_t>(x[1]", "(left > 0 ? static_cast<uint32_t>(x[1]"),
         ("csrc-gemm-part-of-a-tail", "csrc_gemm", "the rounding error of the last columns of a is not multiplied",
          "part ? bit_cast<Floats>(rounded(all, part))", "part && count == kLanes ? bit_cast<Floats>(rounded(all, part))"),
-        ("csrc-gemm-part-of-a-pair", "csrc_gemm", "the rounding error of a transposed a is not multiplied",
-         "pairs_of(first, second, entry.part)", "pairs_of(first, second, 0)"),
         ("csrc-gemm-scale-of-a-pair", "csrc_gemm", "the second row of a pair has the scale of the first row",
          "next ? entry.scale(k + 1)", "next ? entry.scale(k)"),
         ("csrc-gemm-limit-of-a-pair", "csrc_gemm", "elements at an odd k are never heavy",
@@ -149,14 +145,10 @@ PLANTS = {
          "if (largest == -kInfinity)\n    return", "if (false)\n    return"),
         ("csrc-linear-join-scale", "csrc_linear", "slices with different maxima are added unscaled",
          "all.rest += runs[i].rest * factor;", "all.rest += runs[i].rest;"),
-        ("csrc-linear-join-moment", "csrc_linear", "Σ e·t is not moved to the row's maximum",
-         "(runs[i].moment + runs[i].rest * change) * factor", "runs[i].moment * factor"),
     ],
     "csrc/rows/sums.h": [
         ("csrc-row-tail", "csrc", "one column too many at the end of the row",
          "(here < count)", "(here <= count)"),
-        ("csrc-last-run", "csrc", "the target is searched in the wrong run of columns",
-         "std::min(size, count - first), target - first};", "std::min(size, count - first), target};"),
     ],
     "csrc/rows/sweep.h": [
         ("csrc-linear-dominant-far", "csrc_linear", "recomputed rows keep the elements of the first sweep as well",
@@ -177,8 +169,6 @@ PLANTS = {
     "csrc/vec/storage.h": [
         ("csrc-gemm-tenth-digit", "csrc_gemm", "the last digit is lost",
          "(halves << 14) +", "((halves & 0xfffeu) << 14) +"),
-        ("csrc-linear-tenth-digit", "csrc_linear", "weights are truncated, not rounded",
-         "bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive - 0x2000u)", "bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive)"),
     ],
     "csrc/vec/words.h": [
         ("divergence-expm1-minus-term", "csrc_divergence", "a term of the series is missing",

@@ -65,8 +65,6 @@ PLANTS = {
          "block = block * scale[start : start + MASS_ROWS, None].abs()", "pass"),
         ("head-weight-of-last-chunk", "chunks", "dW contains the last chunk only",
          "total is None else total.addmm_(d.t(), h)\n    if h.is_cuda", "True else total\n    if h.is_cuda"),
-        ("csrc-sums-chunks", "csrc_sums", "dW contains the last chunk only",
-         "add=not is_new, scales", "add=False, scales"),
         ("csrc-sums-in-bf16", "csrc_sums", "dW is rounded to bf16 after every chunk",
          "dtype = torch.bfloat16 if is_rounded_once else torch.float32", "dtype = weight.dtype"),
         ("device-product", "devices", "a GPU rounds partial sums over the vocabulary",

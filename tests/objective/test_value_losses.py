@@ -66,26 +66,25 @@ def test_explained_variance():
 def test_gae_against_its_recursion():
     """Check that `gae` follows the recursion A_t = δ_t + γλ·A_{t+1}.
 
-    Here, δ_t = r_t + γ·V_{t+1} − V_t. The value V after the last token is `following` for a
-    truncated completion, and 0 for a completion that ended. The recursion skips masked tokens, such
-    as padding or the output of a tool between two turns.
+    Here, δ_t = r_t + γ·V_{t+1} − V_t. The value V after the last token is 0. The recursion skips
+    masked tokens, such as padding or the output of a tool between two turns.
     """
     g = torch.Generator().manual_seed(1)
     rewards, values = torch.randn(5, 9, generator=g), torch.randn(5, 9, generator=g)
-    gamma, lam, after = 0.9, [0.7, 0.7, 1.0, 0.0, 0.3], [0.5, 0.0, 3.0, -2.0, 0.7]
+    gamma, lam = 0.9, [0.7, 0.7, 1.0, 0.0, 0.3]
     mask = torch.arange(9)[None] < torch.tensor([9, 4, 0, 1, 8])[:, None]
     mask[1, 0] = mask[4, 2] = mask[4, 5:7] = False
     given = [torch.where(mask, x, math.nan) for x in (rewards, values)]
-    own = gae(*given, gamma, torch.tensor(lam), mask=mask, following=torch.tensor(after))
+    own = gae(*given, gamma, torch.tensor(lam), mask=mask)
     expected = torch.zeros(5, 9, dtype=torch.float64)
-    for b, following in enumerate(after):
-        trace = 0.0
+    for b in range(5):
+        following = trace = 0.0
         for t in reversed(mask[b].nonzero().flatten().tolist()):
             value = values[b, t].item()
             trace = rewards[b, t].item() + gamma * following - value + gamma * lam[b] * trace
             expected[b, t], following = trace, value
     torch.testing.assert_close(own.double(), expected, rtol=1e-6, atol=1e-6)
-    plain = gae(given[0][:1], given[1][:1], gamma, lam[0], following=torch.tensor(after[:1]))
+    plain = gae(given[0][:1], given[1][:1], gamma, lam[0])
     torch.testing.assert_close(plain, own[:1])
 
 

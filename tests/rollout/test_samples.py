@@ -19,7 +19,7 @@ SUPPORTS = [
     Support(torch.tensor([9, 1, 2]).int(), torch.tensor([0, 1, 3])),
     None,
 ]
-MASSES = [torch.tensor([0.9, 1, 1]), None, None, None]
+MASSES = [torch.tensor(masses) for masses in ([0.9, 1, 1], [1.0], [0.4, 0.5], [1.0, 1, 1])]
 
 
 def table(**changes):
@@ -54,8 +54,9 @@ def test_the_columns_are_flat():
     assert samples.completion_ids == COMPLETIONS
     assert samples.support.ids.tolist() == [6, 7, 7, 1, 9, 1, 2]
     assert samples.support.offsets.tolist() == [0, 2, 3, 4, 4, 5, 7, 7, 7, 7]
-    assert samples.mass[:3].tolist() == pytest.approx([0.9, 1, 1])
-    assert samples.mass[3:].isnan().all()
+    assert samples.mass.tolist() == pytest.approx([0.9, 1, 1, 1, 0.4, 0.5, 1, 1, 1])
+    unknown = Completion([5], torch.zeros(1), LENGTH, 0)
+    assert table_of([[1]], [unknown]).mass is None
 
 
 @pytest.mark.parametrize("chosen", [[0], [3, 0], [2, 1, 0], [1, 1], [1, 3]])

@@ -84,7 +84,8 @@ def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch
     engine = checked(policy, server)
     for version in range(3):
         change(policy)
-        engine.update(policy, version)
+        for _ in range(2):  # a version of the adapter is sent once
+            engine.update(policy, version)
         rollout = generate(policy, engine)
         assert difference(policy, rollout) < CLOSE
         assert rollout.weight_version.tolist() == [version] * 12
@@ -96,14 +97,6 @@ def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch
     ]
     assert server.calls[LOAD] == 3 and server.calls[UNLOAD] == 2
     assert list(server.adapters) == [engine.names[1]]  # the server has unloaded the older versions
-
-
-def test_a_version_of_the_adapter_is_written_once(policy, server, spied):
-    engine = checked(policy, server)
-    writes = spied(transfer, "write_adapter")
-    for version in (0, 0, 1, 1, 0):
-        engine.update(policy, version)
-    assert len(writes) == 3 and server.calls[LOAD] == 3
 
 
 def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
@@ -157,7 +150,7 @@ def test_an_adapter_that_vllm_would_not_use_in_full_is_merged(policy, server, ca
     server.lora["target_modules"] = ["q_proj", "k_proj"]
     engine = checked(policy, server)
     engine.update(policy, 0)
-    assert f"because of {server.url}: vLLM would ignore the target module" in caplog.text
+    assert f"because {server.url} cannot apply model.layers.0." in caplog.text
     assert difference(policy, generate(policy, engine)) < CLOSE and not server.calls[LOAD]
 
 
@@ -172,10 +165,10 @@ def two_adapters() -> Policy:
     ("build_policy", "message"),
     [
         (adapted, None),
-        (two_adapters, "the adapters default, second are active"),
-        (lambda: adapted(rank_pattern={"q_proj": 9}), "rank 9, above --max-lora-rank 8"),
-        (lambda: adapted(modules_to_save=["norm"]), "the weight .*modules_to_save.* is trained"),
-        (lambda: adapted(target_modules=["embed_tokens"]), "target module model.embed_tokens"),
+        (two_adapters, "cannot apply the adapter second"),
+        (lambda: adapted(rank_pattern={"q_proj": 9}), "cannot apply .*0.self_attn.q_proj"),
+        (lambda: adapted(modules_to_save=["norm"]), "cannot apply .*modules_to_save"),
+        (lambda: adapted(target_modules=["embed_tokens"]), "cannot apply model.embed_tokens"),
     ],
 )
 def test_adapters_that_a_server_takes(caplog, build_policy, message):
@@ -196,7 +189,7 @@ def test_an_adapter_of_renamed_modules_is_merged(policy, monkeypatch, caplog):
 
     monkeypatch.setattr(transfer, "weights_of", renamed)
     assert not transfer.takes_adapter(policy, LIMITS, "")
-    assert "ignore the target module model.layers.0.self_attn.q_proj" in caplog.text
+    assert "cannot apply model.layers.0.self_attn.q_proj" in caplog.text
 
 
 def test_an_adapter_that_a_server_cannot_load_is_explained(policy, server):

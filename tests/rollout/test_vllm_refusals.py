@@ -13,7 +13,7 @@ import torch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.servers import Server, VLLMServers, build, check_model, run
+from grpo_fast.rollout.vllm.servers import Server, build, check_model, run
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from tests.command_line import invoke, refused
@@ -47,16 +47,13 @@ def test_raw_log_probabilities_and_a_missing_server_are_refused(policy, server):
         build_with(policy, server.url, patience=0.1)
 
 
-def test_another_dtype_and_another_machine_are_logged(policy, server, monkeypatch, caplog):
+def test_another_dtype_is_logged(policy, server, caplog):
     build_with(policy, server.url)
     assert not caplog.text
     server.dtype = "torch.bfloat16"
     build_with(policy, server.url)
     assert f"{server.url} samples in bfloat16, the trainer computes in float32" in caplog.text
     assert "--dtype float32" in caplog.text
-    monkeypatch.setattr(VLLMServers, "check", lambda self: None)
-    build_with(policy, "http://10.0.0.7:8000", address="10.0.0.1")
-    assert "http://10.0.0.7:8000 is not on this machine" in caplog.text
 
 
 def test_a_server_of_another_model_is_not_changed(server, tmp_path):
@@ -71,16 +68,12 @@ def test_a_server_of_another_model_is_not_changed(server, tmp_path):
     assert not {"/pause", JOIN, START, UPDATE} & server.calls.keys()
 
 
-# This is the text that vLLM 0.32 prints for a Llama model with two layers, shortened. The engine
-# reads the size of a server's model from such a text.
+# This is the text that vLLM 0.32 prints for a Llama model, shortened. The engine reads the size of
+# the input embedding from such a text.
 SERVED = """LlamaForCausalLM()(
   (model): LlamaModel()(
     (embed_tokens): VocabParallelEmbedding(num_embeddings=14, embedding_dim=32, org_vocab_size=13)
     (embed_tokens_per_layer): VocabParallelEmbedding(embedding_dim=16, org_vocab_size=9)
-    (layers): ModuleList()(
-      (0-1): 2 x LlamaDecoderLayer()(
-        (experts): ModuleList()(
-          (0-7): 8 x LlamaMLP()
 """
 
 
@@ -90,12 +83,10 @@ SERVED = """LlamaForCausalLM()(
         ({}, None),
         ({"vocab_size": 14}, "the org_vocab_size is 13 there, 14 here"),
         ({"hidden_size": 64}, "the embedding_dim is 32 there, 64 here"),
-        ({"num_hidden_layers": 1}, "the number of layers is 2 there, 1 here"),
-        ({"num_hidden_layers": 3}, "the number of layers is 2 there, 3 here"),
     ],
 )
 def test_the_size_of_a_servers_model(changed, message):
-    lm = tiny_model("llama", **{"vocab_size": 13, "num_hidden_layers": 2, **changed})
+    lm = tiny_model("llama", **{"vocab_size": 13, **changed})
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         check_model(lm, SERVED, "http://127.0.0.1:1")
 
@@ -124,7 +115,7 @@ def test_servers_are_different_and_can_reach_the_trainer(policy, server):
     assert VLLMOptions(urls=["http://[::1]:1", "http://localhost:1"]).address == "127.0.0.1"
     with pytest.raises(ValueError, match="address: expected .* http://10.0.0.7:8000 can reach"):
         VLLMOptions(urls=["http://10.0.0.7:8000"])
-    for address in ("192.0.2.1", "no-such-host.invalid"):
+    for address in ("192.0.2.1", "no-such-host.invalid", "::1"):
         with pytest.raises(ValueError, match=f"rollout.vllm.address: .*, got {address}"):
             engine_of(policy, server, version=0, address=address)
 
@@ -137,20 +128,20 @@ def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
     assert "SECRET" not in str(error.value)
 
 
-@pytest.mark.parametrize("start", ["Bearer ", "x" * 497])
-def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch, start):
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"401 No\r\n\r\nBearer SECRET", r"401 Bearer \*\*\*$"),
+        (b"401 No\r\n\r\n" + b"x" * 497 + b"SECRET", r"401 x{497}\*\*\*$"),
+        (b"200 OK\r\n\r\n" + b"SECRET " * 30, r"expected a JSON object, got '\*\*\* "),
+        (b'200 OK\r\n\r\n"SECRET"', r"""expected a JSON object, got '"\*\*\*"'"""),
+    ],
+)
+def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch, answer, message):
     """Check that no part of the key is shown, even if the message is cut inside of the key."""
     monkeypatch.setenv("VLLM_API_KEY", "SECRET")
-    text = f"HTTP/1.1 401 No\r\n\r\n{start}SECRET".encode()
-    server.faults["/weight_info"] = Raw(lambda put: put(text))
-    with pytest.raises(ValueError, match=rf"401 {start}\*\*\*$"):
-        run(client(server).call("GET", "/weight_info"))
-
-
-def test_a_key_in_a_response_that_is_no_object_is_not_shown(server, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "SECRET")
-    server.faults[GENERATE] = Raw(lambda put: put(b"HTTP/1.1 200 OK\r\n\r\n" + b"SECRET " * 30))
-    with pytest.raises(ServerError, match=r"expected a JSON object, got '\*\*\* ") as error:
+    server.faults[GENERATE] = Raw(lambda put: put(b"HTTP/1.1 " + answer))
+    with pytest.raises((ServerError, ValueError), match=message) as error:
         run(client(server).generate([3], {}, VLLMRequest(None, None, 0, "")))
     assert "SEC" not in str(error.value)
 

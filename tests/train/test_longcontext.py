@@ -172,15 +172,19 @@ VOCAB = 512
 NAMES = ("shared", "packed", "padded")
 
 
-def options(tokens_per_microbatch=1 << 40, lora=None):
+def options(lora=None):
     config = ModelConfig(path="x", device="cpu", lora=None if lora is None else {"r": lora})
-    return SimpleNamespace(
-        model=config, tokens_per_microbatch=tokens_per_microbatch, padded_rows=None
-    )
+    return SimpleNamespace(model=config)
 
 
-def prepared(names, model, *given):
-    return {name: bench_step.PROVIDERS[name](copy.deepcopy(model), *given) for name in names}
+def prepared(names, model, *given, **budget):
+    """Build the providers. Only our own providers read `budget`."""
+    return {
+        name: bench_step.PROVIDERS[name](
+            copy.deepcopy(model), *given, **({} if name == "padded" else budget)
+        )
+        for name in names
+    }
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +201,7 @@ def test_shared_packed_and_padded_are_one_step(problem, family, budget):
     agree to 1e-5.
     """
     model = tiny_model(family, vocab_size=VOCAB, max_position_embeddings=4096)
-    chosen = options(tokens_per_microbatch=budget)
-    providers = prepared(NAMES, model, problem, chosen)
+    providers = prepared(NAMES, model, problem, options(), budget=budget)
     shared, packed, padded = (providers[name].tokens for name in NAMES)
     assert 3 * shared < packed < padded
     errors = bench_step.verify(providers, problem, tolerance=1e-5)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, linear_grpo_loss, linear_logps
+from grpo_fast import linear_logps
 from grpo_fast.attention import Head
 from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
@@ -36,19 +36,16 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partiti
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, Trainer
-    from trl import DistillationTrainer
 
-LOSS = "_chunked_divergence_loss"
-# Divergences for two values of TRL's `beta`. For all other values, the divergence is "jsd".
-KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 KERNEL = "_ChunkedLogProbFunction"
 COMPACTS = "_use_triton"
 GATHERED = "DTensor"
 # TRL trainers whose loss calls the fused head. GKDTrainer and GOLDTrainer inherit the head from
-# SFTTrainer, but they are not in this list, because their loss needs full logits.
+# SFTTrainer, but they are not in this list, because their loss needs full logits. The distillation
+# trainers have losses of two heads.
 SERVED = (
     "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
-    "AsyncGRPOTrainer", "DistillationTrainer",
+    "AsyncGRPOTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
 METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -63,9 +60,8 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 def use_fast_head(trainer_or_model: Trainer | PreTrainedModel | PeftModel) -> FastHead:
     """Replace the fused LM head of a TRL trainer or model with our kernels.
 
-    Outputs and gradients stay the same up to rounding. For a `DistillationTrainer`, our kernels
-    compute the divergence from the teacher. FSDP2 may shard the head. If ZeRO-3 or tensor
-    parallelism shards it, TRL's code computes the head, and a warning is logged.
+    Outputs and gradients stay the same up to rounding. FSDP2 may shard the head. If ZeRO-3 or
+    tensor parallelism shards it, TRL's code computes the head, and a warning is logged.
 
     Args:
         trainer_or_model: A TRL trainer, or a model with TRL's fused LM head. In a trainer, the
@@ -88,12 +84,6 @@ def use_fast_head(trainer_or_model: Trainer | PreTrainedModel | PeftModel) -> Fa
     expected = f"one whose loss calls TRL's fused LM head, as {', '.join(SERVED)} and derived ones"
     came = f"{type(trainer).__name__}, whose loss would not change"
     require(theirs is None or theirs.__name__ in SERVED, "trainer", expected, came)
-    if theirs is not None and theirs.__name__ == "DistillationTrainer":
-        loss = theirs._compute_loss  # type: ignore[attr-defined]
-        if LOSS not in loss.__code__.co_names or type(trainer)._compute_loss is not loss:
-            raise _not_1_16(f"{LOSS} in the _compute_loss of {type(trainer).__name__}")
-        swap_divergence(trainer, handle)
-        return handle
     accelerator = getattr(trainer, "accelerator", None)
     if accelerator is None:
         _swap(base_model(trainer), handle, nullcontext)
@@ -265,85 +255,6 @@ def _require_fused(model: PreTrainedModel) -> types.FunctionType:
         came = f"{type(model).__name__} with trl {version('trl')}"
         raise ValueError(f"model: expected {expected}, got {came}")
     missing = {KERNEL, COMPACTS} - {*function.__code__.co_names}
-    if missing:
-        raise _not_1_16(f"{sorted(missing)} in the fused LM head")
+    expected = f"{sorted(missing)} in the fused LM head, as in trl 1.16"
+    require(not missing, "trl", expected, version("trl"))
     return function
-
-
-def _not_1_16(missing: str) -> ValueError:
-    return ValueError(f"trl {version('trl')}: expected {missing}, as in trl 1.16")
-
-
-# ------------------------------------------------------------------ TRL's DistillationTrainer
-def swap_divergence(trainer: DistillationTrainer, handle: FastHead) -> None:
-    """Make one trainer compute its loss, gradient and student entropy with our kernels.
-
-    In TRL 1.16, the method `_compute_loss` calls the global function `_chunked_divergence_loss`.
-    The trainer gets a copy of this method that calls our function instead. Other trainers are not
-    changed.
-
-    `handle.undo()` restores TRL's loss.
-    """
-    theirs = type(trainer)._compute_loss
-
-    @functools.wraps(theirs)
-    def compute_loss(self: DistillationTrainer, student: PreTrainedModel, *args: object) -> object:
-        if not handle.active or is_partitioned(student):
-            return theirs(self, student, *args)
-        head = student.get_output_embeddings()
-        run_inside(head)  # so that FSDP2 gathers the weight of a head in a separate group
-        scope = {**theirs.__globals__, LOSS: functools.partial(divergence_loss, head)}
-        return types.FunctionType(theirs.__code__, scope)(self, student, *args)
-
-    trainer._compute_loss = types.MethodType(compute_loss, trainer)
-
-
-def divergence_loss(
-    head: nn.Linear,
-    hidden: Tensor,  # (B, K, H)
-    teacher_hidden: Tensor,  # (B, K, H')
-    _: Tensor,  # (V, H) the head's weight; unused, because `run` reads the gathered weight
-    teacher_weight: Tensor,  # (V, H')
-    mask: Tensor,  # (B, K)
-    beta: float,
-    num_items_in_batch: Tensor | float | None = None,
-    **rule: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the results of TRL's function `_chunked_divergence_loss` from the same arguments.
-
-    `linear_grpo_loss` computes the divergence, because it also returns the entropies. Its
-    advantages are 0, so the divergence is the only term of the loss.
-
-    Returns:
-        The loss, the sum of the student's entropies, and the number of tokens. Each is 0-d.
-    """
-    dtype = compute_dtype(teacher_hidden)
-    active = mask != 0
-    T = rule["temperature"]
-    bias = rule["teacher_lm_head_bias"]
-    teacher = TeacherHead(
-        teacher_hidden.to(dtype), teacher_weight.detach().to(dtype),
-        None if bias is None else bias.detach().to(dtype), T,
-        rule["teacher_final_logit_softcapping"], rule["teacher_logit_scale"],
-    )  # fmt: skip
-    term = DivergenceTerm(teacher, KINDS.get(beta, "jsd"), beta=0.5 if beta in KINDS else beta)
-    config = LossConfig(
-        aggregation="token_mean_global", compute_entropy=True, temperature=T,
-        softcap=rule["student_final_logit_softcapping"], logit_scale=rule["student_logit_scale"],
-    )  # fmt: skip
-    count = active.sum()
-    own = compute_dtype(hidden)
-    total = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-
-    def run(layer: nn.Linear, h: Tensor) -> tuple[Tensor, Tensor]:
-        bias = None if layer.bias is None else layer.bias.to(own)
-        with torch.autocast(h.device.type, enabled=False):  # the operands have their final dtype
-            # The targets are arbitrary. With advantages of 0, they do not change the loss.
-            out = linear_grpo_loss(
-                h.to(own), layer.weight.to(own), active.long(), active.new_zeros(len(h)).float(),
-                config, bias=bias, completion_mask=active, num_items_in_batch=total,
-                divergence=term,
-            )  # fmt: skip
-        return out.loss, out.entropy.sum()
-
-    return *head(hidden, run=run), count

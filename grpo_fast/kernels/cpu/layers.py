@@ -260,14 +260,6 @@ class _Fused(torch.autograd.Function):
 # ---- installation
 
 
-class Observer(partial):
-    """Forward pre-hook that does not change the module or its inputs.
-
-    Code that evaluates a module without calling it, such as the C++ decoder, may call the hook
-    directly.
-    """
-
-
 def fast_layers(model: nn.Module) -> None:
     """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
     verdicts: dict[Hashable, bool] = {}

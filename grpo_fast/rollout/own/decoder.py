@@ -26,7 +26,7 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import agree
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.layers import Observer, epsilon_of, is_untouched
+from grpo_fast.kernels.cpu.layers import epsilon_of, is_untouched
 from grpo_fast.rollout.own.cache import RolloutCache
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ class Decoder:
             positions: (B,) int64 indices into `places`.
             cache: the keys and values, which receive the new tokens.
         """
-        for hook in self.trunk._forward_pre_hooks.values():
-            hook(self.trunk, (ids,))
         x = self.trunk.embed_tokens(ids)
         cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
@@ -138,23 +136,9 @@ def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> boo
         and layers.is_plain(*trunk.parameters())
         and layers.is_plain(head.weight, dtype=dtype)
         and all(layer.params.softcap is None for layer in cache.layers.values())
-        and all(is_untouched(m) or (m is trunk and is_observed(m)) for m in trunk.modules())
+        and all(map(is_untouched, trunk.modules()))
         and all(map(is_llama_layer, trunk.layers))
     )
-
-
-def is_observed(trunk: nn.Module) -> bool:
-    """Return whether all hooks on the trunk are observers. The decoder calls these itself.
-
-    A training run registers an observer that stops the run after a signal.
-    """
-    hooks = trunk._forward_pre_hooks
-    if any(type(hook) is not Observer for hook in hooks.values()):
-        return False
-    # Check a copy of the trunk without the observers, because `is_untouched` allows no hooks.
-    bare = copy.copy(trunk)
-    vars(bare)["_forward_pre_hooks"] = {}
-    return is_untouched(bare)
 
 
 def configuration_of(trunk: PreTrainedModel) -> Hashable:
@@ -164,9 +148,14 @@ def configuration_of(trunk: PreTrainedModel) -> Hashable:
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """Return the class, the forward function and the settings of a module."""
+    """Return the class, the forward function and the settings of a module.
+
+    The index of an attention module selects its entry of a cache, so it is not a setting.
+    """
     kind = type(module)
-    return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
+    index = "layer_idx" if hasattr(module, "q_proj") else ""
+    settings = [v for name, v in vars(module).items() if name != index and type(v) in SETTINGS]
+    return kind, kind.forward, *settings
 
 
 def is_llama_layer(layer: Any) -> bool:
@@ -254,15 +243,8 @@ def difference(
 def different_layers(trunk: PreTrainedModel) -> int:
     """Return the smallest n such that the first n layers include all distinct layer settings."""
     kinds = getattr(trunk.config, "layer_types", None) or [None] * len(trunk.layers)
-    needed = 0
-    seen: set[Hashable] = set()
-    for number, layer in enumerate(trunk.layers):
-        settings = [settings_of(m) for m in layer.modules() if m is not layer.self_attn]
-        fields = vars(layer.self_attn).items()
-        attention = tuple(v for name, v in fields if name != "layer_idx" and type(v) in SETTINGS)
-        shapes = tuple(p.shape for p in layer.parameters())
-        key = kinds[number], *settings, attention, shapes
-        if key not in seen:
-            seen.add(key)
-            needed = number + 1
-    return needed
+    found = []
+    for kind, layer in zip(kinds[: len(trunk.layers)], trunk.layers, strict=True):
+        shapes = [p.shape for p in layer.parameters()]
+        found.append([kind, *map(settings_of, layer.modules()), shapes])
+    return max(found.index(settings) for settings in found) + 1

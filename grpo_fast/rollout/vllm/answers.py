@@ -134,47 +134,50 @@ class VLLMRequest(NamedTuple):
         return found
 
     def _completion(self, choice: Mapping[str, Any], where: str) -> Completion:
-        def check(fits: bool, expected: str, came: str, kind: type[Exception] = BadAnswer) -> None:
-            require(fits, where, expected, came, kind)
+        vocabulary = self.policy.lm.get_input_embeddings().weight.shape[0]
+
+        def are_ids(values: Sequence[int]) -> bool:
+            is_int = {*map(type, values)} == {int}
+            return is_int and 0 <= min(values) <= max(values) < vocabulary
 
         # 1. Check that there are not too many ids, that none follows the first EOS, and that all
         #    are in the vocabulary.
         ids = choice["token_ids"]
-        vocabulary = self.policy.lm.get_input_embeddings().weight.shape[0]
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
-        fits = 1 <= len(ids) <= self.limit and ends[:1] in ([], [len(ids) - 1])
-        fits = fits and {*map(type, ids)} == {int} and 0 <= min(ids) <= max(ids) < vocabulary
+        fits = are_ids(ids) and len(ids) <= self.limit and ends in ([], [len(ids) - 1])
         expected = f"1 to {self.limit} ids below {vocabulary} up to the first EOS"
-        check(fits, expected, f"{len(ids)} ids {str(ids[:8])[:80]}, EOS at {ends[:8]}")
+        came = f"{len(ids)} ids {str(ids[:8])[:80]}, EOS at {ends[:8]}"
+        require(fits, where, expected, came, BadAnswer)
         # 2. Check the weights before the finish reason. Stale weights only cause another request,
         #    while a wrong finish reason stops the run.
         versions = {str(span["version"])[:40] for span in choice["weight_versions"] or []}
-        came = f"some by {sorted(versions)}"
         expected = f"completions by the weights {self.label}"
-        check(versions == {self.label}, expected, came, StaleWeights)
+        came = f"some by {sorted(versions)}"
+        require(versions == {self.label}, where, expected, came, StaleWeights)
         finish = "stop" if ends else "length"
         came = repr(choice["finish_reason"])[:40]
-        check(choice["finish_reason"] == finish, f"finish reason {finish}", came)
+        fits = choice["finish_reason"] == finish
+        require(fits, where, f"finish reason {finish}", came, BadAnswer)
         # 3. Check the log-probability of each token.
         content = choice["logprobs"]["content"]
         fits = [token["token_id"] for token in content] == ids
         expected = f"a log-probability of each of the {len(ids)} tokens"
-        check(fits, expected, f"{len(content)}, or those of other tokens")
+        require(fits, where, expected, f"{len(content)}, or those of other tokens", BadAnswer)
         logps = torch.tensor([token["logprob"] for token in content], dtype=torch.float32)
         if not (logps > CLAMPED).all():  # also False for NaN
             raise NonFiniteLogits(f"the policy's logits are NaN or infinite, according to {where}")
-        check(bool((logps <= ROUNDING).all()), "log-probabilities up to 0", f"{logps.max():.3g}")
+        fits = bool((logps <= ROUNDING).all())
+        require(fits, where, "log-probabilities up to 0", f"{logps.max():.3g}", BadAnswer)
         # 4. Check the ids that truncation kept for each token.
         support = None
         rows = choice.get("sampling_mask")
         if rows is not None and self.request.sampling.needs_support:
-            fits = len(rows) == len(ids)
-            for token, row in zip(ids, rows, strict=False):
-                is_set = len(set(row)) == len(row)
-                is_known = {*map(type, row)} == {int} and 0 <= min(row) <= max(row) < vocabulary
-                fits &= not row or (token in row and is_set and is_known)
+            fits = all(
+                not row or (token in row and len({*row}) == len(row) and are_ids(row))
+                for token, row in zip(ids, rows, strict=True)
+            )
             expected = "a sampling_mask of distinct ids of the vocabulary with the sampled token"
-            check(fits, expected, "other ids")
+            require(fits, where, expected, "other ids", BadAnswer)
             flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
             support = Support(flat, torch.tensor([0, *map(len, rows)]).cumsum(0))
         return Completion(ids, logps, engine.EOS if ends else engine.LENGTH, self.version, support)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import os
 import re
@@ -17,8 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
@@ -43,7 +41,7 @@ from grpo_fast.rollout.vllm.answers import (
     field,
     reading,
 )
-from grpo_fast.rollout.vllm.options import VLLMOptions, is_local
+from grpo_fast.rollout.vllm.options import VLLMOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +52,6 @@ log = logging.getLogger(__name__)
 
 CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
 PAUSE_S = 1.0  # seconds between two checks of a server that is gone
-MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
 CONNECTIONS = 256  # maximum number of connections to one server
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
 PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # ids whose log-probs are compared after a transfer
@@ -122,10 +119,7 @@ class Server:
         self.key = os.environ.get("VLLM_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):  # httpx's error would quote the key
             raise ValueError("VLLM_API_KEY: expected printable ASCII characters (not shown)")
-        # Request no compression, because the body is read and counted as raw bytes.
-        headers = {"Accept-Encoding": "identity"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         limits = httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0)
         self.client = httpx2.AsyncClient(
             base_url=url, headers=headers, timeout=None, trust_env=False, limits=limits
@@ -134,7 +128,9 @@ class Server:
     async def call(
         self, method: str, path: str, body: Any = None, missing: Exception = OPTIONS_MISSING
     ) -> Any:
-        """Send a request, and return the JSON of the response, or its text if it is not JSON.
+        """Send a request, and return the JSON object of the response, or its text.
+
+        A gateway may quote the request's headers in a text, so the key is replaced in texts.
 
         Args:
             method: "GET" or "POST".
@@ -147,41 +143,31 @@ class Server:
             ValueError: the server refuses the request.
         """
         where = f"{self.url}{path}"
-        content = bytearray()
         try:
             # The timeout of httpx applies to each read, so a server that sends one byte now and
             # then would never time out. This timeout limits the whole exchange.
-            async with (
-                asyncio.timeout_at(self.deadline),
-                self.client.stream(method, path, json=body) as response,
-            ):
-                async for piece in response.aiter_raw():
-                    content += piece
-                    most = f"at most {MAX_BYTES} bytes"
-                    require(len(content) <= MAX_BYTES, "response", most, "more")
+            async with asyncio.timeout_at(self.deadline):
+                response = await self.client.request(method, path, json=body)
         except TimeoutError as error:
             raise ServerError(f"{where}: no answer within rollout.vllm.timeout") from error
         except (httpx2.HTTPError, OSError, ValueError) as error:
             raise ServerError(f"{where}: {escape_control(reason(error))}") from error
-        if response.status_code == 200:
-            try:
-                return json.loads(content)
-            except (ValueError, RecursionError):
-                return content.decode(errors="replace")
-        text = " ".join(self.masked(content.decode(errors="replace"))[:500].split())
-        message = f"{where}: {response.status_code} {escape_control(text)}"
-        if response.status_code in (403, 404):
+        status = response.status_code
+        if status == 200:
+            with suppress(ValueError, RecursionError):
+                answer = response.json()
+                if isinstance(answer, dict):
+                    return answer
+        # Replace the key before the text is cut. Otherwise, a part of the key may remain.
+        text = response.text.replace(self.key, "***") if self.key else response.text
+        if status == 200:
+            return text
+        message = f"{where}: {status} {escape_control(' '.join(text[:500].split()))}"
+        if status in (403, 404):
             raise type(missing)(f"{message}; {missing}")
-        if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
+        if 400 <= status < 500 and status not in (408, 429):
             raise ValueError(message)
         raise ServerError(message)
-
-    def masked(self, text: str) -> str:
-        """Hide the key in a response, because a gateway may quote the request's headers.
-
-        Call this before the text is cut. Otherwise, a part of the key may remain at the end.
-        """
-        return text.replace(self.key, "***") if self.key else text
 
     async def read(self, path: str, key: str, kind: type) -> Any:
         """Return a value of the JSON object that the server sends for a path."""
@@ -209,20 +195,18 @@ class Server:
             ValueError: the server reports raw log-probabilities, or has a different model.
         """
         self.deadline = time.monotonic() + 6 * CHECK_S
-        path = "/server_info?config_format=json"
-        config = await self.read(path, "vllm_config", dict)
-        with reading(f"{self.url}{path}"):
+        config = await self.read("/server_info?config_format=json", "vllm_config", dict)
+        answer = await self.call("POST", "/collective_rpc", {"method": "get_model_inspection"})
+        with reading(f"{self.url}/server_info, /collective_rpc"):
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
+            served = field(answer["results"], 0, str)
             lora = config.get("lora_config")
             if lora is not None:
                 field(lora, "max_lora_rank", int)
                 field(lora, "target_modules", list, type(None))
         expected = f"servers with --logprobs-mode {LOGPROBS}"
         require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
-        answer = await self.call("POST", "/collective_rpc", {"method": "get_model_inspection"})
-        with reading(f"{self.url}/collective_rpc"):
-            served = field(answer["results"], 0, str)
         check_model(policy.lm, served, self.url)
         ours = transfer.dtype_of(policy)
         dtypes = [getattr(torch, dtype, torch.bfloat16) for dtype in (ours, theirs)]
@@ -243,23 +227,24 @@ class Server:
             body["model"] = request.adapter
             missing = StaleWeights("the adapter is sent again")
         answer = await self.call("POST", GENERATE, body, missing)
-        if not isinstance(answer, dict):  # a proxy may have sent it
-            came = self.masked(str(answer))[:60]
-            raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {came!r}")
+        if isinstance(answer, str):  # a proxy may have sent it
+            raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {answer[:60]!r}")
         return request.completions(answer, f"{self.url}{GENERATE}")
 
-    async def receive(self, names: Names, weights: Mapping[str, Tensor], folder: str) -> None:
+    async def receive(
+        self, names: Names, weights: Mapping[str, Tensor] | None, folder: str
+    ) -> None:
         """Make the server load weights, an adapter, or both.
 
         The server does not sample while it receives weights.
 
         Args:
             names: names of the weights and of the adapter.
-            weights: the weights. Empty if the server has them already.
+            weights: the weights. None if the server has them already.
             folder: the folder of the adapter.
         """
         self.deadline = time.monotonic() + self.options.timeout
-        if weights:
+        if weights is not None:
             await self._load(names[0], weights)
         if names[1] is not None:
             # If the server was excluded after it had loaded this adapter, it still has the adapter.
@@ -276,27 +261,37 @@ class Server:
 
     async def _load(self, name: str, weights: Mapping[str, Tensor]) -> None:
         """Send weights to the server, and give them the name `name`."""
+        post = partial(self.call, "POST")
         # 1. Join a process group with the server's workers, and stop sampling.
         if self.group is None or self.has is None or self.reported != self.has[0]:
             self.group = await self._join_group()
-        group = self.group
+        broadcast = self.group.broadcast
         was_paused = await self.read("/is_paused", "is_paused", bool)
-        await self.call("POST", "/pause?mode=keep")
+        await post("/pause?mode=keep")
         # 2. If the server was already paused, a trainer may have been killed during an update.
         if was_paused:
             await self._close_update()
         # 3. Send the weights, and resume sampling. If sending fails, resume anyway, because the
         #    server would otherwise stay paused. `_close_update` gives the incomplete weights a name
         #    that no trainer uses, so trainers replace them.
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
+        shapes = [list(tensor.shape) for tensor in weights.values()]
+        info = {"names": list(weights), "dtype_names": dtypes, "shapes": shapes}
         try:
-            await self._update(group, name, weights)
+            await post("/start_weight_update")
+            # Broadcast in a thread, because the server responds only after it has all tensors.
+            sent = started(lambda: [broadcast(tensor) for tensor in weights.values()])
+            await post("/update_weights", {"update_info": info})
+            async with asyncio.timeout_at(self.deadline):
+                await asyncio.shield(asyncio.wrap_future(sent))
+            await post("/finish_weight_update", {"weight_version": name})
         except (RuntimeError, OSError, ValueError):
             self.deadline = min(self.deadline, time.monotonic() + 6 * CHECK_S)
             with suppress(EngineError, ValueError):  # the server may be gone
                 await self._close_update()
-                await self.call("POST", "/resume")
+                await post("/resume")
             raise
-        await self.call("POST", "/resume")
+        await post("/resume")
 
     async def _close_update(self) -> None:
         """Close a weight update that failed or was left open.
@@ -310,34 +305,15 @@ class Server:
         name = {"weight_version": "left-in-the-middle"}
         await self.call("POST", "/finish_weight_update", name)
 
-    async def _update(
-        self, group: transfer.GlooGroup | transfer.NCCLGroup, name: str,
-        weights: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        """Replace the weights of the paused server."""
-        post = partial(self.call, "POST")
-        await post("/start_weight_update")
-        # Broadcast in a thread, because the server responds only after it has all tensors.
-        sent = started(lambda: [group.broadcast(tensor) for tensor in weights.values()])
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
-        shapes = [list(tensor.shape) for tensor in weights.values()]
-        info = {"names": list(weights), "dtype_names": dtypes, "shapes": shapes}
-        await post("/update_weights", {"update_info": info})
-        async with asyncio.timeout_at(self.deadline):
-            await asyncio.shield(asyncio.wrap_future(sent))
-        await post("/finish_weight_update", {"weight_version": name})
-
     async def _join_group(self) -> transfer.GlooGroup | transfer.NCCLGroup:
         """Form a process group with the workers of the server."""
         # 1. Open a port to which the server's workers connect.
         address = self.options.address
         workers = await self.read("/get_world_size", "world_size", int)
-        fits = 0 < workers < 1 << 16
-        require(fits, f"{self.url}/get_world_size", "a number of workers", workers, BadAnswer)
         try:
-            listener = socket.create_server((address, 0), family=transfer.family_of(address))
+            listener = socket.create_server((address, 0))
         except OSError as error:
-            expected = f"expected an address of this machine, got {address}"
+            expected = f"expected an IPv4 address or a name of this machine, got {address}"
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
         port = listener.getsockname()[1]
         info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
@@ -347,12 +323,11 @@ class Server:
         kind = self.options.transfer
         if kind == "nccl" or (kind == "auto" and self.device.type == "cuda"):
             listener.close()  # vLLM opens the socket itself
-            joined: Future[Any] = started(
-                partial(transfer.NCCLGroup, address, port, size, self.device)
-            )
+            join: Callable[[], Any] = partial(transfer.NCCLGroup, address, port, size, self.device)
         else:
             info["seconds"] = seconds = self.options.timeout
-            joined = started(partial(transfer.GlooGroup, address, port, 0, size, seconds, listener))
+            join = partial(transfer.GlooGroup, address, port, 0, size, seconds, listener)
+        joined = started(join)
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
         async with asyncio.timeout_at(self.deadline):
             return await asyncio.shield(asyncio.wrap_future(joined))
@@ -384,12 +359,11 @@ class Server:
         # If the policy's log-probabilities are NaN, raise no error here, because sampling reports
         # them. A NaN of the server alone counts as a difference.
         if not (difference <= limit or expected.isnan().any()):
-            await self.is_up()
             raise BadAnswer(
-                f"{self.url} claims to have the weights {names[1] or names[0]} (/weight_info: "
-                f"{self.reported}), but its log-probabilities differ from the policy's by "
-                f"{difference:.3g} nats per token. At most {limit:g} is allowed. Check that the "
-                "server applies weight updates. For a quantised server, set rollout.vllm.tolerance."
+                f"{self.url} claims to have the weights {names[1] or names[0]}, but its "
+                f"log-probabilities differ from the policy's by {difference:.3g} nats per token. "
+                f"At most {limit:g} is allowed. Check that the server applies weight updates. For "
+                "a quantised server, set rollout.vllm.tolerance."
             )
 
     def include(self, names: Names) -> None:
@@ -531,16 +505,13 @@ class VLLMServers(Engine):
             outdated = [server for server in self.servers if server.has != self.names]
             missing = self._unreachable(outdated)
             reached = [server for server in outdated if server not in missing]
-            if self.rank == 0 and reached:
-                lacking = [x for x in reached if adapter is None or x.reported != base]
-                # Compute the weights only if a server needs them, because this copies the experts
-                # of an MoE model.
-                if lacking and weights is None:
-                    weights = self._weights()
-                tries += 1
-                run(*(self._send(x, weights if x in lacking else {}) for x in reached))
-            elif reached:
-                run(*map(self._look, reached))
+            lacking = [x for x in reached if adapter is None or x.reported != base]
+            # Compute the weights only if a server needs them, because this copies the experts of an
+            # MoE model.
+            if self.rank == 0 and lacking and weights is None:
+                weights = self._weights()
+            tries += self.rank == 0 and bool(reached)
+            run(*(self._bring(x, weights if x in lacking else None) for x in reached))
             ready = self._ready()
             if ready:
                 return ready
@@ -549,24 +520,23 @@ class VLLMServers(Engine):
                 raise ServerError(f"no vLLM server has the weights {tried}: {self._errors()}")
             time.sleep(PAUSE_S)
 
-    async def _send(self, server: Server, weights: Mapping[str, Tensor]) -> None:
-        """Send the current weights to a server, and compare it with the policy."""
+    async def _bring(self, server: Server, weights: Mapping[str, Tensor] | None) -> None:
+        """Send the current weights to a server, compare it with the policy, and include it.
+
+        Other ranks than 0 send nothing. They look whether the server has the weights from rank 0.
+        """
+        base, adapter = self.names
         try:
-            await server.receive(self.names, weights, self.folder.name)
-            if self.expected is not None:
-                await server.compare(self.names, self.expected)
-            server.include(self.names)
+            if self.rank == 0:
+                await server.receive(self.names, weights, self.folder.name)
+                if self.expected is not None:
+                    await server.compare(self.names, self.expected)
+                server.include(self.names)
+            elif server.reported == base:
+                if adapter is None or adapter in str(await server.call("GET", "/v1/models")):
+                    server.include(self.names)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             server.exclude(error)
-
-    async def _look(self, server: Server) -> None:
-        """Include a server if it has received the current weights from rank 0."""
-        base, adapter = self.names
-        with suppress(EngineError):
-            if server.reported == base and (
-                adapter is None or adapter in str(await server.call("GET", "/v1/models"))
-            ):
-                server.include(self.names)
 
     def _weights(self) -> dict[str, Tensor]:
         return transfer.unsharded(transfer.weights_of(self.lm, merged=self.names[1] is None))
@@ -585,28 +555,21 @@ class VLLMServers(Engine):
 
 
 def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
-    """Raise a ValueError if the server's model has a different embedding size or layer count.
+    """Raise a ValueError if the server's model has an embedding of a different size.
 
-    vLLM refuses weights of other shapes, but only after it has loaded some of the weights. If the
-    server's model had more layers, the additional layers would keep their old weights.
+    vLLM refuses weights of other shapes, but only after it has loaded some of the weights.
 
     Args:
         lm: the trainer's model.
-        served: vLLM's printout of its model, with lines like `(0-11): 12 x LlamaDecoderLayer()(`.
+        served: vLLM's printout of its model, which contains the sizes of its embeddings.
         url: the server, for the message.
     """
     rows, width = lm.get_input_embeddings().weight.shape
-    layers = lm.config.get_text_config().num_hidden_layers
-    ours = {"org_vocab_size": rows, "embedding_dim": width, "number of layers": layers}
+    ours = {"org_vocab_size": rows, "embedding_dim": width}
     # The first embedding is the input embedding. Others, such as Gemma 3n's per layer, have other
     # sizes.
     sizes = re.findall(r"\b(org_vocab_size|embedding_dim)=(\d{1,9})\b", served)
-    theirs = {name: int(number) for name, number in reversed(sizes)}
-    indices = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
-    if indices:  # lists inside a layer are indented further
-        _, last = max((-len(indent), int(index)) for indent, index in indices)
-        theirs["number of layers"] = last + 1
-    for name, number in theirs.items():
+    for name, number in {name: int(number) for name, number in reversed(sizes)}.items():
         other = f"a different model at {url}: the {name} is {number} there, {ours[name]} here"
         require(number == ours[name], "rollout.vllm.urls", "this run's model", other)
 
@@ -638,8 +601,5 @@ def build(policy: SampledModel, options: Any) -> VLLMServers:
         ValueError: a server was started with other options or a different model.
     """
     engine = VLLMServers(policy, options.vllm)
-    for url in options.vllm.urls:
-        if not is_local(url):
-            log.warning("%s is not on this machine: its HTTP and weights are not encrypted", url)
     engine.check()
     return engine

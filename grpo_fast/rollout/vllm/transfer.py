@@ -77,10 +77,6 @@ def dtype_of(policy: SampledModel) -> str:
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
 
 
-def family_of(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 class GlooGroup:
     """Gloo process group of the trainer (rank 0) and the workers of one server, on the CPU.
 
@@ -108,7 +104,7 @@ class GlooGroup:
         # By default gloo uses the address of the host name, which other machines may not reach.
         # Connecting a UDP socket sends no packet, but it reveals the local address on the route
         # to the trainer.
-        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             own_address = str(probe.getsockname()[0])
         gloo: Any = dist.ProcessGroupGloo
@@ -144,8 +140,8 @@ class NCCLGroup:
 def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: str) -> bool:
     """Return whether a server can add the policy's adapter to its weights at run time.
 
-    If the server loads adapters, but would ignore some of the trained weights, log the reason. vLLM
-    itself refuses an adapter whose peft options it does not support.
+    If the server loads adapters, but cannot apply some of the trained weights, log the first of
+    them. vLLM itself refuses an adapter whose peft options it does not support.
 
     Args:
         policy: the policy.
@@ -155,23 +151,22 @@ def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: s
     modules = adapted_modules(policy.lm)
     if limits is None or not modules:
         return False
-    rank = max(max(module.r.values()) for module in modules.values())
-    least = limits["max_lora_rank"]
-    reasons = [f"the adapter has rank {rank}, above --max-lora-rank {least}"] * (rank > least)
-    active = {name for module in modules.values() for name in module.active_adapters}
-    reasons += [f"the adapters {', '.join(sorted(active))} are active"] * (len(active) > 1)
-    trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
-    reasons += [f"the weight {name} is trained, too" for name in trained[:1]]
-    # vLLM ignores the LoRA matrices of a module if its model has no module with the same name.
+    # 1. Find trained weights that are not part of the adapter.
+    refused = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
+    # 2. Find modules that vLLM would ignore, because its model has no module with the same name, or
+    #    whose rank is too large. Only one adapter is sent.
     known = weights_of(policy.lm, merged=False)
     targets = limits["target_modules"]
     for name, module in modules.items():
         is_target = targets is None or name.rpartition(".")[2] in targets
-        if not (is_target and module.lora_A and f"{name}.weight" in known):
-            reasons.append(f"vLLM would ignore the target module {name}")
-    if reasons:
-        log.warning("all servers receive merged weights, because of %s: %s", url, reasons[0])
-    return not reasons
+        is_known = module.lora_A and f"{name}.weight" in known
+        if not (is_target and is_known) or max(module.r.values()) > limits["max_lora_rank"]:
+            refused.append(name)
+        refused += [f"the adapter {other}" for other in module.active_adapters[1:]]
+    if refused:
+        said = "all servers receive merged weights, because %s cannot apply %s (%s)"
+        log.warning(said, url, refused[0], "see LoRA adapters in grpo_fast/rollout/README.md")
+    return not refused
 
 
 def write_adapter(policy: Any, folder: str, *, is_writer: bool = True) -> None:

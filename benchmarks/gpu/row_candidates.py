@@ -1,0 +1,98 @@
+"""Times of the candidates of the row kernel on a GPU, at (8192, 151936) in bf16.
+
+    python -m benchmarks.gpu.row_candidates [--out FILE] [--device cpu]
+
+The row kernel computes the loss of given logits. A candidate is a configuration whose programs
+stride over rows. The package never tunes its kernels at run time, because a training run would then
+not be reproducible. If a candidate is faster than the shipped configuration, copy its line into
+grpo_fast/kernels/gpu/rows.py by hand. On a CPU, the command only lists the candidates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.options import measuring
+from benchmarks.report.files import write
+from grpo_fast.kernels.gpu import rows
+from grpo_fast.kernels.gpu.rows import RowConfig, row_loss_
+from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+
+ROWS, VOCAB = 8192, 151936
+# Block, warps and programs per multiprocessor. On 132 multiprocessors, 132 rows of 16-bit logits
+# take 40 MB, so the second read of a row hits an L2 cache of 50 MB. With 32 warps, Triton 3.6
+# spills 6 registers at 8192 columns on sm_90.
+CANDIDATES = [
+    RowConfig(*sizes, "evict_first")
+    for sizes in ((16384, 32, 1), (8192, 16, 1), (4096, 16, 1), (4096, 16, 2))
+]
+# Maximum difference of the logps in nats. Two configurations differ only by rounding.
+AGREEMENT = 2e-4
+
+
+def line_of(config: RowConfig) -> str:
+    """Return a configuration as source code."""
+    return f"RowConfig{tuple(config)}"
+
+
+def call_of(count: int, vocab: int, device: str) -> Callable[[], Tensor]:
+    """Return a function that calls the row kernel as the loss does, and returns the logps (N,)."""
+    torch.manual_seed(0)
+    logits = torch.randn(count, vocab, device=device).bfloat16()
+    targets = torch.randint(vocab, (count,), device=device)
+    d_logits, v = torch.empty_like(logits), torch.ones(count, device=device)
+    terms, config = RowTerms(v, v, old_logps=v), LossConfig(loss_type="dapo")
+    arguments = (logits, d_logits, targets, terms, config, LogitTransform(1.0, None, 1.0))
+    return lambda: row_loss_(*arguments, return_entropy=False).logps
+
+
+def call_with(config: RowConfig, call: Callable[[], Tensor]) -> Tensor:
+    with mock.patch.object(rows, "row_config", lambda vocab: config):
+        return call()
+
+
+def failure_of(config: RowConfig, call: Callable[[], Tensor], expected: Tensor) -> str:
+    """Return why a candidate is not timed, or an empty string if its results are right."""
+    try:
+        is_right = bool((call_with(config, call) - expected).abs().max() <= AGREEMENT)
+    except Exception as error:  # the GPU may refuse one candidate; time the other candidates
+        return f"{type(error).__name__}: {str(error)[:120]}"
+    return "" if is_right else "wrong: not timed"
+
+
+def main(arguments: list[str]) -> int:
+    options = measuring(__doc__, arguments)
+    if options.device == "cpu":
+        print(*map(line_of, CANDIDATES), sep="\n")
+        return 0
+    report = measure.header("row candidates", "cuda") | {"cases": [], "row_candidates": {}}
+    call = call_of(ROWS, VOCAB, "cuda")
+    expected = call()
+    for config in CANDIDATES:
+        reason = failure_of(config, call, expected)
+        found: dict[str, Any] = {"reason": reason}
+        if not reason:
+            candidate = partial(call_with, config, call)
+            steps: dict[str, Callable[[], Any]] = {"shipped": call, "candidate": candidate}
+            times = measure.interleaved(steps, "cuda", budget=0.5, rounds=25)
+            found = {name: row["median_ms"] for name, row in times.items()}
+        print(f"{line_of(config)}: {found}", flush=True)
+        report["row_candidates"][line_of(config)] = found
+        if options.out:  # after each candidate, because the session ends the command at its limit
+            write(Path(options.out), report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

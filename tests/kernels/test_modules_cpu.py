@@ -183,7 +183,7 @@ class Swish(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.beta = nn.Parameter(torch.ones(()))
+        self.beta = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
         return x * torch.sigmoid(self.beta * x)

@@ -32,7 +32,7 @@ PLANTS = {
         ("layers-angles-by-name", "csrc_layers", "a rotary that takes sin before cos gets cos as sin",
          "f(q, k, *angles) for f", "f(q, k, cos=angles[0], sin=angles[1]) for f"),
         ("layers-overwritten-forward", "csrc_layers", "a forward that the user patched is lost",
-         'if "forward" in vars(module) or device', "if device"),
+         'if "forward" in vars(module) or not', "if not"),
         ("layers-stale-activation", "csrc_layers", "a replaced activation is ignored",
          " or module.act_fn is not act", ""),
     ],

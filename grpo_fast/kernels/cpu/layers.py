@@ -266,10 +266,8 @@ def fast_layers(model: nn.Module) -> None:
 
     def install() -> None:
         for module in model.modules():
-            device = next((p.device.type for p in module.parameters()), None)
             # Skip a module whose `forward` attribute was set by the user, and a module on a GPU.
-            # Accept the meta device, because the weights of the module are loaded later.
-            if "forward" in vars(module) or device not in ("cpu", "meta"):
+            if "forward" in vars(module) or not all(p.is_cpu for p in module.parameters()):
                 continue
             # The module keeps its forward if a comparison raises an error. For example, FSDP2's
             # classes cannot be copied.

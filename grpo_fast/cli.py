@@ -47,6 +47,11 @@ def _print_lines(*lines: str) -> None:
         typer.echo(escape_control(line))
 
 
+def launched_rank() -> int:
+    """Return the rank that the launcher assigned, which is known even without a process group."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def key_values(example: str) -> Any:
     """Declare the `key=value` arguments of a typer command, with an example as the help text."""
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
@@ -94,8 +99,8 @@ def refuse(
     if debug:
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
     shown = "; ".join([start + str(error), *getattr(error, "__notes__", ())])
-    rank = os.environ.get("RANK", "0")
-    shown = shown if rank == "0" else f"rank {rank}: {shown}"
+    rank = launched_rank()
+    shown = f"rank {rank}: {shown}" if rank else shown
     hint = "  (--debug shows where)" if debug is False else ""
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
     sys.exit(code)
@@ -125,7 +130,6 @@ def train(
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names
     from grpo_fast.train.folder import free_folder
-    from grpo_fast.train.ranks import launched_rank
 
     with print_errors(debug, RunError):
         words = settings or []
@@ -199,7 +203,6 @@ def doctor(
             "rollout.temperature=0.7 model.dtype=bfloat16 …",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Debug = False,
 ) -> None:
     """Test this machine. With a model, compare the log-probs of its sampler and trainer.
@@ -210,7 +213,7 @@ def doctor(
     with print_errors(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import run
 
-        ok = run(words or [], as_json=as_json)
+        ok = run(words or [])
     sys.exit(0 if ok else 1)
 
 
@@ -269,31 +272,22 @@ def config(
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …; or all models.")
-    ] = "",
+        str, typer.Argument(help="A recipe, hub id, model's folder, or qwen2.5-7b, …")
+    ],
     settings: Annotated[
-        Words, key_values("gpu=H100 or gpu=141 (GB) prompt=8192 model.dtype=bfloat16 …")
+        Words, key_values("gpu=80 (GB of memory) prompt=8192 model.dtype=bfloat16 …")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict how many tokens of a micro-batch fit into memory with different options.
+    """Predict how many tokens of a micro-batch fit into memory with different settings.
 
     No weights are loaded. Without gpu=…, the prediction is for this machine's GPU, or for its main
-    memory if it has no GPU. Without a model, the command predicts what fits for each known model.
+    memory if it has no GPU.
     """
-    from rich.console import Console
-
-    from grpo_fast.train.plan import KNOWN_MODELS, render
     from grpo_fast.train.plan import plan as predict
 
     with print_errors(debug):
-        if not model or "=" in model:
-            words = [word for word in (model, *(settings or [])) if word]
-            plans = [predict(name, words) for name in KNOWN_MODELS]
-            plans.sort(key=lambda plan: not plan.fits)  # the models that fit come first
-            typer.echo("\n".join(plan.verdict for plan in plans))
-            return
-        Console().print(*render(predict(model, settings or [])), sep="", highlight=False)
+        _print_lines(*predict(model, settings or []))
 
 
 @app.command()

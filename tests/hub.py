@@ -30,12 +30,11 @@ def build(folder: Path) -> None:
     for backend in BACKENDS:
         variant = folder / "build" / f"torch-{backend}"
         # 1. Copy the sources.
-        variant.mkdir(parents=True)
+        ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "csrc", variant / "csrc")
         for part in PARTS:
             source = ROOT / "grpo_fast" / part
             if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(source, variant / part, ignore=ignored)
             else:
                 shutil.copy(source, variant / part)
@@ -48,14 +47,9 @@ def build(folder: Path) -> None:
 
         # 3. Write the metadata of this backend's copy. The package `kernels` uses `id` as the
         # module's name in `sys.modules`.
-        metadata = {
-            "id": f"_grpo_fast_{backend}_{grpo_fast.__version__.replace('.', '_')}",
-            "name": "grpo-fast",
-            "version": 1,
-            "license": "Apache-2.0",
-            "python-depends": [],
-            "backend": {"type": backend},
-        }
+        name = f"_grpo_fast_{backend}_{grpo_fast.__version__.replace('.', '_')}"
+        metadata = {"id": name, "name": "grpo-fast", "version": 1, "license": "Apache-2.0",
+                    "python-depends": [], "backend": {"type": backend}}  # fmt: skip
         (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 

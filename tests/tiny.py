@@ -38,9 +38,8 @@ TEXTS = [
 
 
 def tiny_model(
-    family: str = "qwen2", *, kind: str = "AutoModelForCausalLM", vocab_size: int = 61,
-    seed: int = 0, **changes: Any,
-) -> Any:  # fmt: skip
+    family: str = "qwen2", *, vocab_size: int = 61, seed: int = 0, **changes: Any
+) -> Any:
     """Return a transformers causal LM with random weights, in evaluation mode."""
     import transformers
 
@@ -48,7 +47,7 @@ def tiny_model(
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
     config = transformers.AutoConfig.for_model(family, **fields)
-    model = getattr(transformers, kind).from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     # Initialize with larger weights. With the small default weights, an error in the attention
     # would hardly change the output, and tests would not detect the error.
     for parameter in model.parameters():

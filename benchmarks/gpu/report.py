@@ -23,6 +23,7 @@ from benchmarks.gpu.predict import CARDS, Case
 from benchmarks.kernels.shapes import MODELS, Shape
 from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, load, machine
+from benchmarks.report.tables import markdown
 
 SESSION = RESULTS / "gpu_session.json"
 REPORT = ROOT / "benchmarks" / "gpu" / "REPORT.md"
@@ -85,11 +86,7 @@ def origin(reports: list[dict[str, Any]]) -> Iterator[str]:
 
 def table(title: str, columns: str, rows: Iterable[Iterable[Any]]) -> Iterator[str]:
     """Yield the lines of a table in Markdown. `columns` has the titles, separated by "|"."""
-    yield from (title, "", f"| {columns} |")
-    yield "|" + "---|" * (columns.count("|") + 1)
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"
-    yield ""
+    yield from (title, "", *markdown(columns.split(" | "), rows), "")
 
 
 def bar_rows(card: str, found: Results) -> Iterator[tuple[str, ...]]:

@@ -6,8 +6,8 @@
 The traced call does not use autograd, which needs a CUDA build. It includes the work of the
 backward pass, which scales the gradients. Some of the work depends on values, which are unknown
 here. The trace assumes that every row is active, that no sum in dW cancels almost to zero, and that
-the upstream gradient is 1. The GPU has the memory of an H200. The exit code is 1 if a case exceeds
-its budget in ONE_CHUNK.
+the upstream gradient is 1. The GPU has the memory of an H200.
+tests/benchmarks/test_gpu_trace.py has the budgets of the calls.
 """
 
 from __future__ import annotations
@@ -182,24 +182,6 @@ CASES: dict[str, Case] = {
 }
 
 
-# Budgets for calls with dH and dW whose 8192 rows are one chunk at V = 151936. Each entry has the
-# launches in the chunk, the launches outside of it, and the memory traffic in GB.
-ONE_CHUNK = {
-    "full, H = 4096": (14, 17, 0.75),
-    "full, H = 2048": (14, 17, 0.38),
-    "full, H = 896": (13, 17, 0.18),
-}
-
-
-def overrun(name: str, found: Budget) -> str:
-    """Return a message if a case exceeds its budget, otherwise an empty string."""
-    wanted = (1, *ONE_CHUNK[name]) if name in ONE_CHUNK else None
-    taken = (found.chunks, found.per_chunk, found.outside, found.gigabytes)
-    if wanted is None or all(a <= b for a, b in zip(taken, wanted, strict=True)):
-        return ""
-    return f"{name}: expected at most {wanted} (chunks, launches in it, outside, GB), got {taken}"
-
-
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -212,9 +194,7 @@ def main(arguments: list[str]) -> int:
     print(
         *table("Work of one call on a GPU", f"case | {' | '.join(Budget._fields)}", rows), sep="\n"
     )
-    beyond = [message for name, budget in found.items() if (message := overrun(name, budget))]
-    print(*beyond, sep="\n")
-    return 1 if beyond else 0
+    return 0
 
 
 if __name__ == "__main__":

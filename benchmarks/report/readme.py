@@ -24,7 +24,7 @@ from benchmarks import RESULTS, ROOT, measure
 from benchmarks.options import new_parser
 from benchmarks.report import plots
 from benchmarks.report.files import PROCESSORS, cases_of, machine, short_machine
-from benchmarks.report.tables import fastest_peer, variant_words
+from benchmarks.report.tables import fastest_peer, markdown, variant_words
 
 PAGE = ROOT / "benchmarks" / "README.md"
 README = ROOT / "README.md"
@@ -110,12 +110,8 @@ def machine_lines(name: str, cases: list[dict[str, Any]]) -> list[str]:
         rows = [row for case in chosen for row in case["rows"].items()]
         shown = (n for n, x in rows if x["role"] in ("ours", "peer") and x["status"] != "missing")
         names = list(dict.fromkeys(shown))
-        lines += [f"`{operation}`", "", f"| N, H, V | limit | {' | '.join(names)} |"]
-        lines.append("|" + "---|" * (len(names) + 2))
-        for case in chosen:
-            cells = " | ".join(cell(case, name) for name in names)
-            lines.append(f"| {label(case)} | {limit(case)} | {cells} |")
-        lines.append("")
+        found = ([label(x), limit(x), *(cell(x, name) for name in names)] for x in chosen)
+        lines += [f"`{operation}`", "", *markdown(["N, H, V", "limit", *names], found), ""]
     return lines
 
 
@@ -127,9 +123,7 @@ def readme_table() -> str:
     peers = [case for case in read_cases(RESULTS / "gpu_session.json") if "TRL" in case["rows"]]
     every = [case for file in machine_files(LOSS_STEPS) for case in read_cases(file)]
     timed = [case for case in every if case["shape"][0] > 64 and "+" not in case["commit"]]
-    lines = [
-        "| tokens, hidden, vocabulary | machine | grpo_fast | best peer |", "|---|---|---|---|"
-    ]  # fmt: skip
+    rows = []
     first: dict[str, str] = {}
     for case in [*peers, *timed]:
         what = f"{', '.join(map(str, case['shape']))} {case['dtype']}"
@@ -144,8 +138,9 @@ def readme_table() -> str:
         first[what + where] = winner
         mine = f"**{ours:.2f}×**" if f"{ours:.2f}" < f"{best:.2f}" else f"{ours:.2f}×"
         theirs = f"**{best:.2f}×**" if f"{best:.2f}" < f"{ours:.2f}" else f"{best:.2f}×"
-        lines.append(f"| {what} | {where} | {mine} | {theirs} {peer} |")
-    return "\n".join(lines) + "\n"
+        rows.append([what, where, mine, f"{theirs} {peer}"])
+    columns = ["tokens, hidden, vocabulary", "machine", "grpo_fast", "best peer"]
+    return "\n".join(markdown(columns, rows)) + "\n"
 
 
 def memory_table() -> str:
@@ -153,18 +148,16 @@ def memory_table() -> str:
     report = json.loads(file_of("memory").read_text())
     providers = {n: p["tokens"] for n, p in report["providers"].items() if "tokens" in p}
     names = [name.replace(plots.OURS, "grpo_fast") for name in providers]
-    lines = [
-        f"{machine(report['hardware'])}; commit: {report['commit']}.", "",
-        f"| tokens | {' | '.join(names)} |", "|" + "---|" * (len(names) + 1),
-    ]  # fmt: skip
+    table = []
     for tokens in providers[plots.OURS]:
         rows = [rows.get(tokens, {}) for rows in providers.values()]
         cells = [
             f"{row['workspace_mib']:,.0f}" if row.get("status") == "ok" else row.get("status", "")
             for row in rows
         ]
-        lines.append(f"| {int(tokens):,} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        table.append([f"{int(tokens):,}", *cells])
+    where = f"{machine(report['hardware'])}; commit: {report['commit']}."
+    return "\n".join([where, "", *markdown(["tokens", *names], table)]) + "\n"
 
 
 def read_cases(file: Path) -> list[dict[str, Any]]:

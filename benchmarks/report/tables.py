@@ -54,6 +54,12 @@ def fastest_peer(case: dict[str, Any]) -> str | None:
     return min(peers, key=lambda name: rows[name]["median_ms"], default=None)
 
 
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
+
+
 def text_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table as text. The first and the last column are aligned to the left."""
     lines = [columns, *rows]

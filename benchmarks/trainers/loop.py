@@ -40,8 +40,7 @@ from grpo_fast.train.collect import Advantages, Collector, PromptQueue
 from grpo_fast.train.config import DataConfig, RewardConfig, RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.loop import make_step
-from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.models.policy import Policy, Reference
 from grpo_fast.train.run import Run
 
 VOCABULARY = 1024

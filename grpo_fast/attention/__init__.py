@@ -29,7 +29,6 @@ from grpo_fast.attention.packing import (
     pack_tree,
     plan_packs,
     plan_trees,
-    tree_tokens,
     trunk_tokens,
 )
 from grpo_fast.kernels.agree import Pair
@@ -42,5 +41,5 @@ __all__ = [
     "hidden_by_samples", "offload_checkpoints", "pack_groups", "pack_tree", "packed_attention",
     "packed_rows_attention", "plan_packs", "plan_trees", "prepare", "register",
     "shared_prompt_supported", "small_windows", "split_recurrent_layers", "tile_mlps",
-    "tree_tokens", "trunk_tokens", "window_as_mask", "window_of", "worst_gap",
+    "trunk_tokens", "window_as_mask", "window_of", "worst_gap",
 ]  # fmt: skip

@@ -386,11 +386,3 @@ def plan_trees(
         ValueError: a budget below 1, or invalid samples.
     """
     return sorted(trie_of(samples, apart)[1].packs(budget))
-
-
-def tree_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of distinct tokens in a packed row that contains all these samples.
-
-    `plan_trees` compares this number with its budget.
-    """
-    return trie_of(samples, None)[1].below[0]

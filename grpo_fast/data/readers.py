@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -152,12 +151,12 @@ def read_file(path: Path) -> Rows:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = list(read(path, file))
-    except UnicodeError as error:
-        remedy = "`iconv -f cp1252 -t utf-8` converts old files of Excel"
-        raise ValueError(f"{path}: expected UTF-8 text, got {error}; {remedy}") from None
-    except OSError as error:
-        why = reason(error)
-        raise ValueError(f"data.path: expected a readable file, got {path}: {why}") from None
+    except csv.Error as error:
+        remedy = 'end a text in quotes with ", and write "" for a quote in it'
+        raise ValueError(f"{path}: not rows of csv ({error}); {remedy}") from None
+    except (UnicodeError, OSError) as error:
+        expected = "a readable file of UTF-8 text"
+        raise ValueError(f"data.path: expected {expected}, got {path}: {reason(error)}") from None
     require(rows, str(path), "at least one row", "none")
     return rows
 
@@ -165,56 +164,38 @@ def read_file(path: Path) -> Rows:
 def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
     """Yield the rows of JSON lines, or of a list of rows."""
     text = file.read()
-    if text.lstrip().startswith("["):
-        for number, fields in enumerate(_parse_json(str(path), text), start=1):
-            yield f"{path}[{number}]", fields
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{path}:{number}"
-            yield place, _parse_json(place, line)
-
-
-def _parse_json(where: str, text: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
-        remedy = "write one object per line, or a list of objects"
-        raise ValueError(f"{where}: not a JSON object ({error}); {remedy}") from None
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build a dict from JSON keys and values. Raise a ValueError if a key is repeated."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {name!r} occurs twice")
-    return fields
+    is_list = text.lstrip().startswith("[")
+    for number, line in enumerate([text] if is_list else text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
+            remedy = "write one object per line, or a list of objects"
+            raise ValueError(f"{path}:{number}: not a JSON object ({error}); {remedy}") from None
+        if is_list:
+            yield from ((f"{path}[{place}]", row) for place, row in enumerate(value, start=1))
+        else:
+            yield f"{path}:{number}", value
 
 
 def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a csv file. All cells are texts, and empty cells are None."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
     header = file.readline()
-    is_tabbed = path.suffix.lower() == ".tsv" and "\t" in header
-    delimiter = "\t" if is_tabbed else max(",;\t|", key=header.count)
+    delimiter = max(",;\t|", key=header.count)
     file.seek(0)
     # Without strict=True, a quote that is never closed would swallow the rest of the file.
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-    try:
-        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        is_unique = len({*names}) == len(names)
-        require(is_unique, f"{path}:1", "different names of columns", reprlib.repr(names))
-        for row in reader:
-            place = f"{path}:{reader.line_num}"
-            fits = None not in row and None not in row.values()
-            remedy = f"put a text with {delimiter!r} or a line break in quotes"
-            expected = f"{len(names)} fields, as in the first line ({remedy})"
-            require(fits, place, expected, reprlib.repr(row))
-            yield place, {name: text or None for name, text in row.items()}
-    except csv.Error as error:
-        remedy = 'end a text in quotes with ", and write "" for a quote in it'
-        raise ValueError(f"{path}:{reader.line_num + 1}: not a row ({error}); {remedy}") from None
+    names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+    require(len({*names}) == len(names), f"{path}:1", "different names of columns", names)
+    remedy = f"put a text with {delimiter!r} or a line break in quotes"
+    expected = f"{len(names)} fields, as in the first line ({remedy})"
+    for row in reader:
+        place = f"{path}:{reader.line_num}"
+        fits = None not in row and None not in row.values()
+        require(fits, place, expected, reprlib.repr(row))
+        yield place, {name: text or None for name, text in row.items()}
 
 
 def _datasets(source: str, function: str, *arguments: object, **options: object) -> Splits:
@@ -226,20 +207,18 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
         *arguments: positional arguments of the function.
         **options: keyword arguments of the function.
     """
-    is_hub = function == "load_dataset" and not os.path.exists(source)
     try:
         import datasets
-    except ImportError:
-        needs = f"data.path: loading {source!r} needs the package `datasets`"
-        other = "(pip install 'grpo_fast[train]'); or name a local jsonl file"
-        raise ValueError(f"{needs} {other}") from None
-    try:
+
         loaded = getattr(datasets, function)(*arguments, **options)
+    except ImportError:
+        needs = "needs the package `datasets` (pip install 'grpo_fast[train]')"
+        raise ValueError(f"data.path: loading {source!r} {needs}") from None
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
-        place = " from the hub, and no such file or folder exists here" if is_hub else ""
         # DatasetGenerationError only says that an error occurred. Its cause says which one.
         is_vague = type(error).__name__ == "DatasetGenerationError"
         why = reason((is_vague and error.__cause__) or error)
+        place = "" if os.path.exists(source) else " from the hub, and no such path exists here"
         raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, Mapping) else {"train": loaded}
 

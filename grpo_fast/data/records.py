@@ -23,11 +23,8 @@ ANSWERS = (
 SOLUTIONS = ("solution", "output", "response")  # the gold answer may be marked inside them
 TESTS = ("tests", "test_list", "test", "input_output")
 # Columns that belong to a question. A row is refused if its prompt does not contain them.
-PARTS = {
-    "context", "passage", "article", "paragraph", "document", "story", "premise", "body", "table",
-    "hint", "input", "choices", "options", "system", "system_prompt", "tools", "image", "images",
-}  # fmt: skip
-OPTION = re.compile(r"(?:op|option_?|choice_?)[a-j]|(?-i:[A-J])", re.I)  # a column per choice
+PARTS = {"context", "passage", "article", "document", "story", "body", "table", "hint", "input",
+         "choices", "options", "system", "system_prompt", "tools", "image", "images"}  # fmt: skip
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
@@ -99,11 +96,8 @@ def parse_record(
 def find(fields: Fields, names: Iterable[str]) -> str | None:
     """Return the first of the given names that has a value in the row, as the row writes it."""
     written = {key.lower().replace(" ", "_"): key for key in fields}
-    for name in names:
-        for key in (name, written.get(name.lower().replace(" ", "_"), name)):
-            if _value(fields, key) is not None:
-                return key
-    return None
+    keys = (name if name in fields else written.get(name.lower(), name) for name in names)
+    return next((key for key in keys if _value(fields, key) is not None), None)
 
 
 def column_of(fields: Fields, names: Iterable[str]) -> Any:
@@ -136,17 +130,15 @@ def strip_calculator(solution: str) -> str:
     return _CALCULATOR.sub("", solution).strip()
 
 
-def _value(value: Any, name: str) -> Any:
+def _value(fields: Fields, name: str) -> Any:
     """Return the value of a column, or of a key or index in it (`a.b`, `a.0`), or None."""
-    if isinstance(value, Mapping) and name in value:
-        found = value[name]
-        return None if isinstance(found, float) and math.isnan(found) else found
-    first, _, rest = name.partition(".")
-    if isinstance(value, list) and first.isdecimal() and int(first) < len(value):
-        inner = value[int(first)]
-        return _value(inner, rest) if rest else inner
-    inner = value.get(first) if isinstance(value, Mapping) and rest else None
-    return None if inner is None else _value(inner, rest)
+    value: Any = fields
+    for part in [name] if name in fields else name.split("."):
+        if isinstance(value, list) and part.isdecimal():
+            value = value[int(part)] if int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return None if value != value else value  # tables have NaN in place of a missing number
 
 
 def _prompt(fields: Fields, column: str | None, where: str) -> tuple[str, Prompt]:
@@ -193,12 +185,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _check_parts(fields: Fields, prompt: str, where: str) -> None:
     """Refuse a question that lacks its context, its choices, an image or its system message."""
     for key, value in fields.items():
-        is_part = key.lower() in PARTS or OPTION.fullmatch(key)
-        if is_part and value and value != "[]":
+        if key.lower() in PARTS and value and value != "[]":
             template = f"{{{key}}}\\n\\n{{question}}"
             remedy = f'add \'data.prompt_template="{template}"\', or leave it out: "{{question}}"'
-            if key.lower() in ("choices", "options"):  # an index or a letter names the answer
-                remedy = 'write lettered choices into the question, or leave them out: "{question}"'
             fits = str(value) in prompt
             require(fits, f"{where}: field {key!r}", f"this text in the prompt ({remedy})", "no")
 
@@ -216,7 +205,6 @@ def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
     fits = isinstance(answer, str) or (answer is None and not gsm8k)
     require(fits, where, "a non-empty text in field 'answer'", repr(answer))
     # Skywork-OR1 writes answers as '["4"]'. No completion would equal this text.
-    text = (answer or "").strip()
-    is_list = text.endswith("]") and text[:1] == "[" and text[1:].lstrip().startswith('"')
+    is_list = (answer or "").startswith('["')
     require(not is_list, where, "one answer as text, not a JSON list of texts", repr(answer))
     return answer

@@ -6,10 +6,9 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor
 from transformers.generation import logits_process as library
 
@@ -18,9 +17,6 @@ from grpo_fast.data import Prompt
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.samples import select_support
 from grpo_fast.train.models.policy import Policy
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ADVICE = {
     "temperature": "request processed log-probabilities at the temperature of the loss (vLLM: "
@@ -34,10 +30,8 @@ ADVICE = {
     "grpo_fast; otherwise choose a different attention backend in the engine",
     "stale weights": "wait for the weight update before sampling, and check that it arrives",
     "LoRA adapter": "load the adapter in the engine, or merge it before the weights are sent",
-    "logit softcap or scale": "compare final_logit_softcapping and logit_scale of both models",
-    "positions (RoPE) or window": "compare rope_parameters, sliding_window and layer_types",
 }
-(TEMPERATURE, TRUNCATION, EOS, PROMPT, DTYPE, ATTENTION, STALE, ADAPTER, SOFTCAP, ROPE) = ADVICE
+(TEMPERATURE, TRUNCATION, EOS, PROMPT, DTYPE, ATTENTION, STALE, ADAPTER) = ADVICE
 
 
 @dataclass(frozen=True)
@@ -65,17 +59,6 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
     "top_k": (library.TopKLogitsWarper, 0),
     "top_p": (library.TopPLogitsWarper, 1.0),
 }
-# Settings of the model's configuration that an engine may ignore: a description, the cause to
-# report, the field, and a function that returns the value of the field without the setting.
-IGNORED: list[tuple[str, str, str, Callable[[Any], Any]]] = [
-    ("RoPE scaling", ROPE, "rope_parameters", lambda x: {**x, "rope_type": "default"}),
-    ("rope_theta", ROPE, "rope_parameters", lambda x: {**x, "rope_theta": 10000.0}),
-    ("attn_logit_softcapping", ATTENTION, "attn_logit_softcapping", lambda _: None),
-    ("final_logit_softcapping", SOFTCAP, "final_logit_softcapping", lambda _: None),
-    ("logit_scale", SOFTCAP, "logit_scale", lambda _: 1.0),
-    ("logits_scaling", SOFTCAP, "logits_scaling", lambda _: 1.0),
-    ("sliding_window", ROPE, "sliding_window", lambda _: 1 << 30),
-]
 # Maps the description of a mistake that an engine may make with a prompt to a function that makes
 # the mistake. The function gets the tokenizer, the chat messages and the correct ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
@@ -215,38 +198,20 @@ def shipped_settings(policy: Policy) -> dict[str, float]:
 def other_attempts(policy: Policy) -> Iterator[Attempt]:
     """Yield attempts that change the prompt or the model.
 
-    A changed model has no adapter, computes in 16 bits, or ignores a field of its configuration.
+    A changed model has no adapter, or computes in 16 bits.
     """
     for name, change in PROMPT_CHANGES.items():
         yield PROMPT, name, {"change": change}
     if policy.model is not policy.lm:
-        unadapted = lambda: with_model(policy, copy.deepcopy(policy.model).unload())  # noqa: E731
-        yield ADAPTER, "has no adapter", {"build": unadapted}
+        yield ADAPTER, "has no adapter", {"build": partial(without_adapter, policy)}
     for dtype in (torch.bfloat16, torch.float16):
         yield DTYPE, f"computes in {dtype}", {"build": partial(cast, policy, dtype)}
-    config = policy.lm.config.get_text_config()
-    for name, cause, field, without in IGNORED:
-        if value := getattr(config, field, None):
-            build = partial(with_config, policy, field, without(value))
-            yield cause, f"ignores {name}", {"build": build}
 
 
-def with_config(policy: Policy, field: str, value: Any) -> Policy:
-    """Return a policy with the same weights and with one field of the configuration changed."""
-    config = copy.deepcopy(policy.lm.config)
-    setattr(config.get_text_config(), field, value)
-    # Build the model again, because buffers such as RoPE's frequencies depend on the configuration.
-    # Only buffers are allocated. The weights are shared with the policy.
-    with policy.device, init_empty_weights(include_buffers=False):
-        model = policy.kind(config).eval()
-    model.load_state_dict(policy.lm.state_dict(), assign=True)
-    return with_model(policy, model)
-
-
-def with_model(policy: Policy, model: PreTrainedModel) -> Policy:
-    """Return a shallow copy of the policy that contains a different model."""
+def without_adapter(policy: Policy) -> Policy:
+    """Return a copy of the policy without its LoRA adapter."""
     twin = copy.copy(policy)
-    twin.model = twin.lm = model
+    twin.model = twin.lm = copy.deepcopy(policy.model).unload()
     return twin
 
 

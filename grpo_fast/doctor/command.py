@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from grpo_fast.data import escape_control
@@ -19,7 +18,6 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.command import Source
-from grpo_fast.train.folder import plain_json
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
 # Keys of a run's `model` section that the doctor reads. trust_remote_code is excluded, because the
@@ -32,12 +30,11 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(words: Sequence[str], *, as_json: bool) -> bool:
+def run(words: Sequence[str]) -> bool:
     """Compare an engine with the trainer, or run the self-tests, and print a report.
 
     Args:
         words: Words of the command line. Without a model or a recipe, the self-tests run.
-        as_json: Print one JSON object. Non-finite numbers in it are null.
 
     Returns:
         True if every self-test passed, or if the engine agrees with the trainer.
@@ -47,23 +44,14 @@ def run(words: Sequence[str], *, as_json: bool) -> bool:
         RuntimeError: The engine does not return completions.
     """
     model, own, config = read(words)
-    report: dict[str, Any] = {"checks": [], "title": "", "diagnosis": None, "advice": []}
     if config is None:
-        checks = self_checks()
-        ok = all(check.ok for check in checks)
-        report["checks"] = [{**asdict(check), "ok": check.ok} for check in checks]
-        lines = [check.line for check in checks]
+        ok, lines = self_checks()
     else:
         found = examine_engine(own, config)
         ok = found.ok
         title = f"{config.rollout.engine}: {model or own.recipe}"
-        advice = [cause.advice for cause in found.causes]
-        report |= {"title": title, "diagnosis": asdict(found), "advice": advice}
         lines = [f"Engine against trainer, {title}, in nats per token", *lines_of(found)]
-    if as_json:
-        print(json.dumps(plain_json({"ok": ok, **report})))
-    else:
-        print(escape_control("\n".join(lines)))
+    print(escape_control("\n".join(lines)))
     return ok
 
 
@@ -119,5 +107,5 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     if urls:
         server = {"engine": "vllm-server", "vllm.urls": json.dumps(urls), "vllm.patience": PATIENCE}
         rest = [f"rollout.{key}={value}" for key, value in server.items()] + rest
-    config = read_words(RunConfig, rest, fields, DoctorSettings.model_fields)
+    config = read_words(RunConfig, rest, fields)
     return next(iter(models), None), own, config

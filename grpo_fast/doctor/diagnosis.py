@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from grpo_fast import LossConfig
 from grpo_fast.data import Prompt
 from grpo_fast.data.splits import Splits
 from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Case, Cause, attempts
@@ -21,6 +22,7 @@ from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import RunConfig, Section
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.update import precompute
 
 # `own` is the mean difference between the trainer and the model's own forward pass. Rounding
 # explains a mean difference between engine and trainer of up to MARGIN times `own`.
@@ -223,7 +225,6 @@ def ignores_update(
     return 2 * same > len(first)
 
 
-@torch.no_grad()
 def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tensor:
     """Recompute the log-probabilities of all sampled tokens with the code that training uses.
 
@@ -240,8 +241,7 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
     batch = StepBatch(
         table, group_size=1, budget=BUDGET, device=policy.device, shared=policy.unshared is None
     )
-    for micro in batch.micro_batches:
-        micro.write("old_logps", policy.logps(micro.packed, temperature, support=micro.support))
+    precompute(batch, policy, LossConfig(temperature=temperature), keep_old=True)
     assert batch.samples.old_logps is not None
     return batch.samples.old_logps.float().cpu()
 

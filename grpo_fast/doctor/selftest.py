@@ -7,7 +7,6 @@ lists all pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -41,43 +40,30 @@ MODEL = ("model.config.hidden_size=16", "model.config.intermediate_size=32",
 Gap = Callable[[], float] | str  # a function that measures a gap, or why it cannot run here
 
 
-@dataclass(frozen=True)
-class Check:
-    """Result of one self-test."""
+def self_checks() -> tuple[bool, list[str]]:
+    """Run every self-test on the GPU, or on the CPU if there is no GPU.
 
-    name: str
-    error: float | None  # measured error; None if the self-test did not run
-    bound: float  # largest allowed error
-    note: str = ""  # why the self-test failed or did not run
-
-    @property
-    def ok(self) -> bool:
-        """Return True if the error is within the bound or the self-test cannot run here."""
-        return self.error is None or self.error <= self.bound
-
-    @property
-    def line(self) -> str:
-        """Return the result as one line of text."""
-        if self.error is None:
-            return f"skipped  {self.name} {self.note}"
-        word = "ok" if self.ok else "FAILED"
-        return f"{word:8} {self.name} {self.error:.1e} (allowed {self.bound:.1e}) {self.note}"
-
-
-def self_checks() -> list[Check]:
-    """Run every self-test on the GPU, or on the CPU if there is no GPU."""
+    Returns:
+        True if no self-test failed, and a line of the report for each self-test.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [checked(*entry) for entry in table(device)]
+    checks = [checked(*entry) for entry in table(device)]
+    return all(ok for ok, _ in checks), [line for _, line in checks]
 
 
-def checked(name: str, bound: float, gap: Gap) -> Check:
-    """Measure a gap. An exception counts as an infinite gap."""
+def checked(name: str, bound: float, gap: Gap) -> tuple[bool, str]:
+    """Measure a gap. Return True if it is allowed or cannot be measured here, and its line."""
     if isinstance(gap, str):
-        return Check(name, None, bound, gap)
+        return True, f"skipped  {name} {gap}"
+    note = ""
     try:
-        return Check(name, gap(), bound)
-    except Exception as error:  # a kernel may raise any exception; the other tests must still run
-        return Check(name, float("inf"), bound, reason(error))
+        error = gap()
+    except Exception as failure:  # a kernel may raise any exception; the other tests must still run
+        error = float("inf")
+        note = reason(failure)
+    ok = error <= bound  # False if the error is NaN
+    word = "ok" if ok else "FAILED"
+    return ok, f"{word:8} {name} {error:.1e} (allowed {bound:.1e}) {note}"
 
 
 def table(device: torch.device) -> Iterator[tuple[str, float, Gap]]:

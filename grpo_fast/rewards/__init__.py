@@ -40,9 +40,8 @@ REWARDS: dict[str, RewardFunction] = {
     for name, function in inspect.getmembers(rules, inspect.isfunction)
     if function.__module__ == rules.__name__ and not name.startswith("_")
 }
-# Built-in reward functions that run in a worker process, each with the file that defines it.
-WORKERS = {"format_pattern": "slow.py", "code_tests": "code_tests.py"}
-KNOWN = (*REWARDS, *WORKERS)
+CODE_TESTS = "code_tests"  # built in, too, and runs in a worker process
+KNOWN = (*REWARDS, CODE_TESTS)
 
 
 def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardSet:
@@ -65,13 +64,9 @@ def _resolve(spec: Any) -> WeightedReward:
     name = spec.name
     is_custom = ":" in name
     if not is_custom and name not in KNOWN:
-        hint = nearest_hint(name, KNOWN)
-        if name.endswith(".py"):
-            hint = f"; name a function of the file, for example '{name}:reward'"
-        if name == "reward_model":
-            hint = "; use grpo_fast.examples.reward_model:RewardModel with in_process and options"
         custom = "a custom function 'package.module:function' or 'file.py:function'"
-        raise argument_error("rewards", f"{', '.join(KNOWN)}, or {custom}", f"{name!r}{hint}")
+        came = f"{name!r}{nearest_hint(name, KNOWN)}"
+        raise argument_error("rewards", f"{', '.join(KNOWN)}, or {custom}", came)
     convention = spec.convention or OURS
     function: Function | IsolatedReward
     try:
@@ -81,9 +76,9 @@ def _resolve(spec: Any) -> WeightedReward:
             if name == "math_equal":
                 built_in(EXPRESSIONS).load()
         else:
-            path = name if is_custom else path_of(f"{WORKERS[name]}:{name}")
-            bounded = name == "code_tests"  # its `timeout` is per completion
-            function = IsolatedReward(path, spec.timeout, spec.options, convention, bounded)
+            is_code = name == CODE_TESTS  # its `timeout` is per completion
+            path = path_of("code_tests.py:code_tests") if is_code else name
+            function = IsolatedReward(path, spec.timeout, spec.options, convention, is_code)
             function.load()
     except (RewardFailure, ValueError) as error:
         # Remove the prefix from the message, because the new message begins with it, too.

@@ -12,7 +12,6 @@ Each column has one entry per completion:
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from grpo_fast.data import Example, Prompt
 from grpo_fast.data.records import TESTS, find
 from grpo_fast.errors import argument_error
-from grpo_fast.rewards.conventions import OPENRLHF, OURS, SAMPLED, TRL, TRLS, VERL, VERLS
+from grpo_fast.rewards.conventions import OPENRLHF, OURS, SAMPLED, TRAINER_STATE, TRL, VERL, VERLS
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 from grpo_fast.rewards.workers import unit_tests
 
@@ -31,10 +30,10 @@ log = logging.getLogger(__name__)
 # this package fills, so that the data needs no column for them.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
 GIVEN = {
-    OURS: SAMPLED, TRL: (*SAMPLED, *TRLS), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
+    OURS: SAMPLED, TRL: (*SAMPLED, TRAINER_STATE), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
 }  # fmt: skip
 # Parameters of other libraries' functions, with the library.
-OTHERS = {**dict.fromkeys((*TRLS, "answer"), TRL), **dict.fromkeys(VERLS, VERL),
+OTHERS = {TRAINER_STATE: TRL, "answer": TRL, **dict.fromkeys(VERLS, VERL),
           "queries": OPENRLHF, "labels": OPENRLHF}  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
 LONGEST_OPENED = 200  # number of characters at a prompt's end that are searched for a tag
@@ -176,7 +175,8 @@ def tests_of(example: Example) -> Any:
     """Return the unit tests of an example in the form that `code_tests` accepts, or None.
 
     The example has a field `tests`, or the fields of a published data set: `test_list` (MBPP),
-    `test` and `entry_point` (HumanEval, LeetCode), `test` (KodCode) or `input_output` (APPS, TACO).
+    `test` and `entry_point` (HumanEval, LeetCode), `test` (KodCode) or `input_output` (programs of
+    APPS and TACO).
     """
     given = {name: value for name, value in example.fields.items() if value is not None}
     if "tests" in given:
@@ -186,20 +186,7 @@ def tests_of(example: Example) -> Any:
         return [*setup, *given["test_list"]]
     if "test" in given:
         return _with_entry_point(given["test"], given.get("entry_point", ""), _row_prompt(example))
-    tests = given.get("input_output")
-    tests = json.loads(tests) if isinstance(tests, str) else tests
-    if not isinstance(tests, dict) or not tests.get("fn_name"):
-        return tests
-    call = tests["fn_name"]
-    if "class Solution" in given.get("starter_code", ""):
-        call = f"Solution().{call}"
-    lines = []
-    pairs = zip(tests.get("inputs") or [], tests.get("outputs") or [], strict=True)
-    for values, output in pairs:
-        # APPS accepts an output that is a list of one item, and the item.
-        outputs = [output, *output] if isinstance(output, list) and len(output) == 1 else [output]
-        lines.append(f"assert {call}(*{values!r}) in {outputs!r}")
-    return lines
+    return given.get("input_output")
 
 
 def _with_entry_point(tests: str, entry_point: str, prompt: Prompt) -> str:

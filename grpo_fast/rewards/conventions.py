@@ -20,7 +20,6 @@ import os
 import select
 import signal
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
@@ -28,11 +27,12 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 Score = float | None  # None: the function does not apply to the completion
+Reply = tuple[list[Score | str], str]  # see `Function.call`
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
 # Columns that a function for grpo_fast can request, in addition to those of the data.
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
-TRLS = ("trainer_state", "log_extra", "log_metric")  # objects that TRL passes with its columns
+TRAINER_STATE = "trainer_state"  # object that TRL passes with its columns
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPENRLHFS = ("queries", "prompts", "labels")
 # Fields of TRL's `trainer_state` that reward functions read.
@@ -128,22 +128,6 @@ def signature_of(function: RewardFunction) -> Signature:
     return Signature([p.name for p in by_name], needs, takes_all)
 
 
-class Reply(NamedTuple):
-    """Result of a call of a reward function.
-
-    Attributes:
-        scores: for each completion its score, or a string with the reason why it has no score.
-        note: what is wrong with the first value that is not a score, or "".
-        extra: columns that the function logged through TRL's `log_extra`.
-        metrics: values that the function logged through TRL's `log_metric`.
-    """
-
-    scores: list[Score | str]
-    note: str
-    extra: dict[str, list[Any]]
-    metrics: dict[str, list[float]]
-
-
 class Function:
     """Reward function of any convention that runs in this process.
 
@@ -181,19 +165,17 @@ class Function:
             columns: the columns that the function accepts.
             state: fields of TRL's `trainer_state`.
 
+        Returns:
+            For each completion its score, or a string with the reason why it has no score. Then
+            what is wrong with the first value that is not a score, or "".
+
         Raises:
             RewardFailure: the function did not return one value per completion.
         """
-        # 1. Pass the objects of TRL. A column must not replace an option of the same name.
-        extra: dict[str, list[Any]] = defaultdict(list)
-        metrics: dict[str, list[float]] = defaultdict(list)
+        # 1. Pass the state of TRL. A column must not replace an option of the same name.
         if self.convention == TRL:
-            objects = {
-                "trainer_state": SimpleNamespace(**{**STATE, **(state or {})}),
-                "log_extra": lambda column, values: extra[str(column)].extend(values),
-                "log_metric": lambda name, value: metrics[str(name)].append(float(value)),
-            }
-            columns = {**columns, **self.signature.select(objects)}
+            progress = SimpleNamespace(**{**STATE, **(state or {})})
+            columns = {**columns, **self.signature.select({TRAINER_STATE: progress})}
         columns = {name: x for name, x in columns.items() if name not in self.function.keywords}
         # 2. Call the function.
         result: Any
@@ -220,7 +202,7 @@ class Function:
             except RewardFailure as failure:
                 scores.append(failure.why)
                 notes.append(str(failure))
-        return Reply(scores, (*notes, "")[0], extra, metrics)
+        return scores, (*notes, "")[0]
 
 
 def why_of(error: BaseException) -> str:

@@ -62,7 +62,7 @@ class IsolatedReward:
     def __call__(self, **columns: Any) -> list[Any]:
         """Return the scores of completions, with NaN for a completion without a score."""
         count = len(next(iter(columns.values())))
-        scores = self.call(count, columns).scores
+        scores, _ = self.call(count, columns)
         return [math.nan if isinstance(score, str) else score for score in scores]
 
     def call(self, count: int, columns: Mapping[str, Any], *others: Any) -> Reply:
@@ -70,7 +70,8 @@ class IsolatedReward:
         limit = self.timeout * max(1, count) if self.bounded else self.timeout
         with self.lock:
             self.load()
-            return Reply(*self._request(limit, [count, columns, *others]))
+            scores, note = self._request(limit, [count, columns, *others])
+            return scores, note
 
     @functools.cached_property
     def signature(self) -> Signature:

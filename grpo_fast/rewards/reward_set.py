@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from grpo_fast.data import escape_control
 from grpo_fast.errors import RewardError, Stopped, require
 from grpo_fast.rewards import conventions
-from grpo_fast.rewards.conventions import OPENRLHF, OURS, STATE, TRL, VERL, Function, Reply, Score
+from grpo_fast.rewards.conventions import OPENRLHF, OURS, STATE, TRL, VERL, Function, Score
 from grpo_fast.rewards.isolated import IsolatedReward
 
 logger = logging.getLogger(__name__)
@@ -57,15 +56,11 @@ class RewardResult(NamedTuple):
             failed or does not apply.
         reasons: for each function, by name, a count of the samples without a reward in this call
             for each reason.
-        extra: columns that functions logged through `log_extra`, as in TRL.
-        metrics: values that functions logged through `log_metric`, as in TRL.
     """
 
     total: Tensor
     per_fn: dict[str, Tensor]
     reasons: dict[str, Counter[str]]
-    extra: Mapping[str, list[str]] = MappingProxyType({})
-    metrics: Mapping[str, list[float]] = MappingProxyType({})
 
 
 class RewardSet:
@@ -131,15 +126,8 @@ class RewardSet:
         # 1. Call every function with the arguments of its convention.
         gold = answers if labels is None else labels
         given = _arguments(lists, columns, gold, prompt_texts or [""] * count)
-        replies = {r.name: self._call(r, given[r.function.convention], count) for r in self.rewards}
-        extra: dict[str, list[str]] = {}
-        metrics: dict[str, list[float]] = defaultdict(list)
-        for reply in replies.values():
-            extra |= {name: [*map(str, x)] for name, x in reply.extra.items() if len(x) == count}
-            for name, values in reply.metrics.items():
-                metrics[name] += values
+        scores = {r.name: self._call(r, given[r.function.convention], count) for r in self.rewards}
         # 2. A sample has no reward if no function applies. Functions with weight 0 do not count.
-        scores = {name: reply.scores for name, reply in replies.items()}
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
             if weights and all(scores[name][i] is None for name in weights):
@@ -157,7 +145,7 @@ class RewardSet:
                 applies = torch.tensor([score is not None for score in found], dtype=torch.bool)
                 total = total + weights[name] * per_fn[name].where(applies, 0.0)
             self._count(name, reasons[name].total(), count)
-        return RewardResult(total, per_fn, reasons, extra, metrics)
+        return RewardResult(total, per_fn, reasons)
 
     def state_dict(self) -> dict[str, list[tuple[int, int]]]:
         return dict(self.recent)
@@ -167,8 +155,8 @@ class RewardSet:
 
     def _call(
         self, reward: WeightedReward, lists: Mapping[str, Sequence[Any]], count: int
-    ) -> Reply:
-        """Call a reward function. If the call fails, every score in the reply is the reason.
+    ) -> list[Score | str]:
+        """Return the scores of a reward function. If its call fails, every score is the reason.
 
         Raises:
             RewardError: the function did not return one value per completion.
@@ -180,7 +168,7 @@ class RewardSet:
             arguments = copy.deepcopy({name: list(column) for name, column in columns.items()})
             # Restore the gradient mode afterwards, because the function could change it.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
-                reply: Reply = reward.function.call(count, arguments, self.progress)
+                scores, note = reward.function.call(count, arguments, self.progress)
         except (KeyboardInterrupt, Stopped):  # the user ends the run
             raise
         except BaseException as error:  # includes sys.exit() and a cancelled coroutine
@@ -190,10 +178,10 @@ class RewardSet:
             note = conventions.describe(error)
             if note.startswith("TypeError") and reward.function.convention == OURS:
                 note += "; for a function with the arguments of TRL, write {trl: FUNCTION}"
-            reply = Reply([why] * count, note, {}, {})
-        if reply.note:
-            self._note(reward.name, reply.note)
-        return reply
+            scores = [why] * count
+        if note:
+            self._note(reward.name, note)
+        return scores
 
     def _note(self, name: str, message: str) -> None:
         if not self.last_error[name]:

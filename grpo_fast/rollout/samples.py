@@ -57,7 +57,6 @@ class Samples:
         texts: B texts of the completions, without special tokens.
         rewards: (B,) fp32, weighted sum of the reward functions; NaN if they failed.
         scores: reward function name -> (B,) fp32, its unweighted rewards.
-        extra: column name -> B texts that reward functions log.
         advantages: (B,) fp32; NaN excludes the sample from the loss.
         token_advantages: (R,) fp32. None gives each token the advantage of its sample.
         old_logps: (R,) fp32, log-probabilities of the policy at the start of the step.
@@ -79,7 +78,6 @@ class Samples:
     texts: list[str] = field(default_factory=list)
     rewards: Tensor | None = None
     scores: dict[str, Tensor] = field(default_factory=dict)
-    extra: dict[str, list[str]] = field(default_factory=dict)
     advantages: Tensor | None = None
     token_advantages: Tensor | None = None
     old_logps: Tensor | None = None
@@ -151,7 +149,6 @@ class Samples:
             support=select_support(self.support, ranges(self.rows, at)),
             texts=[self.texts[i] for i in at.tolist()] if self.texts else [],
             scores={name: values[at] for name, values in self.scores.items()},
-            extra={name: [values[i] for i in at.tolist()] for name, values in self.extra.items()},
         )
 
     @classmethod
@@ -176,10 +173,6 @@ class Samples:
             scores={
                 name: torch.cat([part.scores[name] for part in tables]) for name in tables[0].scores
             },  # fmt: skip
-            extra={
-                name: [x for part in tables for x in part.extra.get(name, [""] * len(part))]
-                for name in dict.fromkeys(name for part in tables for name in part.extra)
-            },
         )
 
     def on(self, device: torch.device | str) -> Samples:

@@ -1,13 +1,11 @@
-"""The samples of a step, packed into micro-batches, and the token budget of a micro-batch.
+"""The samples of a step, packed into micro-batches.
 
-The micro-batches of a step are planned before its first forward pass. The budget is predicted from
-the usable memory.
+The micro-batches of a step are planned before its first forward pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,13 +22,6 @@ from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.rollout import Samples
 from grpo_fast.rollout.samples import ranges, select_support
 from grpo_fast.train import ranks
-from grpo_fast.train.plan import USABLE_CPU, USABLE_GPU, Memory, host_memory
-
-log = logging.getLogger(__name__)
-
-UNLIMITED = 1 << 40
-GIB = 2**30
-
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
 FIXED = (
@@ -179,17 +170,11 @@ class StepBatch:
         self.minibatches = [micro_batches for micro_batches, _ in packed]
         self.totals = [totals for _, totals in packed]
 
-    def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Distribute the samples over the minibatches in a random order, and pack them.
-
-        Args:
-            seed: seed of the order.
-            by_group: if True, keep the samples of each group together.
-        """
-        size = self.group_size if by_group else 1
-        blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
-        random.Random(seed).shuffle(blocks)
-        self.deal([i for block in blocks for i in block])
+    def shuffle(self, seed: str) -> None:
+        """Distribute the samples over the minibatches in a random order, and pack them."""
+        order = list(range(len(self.samples)))
+        random.Random(seed).shuffle(order)
+        self.deal(order)
 
     def exchange(self, names: Sequence[str]) -> None:
         """Copy the named columns' values of all ranks to every rank."""
@@ -300,32 +285,6 @@ def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
         assigned[least].append(item)
         loads[least] += costs[item]
     return [sorted(items) for items in assigned]
-
-
-def token_budget(device: torch.device, memory: Memory | None) -> int:
-    """Return the number of trunk tokens of a micro-batch that fit into memory on every rank.
-
-    The result depends only on the model and the machine, not on the memory that other processes
-    use, so that a repeated run packs the same batches.
-
-    Args:
-        device: the training device.
-        memory: predicted memory of a step, or None if it cannot be predicted. The budget is then
-            unlimited.
-    """
-    if memory is None:
-        return UNLIMITED
-    limit = USABLE_CPU * host_memory()
-    if device.type == "cuda":
-        limit = USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
-    tokens = memory.tokens(limit)
-    if tokens == 0:
-        needed = (memory.fixed + memory.head) / GIB
-        log.warning(
-            "memory: a step needs %.1f GiB without any token (predicted), %.1f GiB are usable; "
-            "trying one completion at a time", needed, limit / GIB,
-        )  # fmt: skip
-    return min(ranks.gather(max(tokens, 1)))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, requir
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
 from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig
-from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.folder import check_regular, sync, written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
@@ -53,7 +53,6 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 STATE = "state.json"
-CONFIG = "config.yaml"
 # Approximate size of a tensor file. While a file is written, two copies of it are in memory.
 FILE_BYTES = 1 << 28
 
@@ -65,7 +64,7 @@ class State:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
-    format: Literal[11]  # other versions of the package write other formats
+    format: Literal[12]  # other versions of the package write other formats
     length: Count  # length of metrics.jsonl in bytes
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     step: Count  # finished steps
@@ -217,23 +216,12 @@ def _find(config: RunConfig) -> Path | None:
     checkpoints = folder.checkpoints_in(run)
     if checkpoints:
         return checkpoints[0]
-    if (run / "summary.json").exists() or not (run / CONFIG).is_file():
+    if (run / "summary.json").exists() or not (run / "config.yaml").is_file():
         folder.check_folder(run)
     # The folder has an unfinished run without checkpoints, which starts over.
-    was = load_recipe(str(run / CONFIG))
+    was = load_recipe(str(run / "config.yaml"))
     folder.check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
     return None
-
-
-def begin(config: RunConfig, report: RunReport) -> None:
-    """Save the configuration in the run's folder, and begin the report."""
-
-    def enter() -> None:
-        with written(report.folder):
-            save_config(config.model_copy(update={"resume": None}), report.folder / CONFIG)
-        report.begin()
-
-    ranks.from_main(enter)
 
 
 # ------------------------------------------------------------------------------- The end of a step
@@ -283,7 +271,7 @@ class Checkpoints:
         """
         run = self.run
         vars(run).update(changes)
-        self.state = State(11, self.report.length, self.settings, **run.state_dict())
+        self.state = State(12, self.report.length, self.settings, **run.state_dict())
         for optimizer in run.optimizers.values():
             optimizer.has_moved = False
 

@@ -6,11 +6,10 @@ all completions.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ class Collector:
     advantages: Advantages
     seed: int  # seed of the run
     steps: int  # steps of the run
-    logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
 
     def next(self, step: int, clock: Clock) -> tuple[Samples, dict[str, float]]:
         """Return the samples of a step, and their metrics.
@@ -63,7 +61,6 @@ class Collector:
         wanted = self.config.prompts_per_step
         size = self.config.group_size
         metrics: dict[str, float] = {}
-        self.logged = {}
         is_used = torch.ones(wanted, dtype=torch.bool)  # one entry per group
         with awake(self.engine, self.policy, version=step - 1):
             # 1. Sample and score the prompts of the step.
@@ -99,7 +96,6 @@ class Collector:
             baseline.update(samples.rewards)
         # 4. Compute metrics over all samples, including those of dropped groups.
         return chosen, {
-            **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
             **reward_metrics(samples.rewards, samples.scores, lost, size),
             **completion_metrics(samples),
             **support_metrics(samples),
@@ -152,12 +148,9 @@ class Collector:
         self.rewards.progress |= {"global_step": done, "max_steps": self.steps, "epoch": epoch}
         examples = self.examples_of(samples)
         result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
-        # 3. Store the rewards and the values that the functions logged.
+        # 3. Store the rewards.
         samples.rewards = result.total
         samples.scores = result.per_fn
-        samples.extra = dict(result.extra)
-        for name, values in result.metrics.items():
-            self.logged.setdefault(name, []).extend(values)
         clock.lap("reward")
         return samples, result.reasons
 

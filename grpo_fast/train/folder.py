@@ -161,7 +161,7 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         The fingerprints by key. The key of a custom reward function is `rewards.LABEL`, and that of
         a folder in its option `path` is `rewards.LABEL.path`. The key `model` stands for the
         policy's configuration and tokenizer, and for its weights if checkpoints do not contain all
-        of them. The key `reference` stands for the model at `reference.path`.
+        of them.
     """
     prints = {}
     for spec in config.rewards:
@@ -173,14 +173,10 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
         if os.path.isdir(folder):  # for example of a reward model; a file may be the reward's log
             prints[f"rewards.{label}.path"] = _of_path(folder)
     model = config.model
-    reference = config.reference
     if model.path is not None:
-        is_copied = reference.kind == "frozen" and not config.stores_reference
-        reads_weights = model.lora or (is_copied and reference.path is None)
-        patterns = (*READ_AGAIN, *WEIGHT_FILES) if reads_weights else READ_AGAIN
+        is_copied = config.reference.kind == "frozen" and not config.stores_reference
+        patterns = (*READ_AGAIN, *WEIGHT_FILES) if model.lora or is_copied else READ_AGAIN
         prints["model"] = _of_path(model.path, patterns)
-    if reference.path is not None:
-        prints["reference"] = _of_path(reference.path)
     return prints
 
 

@@ -32,8 +32,7 @@ from grpo_fast.train.evaluation.questions import asking_lines
 from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.metrics import Clock, finite
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.reference import Reference, load_another
+from grpo_fast.train.models.policy import Policy, Reference
 from grpo_fast.train.optimizer import warm_start
 from grpo_fast.train.report.page import rows_of
 from grpo_fast.train.report.report import RunReport, closing_lines, opening_lines
@@ -72,21 +71,20 @@ def train(config: RunConfig) -> dict[str, Any]:
         require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
         on_save = _on_save(config.checkpoint.on_save)
         rewards, questions, settings = _load_inputs(config, state)
-        policy, another = _load_models(config, questions)
+        policy = _load_policy(config, questions)
         questions, splits, lines = _ask(config, questions, policy)
         longest = config.rollout.max_new_tokens
         evaluate = build_evaluation(config.eval, splits, policy, rewards, longest)
         was = (0, 0) if state is None else (state.length, state.step)
-        report = RunReport(config.output_dir, config.log, config.steps, *was)
+        report = RunReport(config, *was)
         stopping = ranks.Stopping()
         if found is None:
-            checkpoint.begin(config, report)
+            ranks.from_main(report.begin)
         with stopping.listening(), report, build_engine(policy, config.rollout) as engine:
             if warm is not None:
                 warm_start(policy, questions.train, warm, seed=config.seed, log=report.log)
-            # Build the reference after the warm start. A reference without a path is a copy of the
-            # policy, and the copy must include the warm start.
-            reference = Reference(policy, config.reference, another)
+            # Build the reference after the warm start, because it is a copy of the policy.
+            reference = Reference(policy, config.reference)
             critic = Critic(policy, config.critic) if config.critic else None
             weights = {reward.name: reward.weight for reward in rewards.rewards}
             size = config.rollout.group_size
@@ -99,7 +97,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             saver = checkpoint.Checkpoints(run, report, config.checkpoint, settings, on_save)
             if found is not None and state is not None:
                 saver.resume(found, state)
-                checkpoint.begin(config, report)
+                ranks.from_main(report.begin)
                 saver.mark()
                 report.note(f"resumed from {found}")
             stopping.may_stop = lambda: not (run.has_moved or saver.is_ending)
@@ -211,13 +209,11 @@ def _load_inputs(
     return rewards, splits, settings
 
 
-def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """Load the policy and, if `reference.path` is set, the reference."""
+def _load_policy(config: RunConfig, questions: Splits) -> Policy:
     policy = load_policy(config.model, build_tokenizer(config.model, questions))
     policy.template_kwargs = config.data.template_kwargs
-    another = load_another(config.reference, config.model, policy)
     ranks.align(policy.model)
-    return policy, another
+    return policy
 
 
 def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, Splits, list[str]]:

@@ -27,7 +27,7 @@ class Clock:
 
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)  # sampled or trunk tokens of each part
-    peaks: dict[str, int] = field(default_factory=dict)  # peak GPU memory of each part in bytes
+    peak: int = 0  # peak GPU memory in bytes
     start: float = field(default_factory=time.perf_counter)
     last: float = field(default_factory=time.perf_counter)
 
@@ -42,8 +42,7 @@ class Clock:
             # Wait for the GPU. CUDA kernels run asynchronously, and their time would otherwise be
             # attributed to the next part.
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
-            self.peaks[name] = max(peak, self.peaks.get(name, 0))
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
@@ -52,7 +51,7 @@ class Clock:
 
     def metrics(self) -> dict[str, float]:
         """Return the total time, the time and token rate of each part, and the peak GPU memory."""
-        peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
+        peak = {"perf/peak_memory_gib": self.peak / 2**30} if self.peak else {}
         rates = {
             f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]
             for name in ("rollout", "train")

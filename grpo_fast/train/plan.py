@@ -45,11 +45,11 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from grpo_fast.attention.hybrid import recurrent_layers
@@ -59,6 +59,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.rollout.own.model import positions
+from grpo_fast.train import ranks
 from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNLIMITED = 1 << 40  # number of tokens
 USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
 USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -200,8 +202,15 @@ def predict(shape: Shape, config: RunConfig, device: str, gpu: int | None = None
     return Memory(fixed, head, *_per_token(shape, model, activation, device == "cpu"))
 
 
-def host_memory() -> int:
-    """Return this machine's memory in bytes, or its container's memory limit if that is lower."""
+def usable_share(device: torch.device) -> float:
+    """Return the fraction of a device's memory that a step may use."""
+    return USABLE_GPU if device.type == "cuda" else USABLE_CPU
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the memory of a GPU or of this machine in bytes, within its container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
@@ -248,191 +257,127 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     return stored, backward + largest, tile
 
 
-def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
-    """Predict the memory of a run with a loaded transformers model.
+def token_budget(lm: PreTrainedModel, config: RunConfig) -> int:
+    """Return the number of trunk tokens of a micro-batch that fit into memory on every rank.
 
-    Returns:
-        The prediction, or None if the architecture is not supported.
+    The result depends only on the model and the machine, not on the memory that other processes
+    use, so that a repeated run packs the same batches. If the memory of the architecture cannot be
+    predicted, the budget is unlimited.
     """
+    device = lm.device
     try:
-        shape = Shape.of(lm)
+        memory = predict(Shape.of(lm), config, device.type)
     except ValueError as error:
         said = "the memory cannot be predicted (%s): set tokens_per_microbatch if memory runs out"
         log.warning(said, error)
-        return None
-    return predict(shape, config, lm.device.type)
+        return UNLIMITED
+    limit = usable_share(device) * memory_of(device)
+    tokens = memory.tokens(limit)
+    if tokens == 0:
+        log.warning(
+            "memory: a step needs %.1f GB without any token (predicted), %.1f GB are usable; "
+            "trying one completion at a time", (memory.fixed + memory.head) / 1e9, limit / 1e9,
+        )  # fmt: skip
+    return min(ranks.gather(max(tokens, 1)))
 
 
 # -------------------------------------------------------------------------------------- The command
-_KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
-GPUS: dict[str, float] = _KNOWN["gpus"]
-KNOWN_MODELS: dict[str, dict[str, Any]] = _KNOWN["models"]
+KNOWN_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("known.yaml").read_text(encoding="utf-8")
+)
 
 CHECKPOINTING = "model.gradient_checkpointing=true"
 OFFLOAD = "model.gradient_checkpointing=offload"
 TILED = "model.tiled_mlp=2048"
 LORA = "model.lora={r: 16}"
-# Sets of options that the plan compares: the label of a table row, and the settings of the row.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "as configured": (),
-    "checkpointing": (CHECKPOINTING,),
-    "+ tiled MLP": (CHECKPOINTING, TILED),
-    "+ tiled MLP, offload": (OFFLOAD, TILED),
-    "checkpointing, LoRA r=16": (CHECKPOINTING, LORA),
-    "+ tiled MLP, offload, LoRA r=16": (OFFLOAD, TILED, LORA),
-}
-
-
-def _by_name(value: Any) -> Any:
-    """Convert the name of a GPU to its memory in GB. Return a number unchanged."""
-    if not isinstance(value, str):
-        return value
-    known = {name.casefold(): gb for name, gb in GPUS.items()}
-    if value.casefold() not in known:
-        raise ValueError(f"expected the GB of a GPU's memory (gpu=80), or one of {', '.join(GPUS)}")
-    return known[value.casefold()]
+# Sets of settings that the plan compares, each in a row.
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    (),
+    (CHECKPOINTING,),
+    (CHECKPOINTING, TILED),
+    (OFFLOAD, TILED),
+    (CHECKPOINTING, LORA),
+    (OFFLOAD, TILED, LORA),
+)
 
 
 class PlanSettings(Section):
     """Settings of the command `grpo-fast plan`. All other arguments are settings of the run.
 
     Attributes:
-        gpu: GPU memory in GB or a name such as H100; null uses this machine's GPU or main memory.
+        gpu: GPU memory in GB; null uses the memory of this machine's GPU or its main memory.
         prompt: Length of the prompt in tokens; null means 8,192, or what the model's positions
             leave.
-        completion: Length of each completion in tokens; null means rollout.max_new_tokens.
-        group: Number of completions per prompt; null means rollout.group_size.
     """
 
-    gpu: Annotated[float | None, BeforeValidator(_by_name)] = Field(None, gt=0, lt=1e9)
+    gpu: float | None = Field(None, gt=0, lt=1e9)
     prompt: Positive | None = None
-    completion: Positive | None = None
-    group: Positive | None = None
 
 
-class Plan(NamedTuple):
-    """Predicted memory of a model for each set of options in `OPTIONS`."""
+def plan(model: str, settings: Sequence[str]) -> list[str]:
+    """Predict how many tokens fit into memory for every set of settings in `OPTIONS`.
 
-    name: str
-    shape: Shape
-    device: str  # "cuda" or "cpu"
-    gb: float  # memory of the device, in 10⁹ bytes
-    memory: dict[str, Memory]  # keyed by the label of the options, "as configured" first
-    prompt: int  # length of the prompt in tokens
-    completion: int  # length of each completion in tokens
-    size: int  # number of completions per prompt
-    room: float  # largest prompt that leaves enough positions of the model for a completion
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of trunk tokens of a group, which is a prompt with its completions.
-
-        The completions share the prompt, so it counts once. The last token of a completion is not
-        an input of the model.
-        """
-        return self.prompt + self.size * (self.completion - 1)
-
-    @property
-    def usable(self) -> float:
-        """Return the number of bytes that the plan may use."""
-        return (USABLE_GPU if self.device == "cuda" else USABLE_CPU) * self.gb * 1e9
-
-    def groups(self, options: str) -> int:
-        """Return the number of groups that fit into one micro-batch with these options."""
-        return self.memory[options].tokens(self.usable) // self.tokens
-
-    @property
-    def fits(self) -> bool:
-        """Return whether at least one group fits into memory with some of the options."""
-        return any(map(self.groups, self.memory))
-
-    @property
-    def verdict(self) -> str:
-        """Return a sentence with the first set of options for which a group fits into memory."""
-        completions = f"{self.size} completions of {self.completion:,}"
-        group = f"a prompt of {self.prompt:,} tokens with {completions}"
-        best = next(filter(self.groups, self.memory), None)
-        if best is None:
-            gb = min(memory.peak(self.tokens) for memory in self.memory.values()) / 1e9
-            short = f"needs at least {gb:.3g} GB, and {self.usable / 1e9:.3g} GB are usable"
-            return f"{self.name} does not fit: {group} {short}."
-        words = " ".join(shlex.quote(word) for word in OPTIONS[best])
-        with_them = f"with {words}" if words else "as configured"
-        groups = f"{self.groups(best)} groups in a micro-batch, each of {group}"
-        return f"{self.name} fits {with_them}: {groups}."
-
-
-def plan(model: str, settings: Sequence[str]) -> Plan:
-    """Predict a model's memory for every set of options in `OPTIONS`.
+    A group is a prompt with its completions. The completions share the prompt, so its tokens count
+    once. The last token of a completion is not an input of the model.
 
     Args:
         model: a recipe, a name in KNOWN_MODELS, a hub id, a model's folder, or its config.json.
         settings: fields of `PlanSettings` and of `RunConfig`, each as key=value, for example
-            gpu=H100.
+            gpu=80.
+
+    Returns:
+        Lines that describe the model and a group, and one line for each set of settings.
 
     Raises:
         ValueError: the model is not found, or a setting is invalid.
     """
+    # 1. Read the settings, and build the model without weights.
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
     lm = _empty_model(run.model, run.data, run.model.path or model)
     shape = Shape.of(lm)
-    device = "cuda" if own.gpu or torch.cuda.is_available() else "cpu"
-    gb = own.gpu or host_memory() / 1e9
-    if not own.gpu and device == "cuda":
-        gb = torch.cuda.get_device_properties(0).total_memory / 1e9
-    memory = {}
-    for label, changes in OPTIONS.items():
-        changed = _run_config(model, [*words, *changes])
-        memory[label] = predict(shape, changed, device, int(gb * 1e9))
-    completion = own.completion or run.rollout.max_new_tokens
-    size = own.group or run.rollout.group_size
+    device = torch.device("cuda" if own.gpu or torch.cuda.is_available() else "cpu")
+    total = own.gpu * 1e9 if own.gpu else memory_of(device)
+    usable = usable_share(device) * total
+    # 2. Check that a group fits into the positions of the model.
+    length, size = run.rollout.max_new_tokens, run.rollout.group_size
     limit = positions(lm.config.get_text_config())
-    room = limit - completion + 1  # the last token of a completion is not an input
-    expected = f"at most {room:,} with completions of {completion:,} ({limit:,} positions)"
-    prompt = own.prompt or int(min(8192, room))
-    require(1 <= prompt <= room, "prompt", expected, f"{prompt:,}")
-    return Plan(model, shape, device, gb, memory, prompt, completion, size, room)
-
-
-def render(plan: Plan) -> list[object]:
-    """Return what `rich` prints for a plan: a table and the sentence `plan.verdict`."""
-    from rich.table import Table
-
-    where = "" if plan.device == "cuda" else " of this machine, which has no GPU,"
-    millions = plan.shape.parameters / 1e6
+    longest = limit - length + 1
+    expected = f"at most {longest:,} with completions of {length:,} ({limit:,} positions)"
+    prompt = own.prompt or int(min(8192, longest))
+    require(1 <= prompt <= longest, "prompt", expected, f"{prompt:,}")
+    group = prompt + size * (length - 1)
+    # 3. Format a line for each set of settings.
+    where = "" if device.type == "cuda" else " of this machine, which has no GPU,"
+    millions = shape.parameters / 1e6
     count = f"{millions:,.0f}" if millions >= 10 else f"{millions:.2g}"
-    table = Table(
-        title=f"{plan.name}: {count}M parameters in {plan.gb:.3g} GB"
-        f"{where} ({plan.usable / plan.gb / 1e9:.0%} usable)",
-        caption="tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
-    )
-    table.add_column("options")
-    # Break the headers into short lines. In a terminal of 80 columns, long headers would leave too
-    # little room for the labels of the options.
-    largest = f"largest prompt\nC={plan.completion}, G={plan.size}"
-    for name in ("fixed GB", "kB per\ntoken", "largest\ntokens", largest, "groups"):
-        table.add_column(name, justify="right")
-    # List the options that leave room for at least one group first.
-    for label in sorted(plan.memory, key=lambda label: plan.groups(label) == 0):
-        memory = plan.memory[label]
-        most = memory.tokens(plan.usable)
-        prompt = int(min(plan.room, max(0, most - plan.tokens + plan.prompt)))
-        shown = (f"{number:,}" if number else "—" for number in (most, prompt, plan.groups(label)))
-        table.add_row(label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", *shown)
-    return [table, plan.verdict]
+    share = f"({usable / total:.0%} usable)"
+    lines = [
+        f"{model}: {count}M parameters in {total / 1e9:.3g} GB{where} {share}",
+        f"a group has a prompt of {prompt:,} tokens and {size} completions of {length:,}",
+        "columns: tokens of the largest micro-batch, longest prompt, groups in a micro-batch",
+        "fixed GB  kB/token      tokens      prompt  groups  settings",
+    ]
+    for changes in OPTIONS:
+        memory = predict(shape, _run_config(model, [*words, *changes]), device.type, int(total))
+        most = memory.tokens(usable)
+        room = int(min(longest, max(0, most - group + prompt)))
+        sizes = f"{memory.fixed / 1e9:8.3g}  {memory.per_token / 1e3:8.0f}"
+        shown = " ".join(map(shlex.quote, changes)) or "as configured"
+        lines.append(f"{sizes}  {most:10,}  {room:10,}  {most // group:6,}  {shown}")
+    return lines
 
 
 def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     if model in recipe_names() or model.endswith((".yaml", ".yml")):
-        return load_recipe(model, words, PlanSettings.model_fields)
+        return load_recipe(model, words)
     settings: dict[str, Any] = {
         "model": {"path": model, "autocast": "bfloat16"},  # as in the recipes
         "data": {"task": "gsm8k", "path": "openai/gsm8k"},
         "rewards": [{"name": "gsm8k_correct"}],
         "rollout": {"group_size": 16, "max_new_tokens": 512},
     }
-    return read_words(RunConfig, words, settings, PlanSettings.model_fields)
+    return read_words(RunConfig, words, settings)
 
 
 def _empty_model(model: ModelConfig, data: DataConfig, name: str) -> PreTrainedModel:

@@ -50,11 +50,6 @@ def rank() -> int:
     return dist.get_rank() if size() > 1 else 0
 
 
-def launched_rank() -> int:
-    """Return the rank that the launcher assigned, which is known even without a process group."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def is_main() -> bool:
     """Return True on rank 0."""
     return rank() == 0

@@ -11,16 +11,15 @@ from torch import Tensor
 from grpo_fast.kernels.cpu.gemm import shared_copies
 from grpo_fast.rollout import Samples
 from grpo_fast.train import ranks
-from grpo_fast.train.batch import StepBatch, explained_memory, token_budget
+from grpo_fast.train.batch import StepBatch, explained_memory
 from grpo_fast.train.collect import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.metrics import Clock, LossMetrics, sampling_metrics
-from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.models.policy import Policy, Reference
 from grpo_fast.train.optimizer import Optimizer
-from grpo_fast.train.plan import predict_model
-from grpo_fast.train.update import accumulate, gradient_variance, precompute
+from grpo_fast.train.plan import token_budget
+from grpo_fast.train.update import accumulate, precompute
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +74,9 @@ class Run:
             rate = critic.config.lr or config.optim.lr
             optim = config.optim.model_copy(update={"lr": rate})
             self.optimizers["critic"] = Optimizer(critic.parameters(), optim, total)
-        self.memory = predict_model(policy.lm, config)
-        self.budget = config.tokens_per_microbatch or token_budget(policy.device, self.memory)
+        self.budget = config.tokens_per_microbatch or token_budget(policy.lm, config)
         self.has_warned = False
-        self.num_tokens = self.peak_memory = self.largest_microbatch = 0
+        self.num_tokens = 0
         if policy.unshared is not None:
             log.warning(
                 "completions are computed alone, without shared prompts: %s", policy.unshared
@@ -109,9 +107,6 @@ class Run:
         """
         config = self.config
         self.policy.model.train()
-        metrics: dict[str, float] = {}
-        if config.log.grad_variance:
-            metrics = gradient_variance(self.policy, batch, self.loss_config)
         updates: list[LossMetrics] = []
         for epoch in range(config.inner_iterations):
             if epoch and config.max_approx_kl is not None:
@@ -120,13 +115,12 @@ class Run:
                     break
             if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{number}/{epoch}"
-                batch.shuffle(seed, config.shuffle == "groups")
-            self.largest_microbatch = max(self.largest_microbatch, batch.largest)
+                batch.shuffle(seed)
             for minibatch in range(config.minibatches):
                 with explained_memory(batch):
                     updates.append(self._update(number, batch, minibatch))
         clock.lap("train", int(batch.trunk_tokens * len(updates) / config.minibatches))
-        return metrics | self._finish(number, batch, updates, clock)
+        return self._finish(number, batch, updates, clock)
 
     def _update(self, number: int, batch: StepBatch, minibatch: int) -> LossMetrics:
         """Run one optimizer step on a minibatch, and return its metrics."""
@@ -136,7 +130,7 @@ class Run:
         precompute(
             batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
             reference=reference, critic=self.critic,
-            reward_beta=config.loss.beta if config.kl.into == "reward" else None,
+            reward_beta=config.loss.beta if config.kl_in_reward else None,
         )  # fmt: skip
         # 2. Compute the gradients: hidden states, fused loss, backward pass.
         with shared_copies():
@@ -162,30 +156,24 @@ class Run:
         The learning rate schedules advance by the full number of updates, even if the KL limit
         ended the step early.
         """
-        # 1. Advance the schedules, update a synced reference, and count tokens and memory.
+        # 1. Advance the schedules, update a synced reference, and count tokens.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
             optimizer.has_moved = True  # even if all updates were skipped, the reference may change
         self.reference.after_step(number)
         self.num_tokens += batch.trunk_tokens
-        self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
         # 2. Compute the metrics. Compare the sampler with the log-probs of the first pass.
         self._compare_sampler(number, sampling_metrics(updates[0].logps))
         first = LossMetrics.merged(updates[: self.config.minibatches])
-        grad_norm = sum(update.grad_norm for update in updates) / len(updates)
         metrics = {
             **sampling_metrics(first.logps),
             **LossMetrics.merged(updates).result(),
-            "grad_norm": grad_norm,
+            "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
             "learning_rate": updates[-1].learning_rate,
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(),
         }
-        loss = self.loss_config
-        adds_values = self.critic is not None and self.critic.is_shared
-        if not (loss.uses_reference or loss.entropy_coef or adds_values):
-            metrics["policy_grad_norm"] = grad_norm  # the loss has only the policy term
         if self.critic is not None:
             metrics |= value_metrics(batch)
         return metrics
@@ -252,7 +240,7 @@ class Run:
         self.collector.load_state_dict(state)
 
     def summary(self) -> dict[str, Any]:
-        """Return totals of the run. Memory is in bytes."""
+        """Return totals of the run."""
         return {
             "before": self.before,
             "after": self.after,
@@ -260,7 +248,4 @@ class Run:
             "skipped_steps": self.optimizer.skipped,
             "num_tokens": self.num_tokens,
             "tokens_per_microbatch": self.budget,
-            "largest_microbatch": self.largest_microbatch,
-            "predicted_memory": self.memory and self.memory.peak(self.largest_microbatch),
-            "peak_memory": self.peak_memory or None,
         }

@@ -18,8 +18,7 @@ from grpo_fast.train import ranks
 from grpo_fast.train.batch import FIXED, MicroBatch, StepBatch, Totals
 from grpo_fast.train.critic import Critic
 from grpo_fast.train.metrics import LossMetrics
-from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.models.policy import Policy, Reference
 
 
 @torch.no_grad()
@@ -190,55 +189,3 @@ def exact_kl(batch: MicroBatch, ref_head: Head | None, config: LossConfig) -> Di
     temperature = float(config.temperature)
     teacher = TeacherHead(ref_hidden, weight, bias, temperature, **ref_head.logit_kwargs)
     return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
-
-
-def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
-    """Estimate the variance and the squared norm of the gradient of the policy loss.
-
-    Each of the n groups gives an independent estimate g_i of the gradient. The loss of a group is
-    normalized as if the step consisted of this group only. The two metrics use the mean ḡ of the
-    estimates::
-
-        grad_variance = Σ|g_i - ḡ|² / (n · (n - 1))    trace of the covariance of ḡ
-        grad_signal   = |ḡ|² - grad_variance           unbiased estimate of |E g|², may be negative
-
-    The estimate costs one forward and backward pass over the batch, and memory for two copies of
-    the gradients. The gradients of the parameters must be None, and are None afterwards.
-
-    Args:
-        policy: the policy that sampled the batch.
-        batch: the samples of the step.
-        config: the loss. Its KL divergence and entropy bonus are excluded.
-
-    Returns:
-        The two metrics, or an empty dict if there are fewer than two groups.
-    """
-    group_size = batch.group_size
-    count = len(batch.advantages) // group_size
-    if count < 2:
-        return {}
-    # 1. Exclude the KL divergence and the entropy bonus from the loss.
-    alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
-    parameters = policy.trainable()
-    total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    squares = 0.0
-    # 2. Sum each group's gradient and its squared norm. The groups are divided among the ranks.
-    for group in range(ranks.rank(), count, ranks.size()):
-        first = group * group_size
-        members = list(range(first, first + group_size))
-        accumulate(
-            policy, [batch.packed([members])], alone, correct_sampling=False, validate="auto"
-        )
-        for own, p in zip(total, parameters, strict=True):
-            if p.grad is not None:
-                squares += float(p.grad.double().square().sum())
-                own += p.grad.float()
-                p.grad = None
-    # 3. Compute the metrics with the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum
-    # of the gradients, so the gradients of the groups need not be stored.
-    squares = float(ranks.sum_(torch.tensor(squares, dtype=torch.float64)))
-    mean_square = sum(float(ranks.sum_(s).double().square().sum()) for s in total) / count**2
-    # Rounding can make the difference negative. Pass it to max() first: max() returns its first
-    # argument if that is NaN, so a NaN stays visible.
-    variance = max(squares - count * mean_square, 0.0) / (count * (count - 1))
-    return {"grad_variance": variance, "grad_signal": mean_square - variance}

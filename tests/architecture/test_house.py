@@ -80,9 +80,6 @@ def test_no_call_lets_a_library_execute_or_unpickle_data():
 
 # ---------------------------------------------------------- regular expressions
 LENGTH, SECONDS = 1 << 16, 0.1
-# Modules that compile regular expressions from a configuration, each with the reason why it is
-# safe.
-GIVEN = {"grpo_fast.rewards.workers.slow": "a recipe's, in a process that a timeout ends"}
 UNITS = (
     "1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n", "<<", "<<a",
     ">>", "<<1>>", "<", "####", "#### ", "<answer>", "</answer>", "`", "```", "vendor_id",
@@ -106,7 +103,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
             where = f"{module}:{node.lineno}"
             if id(node) in top:
                 yield where, getattr(importlib.import_module(module), top[id(node)])
-            elif node.func.attr != "escape" and module not in GIVEN:
+            elif node.func.attr != "escape":
                 text = ast.literal_eval(node.args[0])  # fails if the pattern is not a constant
                 flags = re.MULTILINE if "MULTILINE" in ast.unparse(node) else 0
                 yield where, re.compile(text, flags)

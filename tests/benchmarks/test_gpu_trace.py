@@ -8,8 +8,6 @@ import pytest
 
 from tests.kernels.triton_tools.launcher import HAS_TRITON, run_python
 
-if HAS_TRITON:
-    from benchmarks.gpu import trace
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 TRAINED = ("full, H = 4096", "full, H = 2048", "full, H = 896", "1024 rows, H = 896")
 
@@ -77,13 +75,15 @@ def test_a_support(budgets, name, gigabytes):
     assert found["syncs"] == 1 and found["reads"] == 0
 
 
-def test_one_chunk_stays_in_its_budget(budgets):
-    assert [name for name in TRAINED if name in trace.ONE_CHUNK] == list(trace.ONE_CHUNK)
-    for name in trace.ONE_CHUNK:
-        found = trace.Budget(**budgets[name])
-        more = found._replace(outside=1.1 * found.outside)
-        assert not trace.overrun(name, found)
-        assert f"{name}: expected at most" in trace.overrun(name, more)
+@pytest.mark.parametrize(
+    ("name", "per_chunk", "gigabytes"),
+    [(TRAINED[0], 14, 0.75), (TRAINED[1], 14, 0.38), (TRAINED[2], 13, 0.18)],
+)
+def test_one_chunk_stays_in_its_budget(budgets, name, per_chunk, gigabytes):
+    """Check a call with dH and dW whose 8192 rows are one chunk at V = 151936."""
+    found = budgets[name]
+    assert found["chunks"] == 1 and found["per_chunk"] <= per_chunk
+    assert found["gigabytes"] <= gigabytes
 
 
 @pytest.mark.parametrize(

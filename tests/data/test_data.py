@@ -1,6 +1,7 @@
 """Tests of data sources and tokenizers, including GSM8K if its files are available."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 
 from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
-from grpo_fast.data.records import gold_answer, strip_calculator
+from grpo_fast.data.records import column_of, gold_answer, strip_calculator
 from grpo_fast.data.splits import Splits, read_examples
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import DataConfig
@@ -69,6 +70,12 @@ def test_gold_answer():
     for bad in ("no marker", "#### ", "#### about 3", "#### ١٨"):
         with pytest.raises(ValueError, match="####"):
             gold_answer(bad)
+
+
+def test_columns_without_a_value_are_skipped():
+    row = {"answer": math.nan, "Final Answer": None, "truth": {"a": [1, {"b": 2}]}}
+    names = ["answer", "final_answer", "truth.c", "truth.a.5", "truth.a.1.b"]
+    assert column_of(row, names) == 2 and column_of(row, names[:4]) is None
 
 
 # -------------------------------------------------------------------------------------------- Files
@@ -147,7 +154,7 @@ def test_missing_and_unreadable_sources(tmp_path, monkeypatch):
             load(path=missing)
     memory = tmp_path / "memory.jsonl"  # root may read every file, but not this place
     memory.symlink_to("/proc/self/mem")
-    with pytest.raises(ValueError, match="data.path: expected a readable file, got .*Errno"):
+    with pytest.raises(ValueError, match="expected a readable file of UTF-8 text, .*Errno"):
         read(memory)
 
 

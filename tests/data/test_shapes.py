@@ -26,7 +26,8 @@ RENDERED = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 # Name, row, prompt and gold answer. A fourth value is a part of the section `data`.
 READ = [
     ("AIME", {"ID": "2024-I-1", "Problem": "q", "Solution": "long", "Answer": 204}, "q", "204"),
-    ("MATH", {"problem": "q", "type": "Algebra", "solution": r"so \boxed{\frac12}"}, "q", "1/2"),
+    ("MATH", {"problem": "q", "type": "Algebra", "solution": r"so \boxed{\frac12}"}, "q",
+     r"\frac12"),
     ("MATH-500", {"problem": "q", "solution": r"\boxed{9}", "answer": r"\left( 3 \right)"}, "q",
      r"\left( 3 \right)"),
     ("NuminaMath", {"source": "amc", "problem": "q", "solution": r"\boxed{2}",
@@ -80,17 +81,14 @@ READ = [
     ("no JSON", {"prompt": '[{"no JSON'}, '[{"no JSON', None),
 ]  # fmt: skip
 
-LETTERS = "write lettered choices into the question"
 MISSING = "this text in the prompt (add 'data.prompt_template="
 REFUSED = [
     ("SQuAD's context", {"context": "c", "question": "q", "answers": {"text": ["a"]}},
      f"field 'context': expected {MISSING}"),
     ("SVAMP's body", {"Body": "b", "Question": "q", "Answer": 3.0}, "field 'Body': expected this"),
     ("Alpaca's input", {"instruction": "i", "input": "x"}, f"field 'input': expected {MISSING}"),
-    ("MMLU's choices", {"question": "q", "choices": ["w", "x"], "answer": 1}, LETTERS),
-    ("MathQA's options", {"Problem": "q", "options": "a ) 38 , b ) 27", "correct": "a"}, LETTERS),
-    ("MedMCQA's options", {"question": "q", "opa": "w", "opb": "x", "cop": 1}, "field 'opa'"),
-    ("C-Eval's options", {"question": "q", "A": "w", "B": "x", "answer": "B"}, "field 'A'"),
+    ("MMLU's choices", {"question": "q", "choices": ["w", "x"], "answer": 1}, "field 'choices'"),
+    ("MathQA's options", {"Problem": "q", "options": "a ) 38 , b ) 27", "correct": "a"}, MISSING),
     ("Orca's system message", {"system_prompt": "s", "question": "q"}, MISSING),
     ("xlam's tools", {"query": "q", "tools": "[{}]", "answers": "[]"}, "field 'tools'"),
     ("images", {"question": "q", "images": ["x.png"], "answer": "1"}, "field 'images'"),
@@ -203,8 +201,7 @@ def test_rows_that_are_skipped_are_counted(tmp_path, caplog):
     shown = invoke("data", str(path), "drop_unusable=true").stdout
     assert "3 judged by code_tests" in shown  # rows with tests need no answer
     path.write_text("\n".join(map(json.dumps, [rows[0], rows[2], rows[3]])))
-    assert invoke("data", str(path)).exit_code == 0
-    assert "1 rows have no answer; data.drop_unusable=true skips them" in caplog.text
+    assert "1 without an answer" in invoke("data", str(path)).stdout
 
 
 def test_a_text_with_a_bos_gets_no_second_one():

@@ -1,4 +1,4 @@
-"""Tests that the doctor names each of the ten causes if it is planted in an engine."""
+"""Tests that the doctor names each of the eight causes if it is planted in an engine."""
 
 import pytest
 import torch
@@ -74,31 +74,6 @@ def test_a_cause_is_named(policy, planted, monkeypatch):
     left = [cause.left for cause in found.tried]
     assert left == sorted(left) and left[0] < found.mean / 10
     assert len({cause.name for cause in found.tried}) == len(left)
-
-
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# For each planted difference: the model family, changes of the trainer's model configuration,
-# further changes of the server's configuration, and the cause that the doctor must name.
-SERVED = {
-    "theta": ("llama", {"rope_parameters": {**ROPE, "rope_theta": 5e5}}, {"rope_parameters": ROPE},
-              causes.ROPE),
-    "scaling": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}},
-                {"rope_parameters": ROPE}, causes.ROPE),
-    "window": ("mistral", {}, {"sliding_window": None}, causes.ROPE),
-    "softcap": ("gemma2", {}, {"final_logit_softcapping": None}, causes.SOFTCAP),
-    "softcap of attention": ("gemma2", {}, {"attn_logit_softcapping": None}, causes.ATTENTION),
-    "scale": ("granite", {}, {"logits_scaling": 1.0}, causes.SOFTCAP),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("planted", SERVED)
-def test_a_different_configuration_is_served(planted):
-    family, own, changes, name = SERVED[planted]
-    policy = policy_of(family, **own)
-    server = policy_of(family, **{**own, **changes})
-    server.lm.load_state_dict(policy.lm.state_dict())
-    found, names = found_by(policy, FaultyEngine(keeps=server))
-    assert names == [name] and found.causes[0].left < found.mean / 10
 
 
 def test_an_adapter_that_is_not_loaded():
@@ -185,14 +160,12 @@ def test_an_unknown_fault_has_no_name(policy, fault):
     assert found_by(policy, FaultyEngine(**fault), threshold=9.0)[0].ok
 
 
-def test_attempts_without_effect_are_left_out():
-    """Check that the doctor leaves out causes that cannot affect the log-probs.
-
-    Here the sliding window is longer than all sequences, and the RoPE settings are the defaults.
-    """
-    policy = policy_of("mistral", sliding_window=400)
+def test_attempts_without_effect_are_left_out(policy, monkeypatch):
+    """Check that the doctor leaves out an attempt that changes no log-prob."""
+    nothing = {"changes nothing": lambda tokenizer, chat, ids: ids}
+    monkeypatch.setattr(causes, "PROMPT_CHANGES", nothing)
     found, names = found_by(policy, FaultyEngine(report_as=lambda logps: logps - 0.2))
-    assert names == [] and causes.ROPE not in [cause.name for cause in found.tried]
+    assert names == [] and causes.PROMPT not in [cause.name for cause in found.tried]
 
 
 def test_what_cannot_be_compared_is_refused(policy):

@@ -14,29 +14,24 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from grpo_fast.attention import dispatch, pack_groups, register
+from grpo_fast.attention import dispatch
 from grpo_fast.attention.dispatch import Kind
 from grpo_fast.attention.kernels.spans import Kernel, Saved
 from grpo_fast.attention.kernels.tree import attend
 from grpo_fast.attention.layout import AttentionParams, Spans
-from tests.attention.layouts import ATTENTION
-from tests.tiny import tiny_model
+from tests.attention.layouts import ATTENTION, inputs, results, two_levels
 
 EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
-    """Check that a bf16 model calls torch's attention kernels with valid arguments.
+def test_the_aten_calls_on_meta_tensors(window):
+    """Check that torch's attention kernels get valid arguments in 16 bits.
 
-    The model runs forward and backward on meta tensors, which have shapes but no values. The test
-    checks the offsets of the sequences, the windows and the maximum lengths.
+    They run forward and backward on meta tensors, which have shapes but no values. The test checks
+    the offsets of the sequences, the windows and the maximum lengths.
     """
     calls = []
-    fields = {"sliding_window": window} if window else {}
-    model = tiny_model("mistral" if window else "qwen2", **fields).to(torch.bfloat16).to("meta")
-    model.set_attn_implementation(register())
-    forward = dispatch.cuda.aten_forward
 
     def spy(q, k, v, spans, rule):
         calls.append(
@@ -44,34 +39,20 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
         )
         assert spans.cu_q.dtype == spans.cu_k.dtype == torch.int32
         assert spans.cu_q.is_contiguous() and spans.cu_k.is_contiguous()
-        out, lse = forward(q, k, v, spans, rule)
+        out, lse = dispatch.cuda.aten_forward(q, k, v, spans, rule)
         assert lse.shape == (q.shape[1], q.shape[0]) and lse.dtype == torch.float32
         return out, lse
 
-    kernel = Kernel(spy, dispatch.cuda.aten_backward)
-    provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
-    monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
-    # transformers reads position_ids to find packed sequences, but meta tensors have no values.
-    # Disable this, because only the attention mask depends on it, and our attention does not use
-    # the mask.
-    monkeypatch.setattr(
-        "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
-    )
-    pack = pack_groups(
-        [(range(9), [range(6), range(3)]), (range(4), [range(8), range(2), range(5)])],
-        device="meta",
-    )
-    logits = model(**pack.model_inputs).logits
-    assert logits.shape == (1, pack.layout.total, 61) and logits.dtype == torch.bfloat16
-    logits.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    # Without a window, expect two calls in each of the two layers: one in which every segment
-    # attends to itself, and one in which completions attend to their prompt. With a window, expect
-    # one call with copied keys instead.
-    per_layer = (
-        [(True, (3, 0), 9, 10)] if window else [(True, (-1, 0), 9, 9), (False, (-1, -1), 12, 9)]
-    )
-    assert calls == 2 * per_layer
+    layout = two_levels([9, 4, 6, 3, 8, 2, 5], [2, 3], "meta")
+    given = [x.to("meta") for x in inputs(layout, dtype=torch.bfloat16)]
+    attention = partial(attend, kernel=Kernel(spy, dispatch.cuda.aten_backward))
+    found = results(attention, given, layout, AttentionParams(0.3, window))
+    shapes = [given[3].shape, *(x.shape for x in given[:3])]
+    assert [(x.shape, x.dtype) for x in found] == [(shape, torch.bfloat16) for shape in shapes]
+    # Without a window, expect two calls: one in which every segment attends to itself, and one in
+    # which completions attend to their prompt. With a window, expect one call with copied keys.
+    whole = [(True, (-1, 0), 9, 9), (False, (-1, -1), 15, 9)]
+    assert calls == ([(True, (3, 0), 9, 11)] if window else whole)
 
 
 def spans_of(cu_q, cu_k, causal):

@@ -33,6 +33,7 @@ SIZES = (BF16, 64), (FP16, 64), (BF16, 128), (BF16, 256), (BF16, 96), (BF16, 60)
 LIMITS = (True, False), (False, True), (True, True)  # (has_window, has_softcap)
 KINDS = [Kind("cuda", BF16, 64, *limits) for limits in LIMITS]
 KINDS += [Kind("cuda", *size) for size in SIZES]
+FOR_FLASH = KINDS[:1] + KINDS[3:8]  # without any package, FlashAttention of torch is chosen
 
 
 def rule_of(kind):
@@ -52,7 +53,7 @@ def test_every_provider_is_the_dense_reference(kind):
     The test covers ragged layouts, grouped heads, windows and soft caps, and reports all failures
     together. If a provider raises an exception, it is skipped, as in `choose`, and its name is
     printed (`pytest -rP` shows it). flex is tested separately, because it takes 15 seconds to
-    compile.
+    compile. FlashAttention must be chosen where it can compute the kind.
     """
     wrong, rule = [], rule_of(kind)
     providers = [provider for provider in dispatch.candidates(kind) if provider.name != "flex"]
@@ -71,6 +72,8 @@ def test_every_provider_is_the_dense_reference(kind):
             if not max(errors) <= BARS[kind.dtype]:
                 wrong.append((provider.name, name, heads, errors))
     assert not wrong, wrong
+    if kind in FOR_FLASH:
+        assert dispatch.choose(kind).name in ("fa4", "fa3", "fa2", "flash_aten")
 
 
 @pytest.mark.parametrize(
@@ -93,16 +96,6 @@ def test_flex_is_the_dense_reference(kind, bar):
     expected = results(dispatch.dense_attention, given, layout, rule, torch.float64)
     for x, y in zip(results(flex.attend, given, layout, rule), expected, strict=True):
         assert (x.double() - y).norm() <= bar * y.norm()
-
-
-@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[3:8], ids=str)
-def test_without_any_package_it_is_flash_attention_and_says_so(kind, caplog):
-    caplog.set_level("INFO")
-    dispatch.choose.cache_clear()
-    chosen = dispatch.choose(kind)
-    assert chosen.name in ("fa4", "fa3", "fa2", "flash_aten")
-    lines = [record.getMessage() for record in caplog.records if "attention" in record.name]
-    assert lines[-1].startswith(f"packed attention on {kind}: using {chosen.name}")
 
 
 @pytest.mark.parametrize("has_window", [False, True])

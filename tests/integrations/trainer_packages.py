@@ -3,8 +3,6 @@
 If a trainer is not installed, the test module that requests it is skipped.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +10,6 @@ from typing import Any
 import pytest
 
 from tests.integrations import packages
-
-
-def load(name: str) -> Any:
-    """Import a module. Skip the test if its package is absent, and fail if the module moved."""
-    package = name.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed", allow_module_level=True)
-    return importlib.import_module(name)
 
 
 @contextmanager

@@ -9,10 +9,7 @@ def text_of(completion):
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-def every_argument(prompts, completions, completion_ids, answer, level, trainer_state,
-                   log_extra, log_metric, **others):  # fmt: skip
-    log_extra("seen", [str(level_) for level_ in level])
-    log_metric("mean_level", sum(level) / len(level))
+def every_argument(prompts, completions, completion_ids, answer, level, trainer_state, **others):
     sizes = zip(prompts, completions, completion_ids, answer, strict=True)
     of_others = len(others["answers"][0])
     return [trainer_state.global_step + len(p) + len(text_of(c)) + len(i) + len(a) + of_others
@@ -74,13 +71,6 @@ def generator(completions, **kwargs):
     return (float(i) for i, _ in enumerate(completions))
 
 
-def metrics(completions, log_metric=None, log_extra=None, **kwargs):
-    for _ in range(2):
-        log_metric("twos", 2.0)
-    log_extra("texts", [text_of(c) for c in completions])
-    return [0.0] * len(completions)
-
-
 class FromTheTrainer:
     """Reward that uses the trainer's state.
 
@@ -101,5 +91,5 @@ def last_message(prompts, completions, **kwargs):
 
 NAMES = (
     "every_argument", "from_kwargs", "some_do_not_apply", "asynchronous", "scaled", "partial",
-    "matches", "array", "generator", "metrics", "FromTheTrainer", "last_message",
+    "matches", "array", "generator", "FromTheTrainer", "last_message",
 )  # fmt: skip

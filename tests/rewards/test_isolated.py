@@ -227,21 +227,6 @@ def test_a_worker_prints_to_stderr_and_has_no_input(isolated, capfd):
 
 
 # ---------------------------------------------------- Built-in reward functions in a worker process
-def test_a_pattern():
-    def found(*texts, **options):
-        rewards = build_rewards([spec("format_pattern", **options)])
-        return rewards(["p"] * len(texts), list(texts), [""] * len(texts))
-
-    texts = "so <a>1\n2</a>.", "<a>", "", "<a>1</a>"
-    assert found(*texts, pattern="<a>.*</a>").total.tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert found(*texts, pattern="<a>.*</a>", whole=True).total.tolist() == [0.0, 0.0, 0.0, 1.0]
-    assert found("a", pattern="(").reasons == {"format_pattern": {"error": 1}}
-    # The search in the second completion never ends. Only this completion must lose its reward.
-    result = found("aaa", "a" * 60 + "b", "a", pattern="^(a+)+$")
-    assert result.total.isnan().tolist() == [False, True, False]
-    assert result.reasons == {"format_pattern": {"timeout": 1}}
-
-
 def test_without_math_verify_the_reward_says_what_to_install(monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'math_verify'\")"

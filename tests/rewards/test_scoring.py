@@ -36,27 +36,14 @@ TABLE = [  # gold, prompt, completion, strict, lenient
     ("42", HASH, "#### 41\n#### 42", 1, 1), ("42", HASH, "#### 42\n#### 41", 0, 0),
     ("42", BOX, r"so \boxed{42}", 1, 1), ("42", BOX, "#### 42", 0, 1), ("42", BOX, "42", 0, 1),
     ("42", BOX, r"\boxed{41} \boxed{\text{42}}", 1, 1), ("42", BOX, r"\boxed{42", 0, 1),
-    # The gold answer is a fraction.
-    ("15/2", NONE, "7.5", 1, 1), ("7.5", NONE, "15/2", 1, 1), ("15/2", NONE, "30/4", 1, 1),
-    ("15/2", HASH, r"#### \frac{15}{2}", 1, 1), ("15/2", HASH, "it is 15/2", 0, 1),
-    (r"-\frac12", NONE, "-0.5", 1, 1), ("2x", NONE, "2*x", 1, 1), ("2x", NONE, "x", 0, 0),
-    (r"\frac{1}{2}", NONE, "0.5", 1, 1), ("1/3", NONE, "0.33", 0, 0), ("1/2", NONE, "2", 0, 0),
-    (r"\dfrac{3}{4}", BOX, r"\boxed{0.75}", 1, 1), ("15/2", NONE, "15/0", 0, 0),
-    # The gold answer is an expression.
-    ("x^2+1", NONE, "1+x^2", 1, 1), ("x^2+1", NONE, "x^2 + 1", 1, 1), ("x^2+1", NONE, "x^2", 0, 0),
+    # The gold answer is no number. `answer_pairs.py` has more such rows.
+    ("15/2", HASH, "it is 15/2", 0, 1), ("15/2", NONE, "15/0", 0, 0), ("2x", NONE, "2*x", 1, 1),
     (r"\sqrt{8}", BOX, r"so \boxed{2\sqrt{2}}", 1, 1), (r"\sqrt{8}", BOX, "2", 0, 0),
-    (r"\sqrt{8}", NONE, "so it is\n$2\\sqrt{2}$", 0, 1), (r"\frac{\pi}{2}", NONE, r"\pi/2", 1, 1),
-    ("(1, 2)", NONE, "(1,2)", 1, 1), ("(1, 2)", NONE, "(2,1)", 0, 0),
-    # The gold answer is text.
-    (r"\text{yes}", BOX, r"\boxed{\text{Yes}}", 0, 1), (r"\text{(A)}", BOX, r"\boxed{(A)}", 1, 1),
-    ("12 pens", NONE, "12 pens", 1, 1), ("12 pens", NONE, "12  pens\n", 1, 1),
-    ("12 pens", NONE, "so\n12 pens", 0, 1), ("12 pens", NONE, "12", 0, 1),
+    (r"\text{yes}", BOX, r"\boxed{\text{Yes}}", 0, 1), ("12 pens", NONE, "so\n12 pens", 0, 1),
     ("Paris", TAG, "<answer>Paris</answer>", 1, 1), ("Paris", TAG, "Paris", 0, 1),
     ("Paris", NONE, "<answer> Paris </answer>", 0, 1), ("Paris", NONE, "paris", 0, 1),
-    ("A", NONE, "(A).", 1, 1),
     ("yes", NONE, "<think>no</think>\nyes", 1, 1), ("yes", NONE, "<think>yes", 0, 0),
-    ("2024-01-05", NONE, "2018", 0, 0), ("B", HASH, "#### B", 1, 1),
-    ("well-known", NONE, "w", 0, 0),
+    ("2024-01-05", NONE, "2018", 0, 0), ("B", HASH, "#### B", 1, 1), ("A", NONE, "(A).", 1, 1),
 ]  # fmt: skip
 
 
@@ -133,7 +120,7 @@ def test_the_final_part(text, prefill, final):
         ("because\n#### B", "B"), ("#### 12 pens", "12 pens"), ("so\n#### $1,080", "1080"),
         ("#### Conclusion\nIt is Paris.", "#### Conclusion\nIt is Paris."), ("Paris", "Paris"),
         ("#### Step\nso \\boxed{x^2}", "x^2"), ("<answer> B </answer>", "B"), ("15/2", "15/2"),
-        ("<think>\\boxed{3}</think>\\boxed{4}", "4"), ("#### 1\\frac{1}{2}", "3/2"),
+        ("<think>\\boxed{3}</think>\\boxed{4}", "4"), ("#### 1\\frac{1}{2}", "1\\frac{1}{2}"),
         ("####: 5", "5"), ("<think>hm</think>\nParis", "Paris"),
         ("#### 18\nThe answer is: 18", "18"),
     ],

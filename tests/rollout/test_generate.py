@@ -1,8 +1,5 @@
 """Tests of `rollout.generate` and of the interface that all engines implement."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -28,16 +25,6 @@ def tokenizer():
 def state_of(model):
     modes = [module.training for module in model.modules()]
     return modes, model.config._attn_implementation, model.generation_config.to_dict()
-
-
-def test_the_example_runs(tokenizer):
-    text = (Path(rollout.__file__).parent / "README.md").read_text()
-    example = re.search(r"```python\n(from grpo_fast.rollout import generate.*?)```", text, re.S)
-    scope = {"model": tiny_model(), "tokenizer": tokenizer, "prompts": PROMPTS, "score": len}
-    exec(example[1], scope)  # noqa: S102
-    done = scope["done"]
-    assert len(scope["rewards"]) == 16 and done.group.tolist() == [0] * 8 + [1] * 8
-    assert len(done.support.offsets) == len(done.logps) + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -36,7 +36,6 @@ def table(**changes):
     samples = table_of(PROMPTS, completions, [f"t{i}" for i in range(4)], [5, 9])
     samples.rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     samples.scores = {"f": samples.rewards + 10}
-    samples.extra = {"said": [str(i) for i in range(len(samples))]}
     samples.values = torch.arange(9.0)
     return dataclasses.replace(samples, **changes)
 
@@ -67,7 +66,6 @@ def test_selecting_is_indexing(chosen):
     assert part.texts == [f"t{i}" for i in chosen]
     assert part.rewards.tolist() == [i + 1 for i in chosen]
     assert part.scores["f"].tolist() == [i + 11 for i in chosen]
-    assert part.extra["said"] == [str(i) for i in chosen]
     assert part.truncated.tolist() == [bool(whole.truncated[i]) for i in chosen]
     for name in ("logps", "values", "mass"):
         views = getattr(whole, name).split(whole.lengths)
@@ -83,7 +81,6 @@ def test_joining_restores_the_table():
     whole = table()
     joined = Samples.cat([whole[[0, 1]], None, whole[[2]], whole[[3]]])
     assert joined.texts == whole.texts and joined.completion_ids == whole.completion_ids
-    assert joined.extra == whole.extra
     for name in (*COLUMNS, "support", "scores"):
         ours, theirs = getattr(joined, name), getattr(whole, name)
         torch.testing.assert_close(ours, theirs, equal_nan=True, msg=name)

@@ -20,6 +20,8 @@ from tests.command_line import invoke, refused
 from tests.rollout.vllm_stand_in import GENERATE, JOIN, START, UPDATE, Raw, StandIn, engine_of
 from tests.tiny import SYMBOLS, tiny_model
 
+INFO = "/server_info"
+
 
 def client(server: StandIn) -> Server:
     made = Server(server.url, VLLMOptions(), torch.device("cpu"))
@@ -31,19 +33,19 @@ def build_with(policy, *urls, **options):
     return build(policy, SimpleNamespace(vllm=VLLMOptions(urls=urls, **options)))
 
 
-@pytest.mark.parametrize("status", [403, 404])
-def test_a_missing_path_is_explained(policy, server, status):
-    server.faults["/server_info"] = [status]
-    with pytest.raises(ValueError, match=f"{status} .*told to say.*VLLM_SERVER_DEV_MODE=1"):
-        build_with(policy, server.url)
-
-
-def test_raw_log_probabilities_and_a_missing_server_are_refused(policy, server):
-    server.mode = "raw_logprobs"
-    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* raw_logprobs"):
-        build_with(policy, server.url)
-    server.stop()
-    with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: setattr(x, "mode", "raw_logprobs"), "processed_logprobs.*, got raw_logprobs at"),
+        (lambda x: x.faults.update({INFO: 404}), "404 .*told to say.*VLLM_SERVER_DEV_MODE=1"),
+        (lambda x: x.faults.update({INFO: 403}), "403 .*told to say.*VLLM_SERVER_DEV_MODE=1"),
+        (StandIn.stop, "expected a vLLM server, found none within 0.1 s"),
+    ],
+    ids=["raw", "404", "403", "missing"],
+)
+def test_servers_that_are_refused(policy, server, change, message):
+    change(server)
+    with pytest.raises((ValueError, ServerError), match=message):
         build_with(policy, server.url, patience=0.1)
 
 

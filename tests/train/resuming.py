@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from grpo_fast import rollout
 from grpo_fast.train import loop
-from grpo_fast.train.checkpoint import begin
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import Stopping
@@ -29,9 +28,9 @@ TINY = ["model.config.hidden_size=16", "model.config.intermediate_size=32", "dat
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
     """Create the folder of a new run, and return the `RunReport` that writes the run's logs."""
     config = config.model_copy(update={"output_dir": str(folder)})
-    report = RunReport(folder, config.log, config.steps, **options)
+    report = RunReport(config, **options)
     folder.mkdir(parents=True, exist_ok=True)
-    begin(config, report)
+    report.begin()
     return report
 
 

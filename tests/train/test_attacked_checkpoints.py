@@ -183,7 +183,7 @@ def test_json_without_an_end(folder, newest, tmp_path):
     JSON.
     """
     deep = "[" * 10**6, '{"a":' * 10**6
-    for text in (*deep, "1" * 10**6, "", '{"format": 1e999}', '{"format": 11}', "null"):
+    for text in (*deep, "1" * 10**6, "", '{"format": 1e999}', '{"format": 12}', "null"):
         (newest / "state.json").write_text(text)
         is_refused(folder, r"state\.json")
         assert refused(invoke("export", str(newest), str(tmp_path / "out")), "export: expected a")
@@ -239,9 +239,9 @@ def test_an_exported_config_is_data(newest, tmp_path):
 
 
 def test_another_format_is_refused_by_its_name(newest, folder, tmp_path):
-    for was in (10, 12):
+    for was in (11, 13):
         change(newest, "format", was)
-        said = "state.json: format: Input should be 11; use the version of grpo_fast that wrote it"
+        said = "state.json: format: Input should be 12; use the version of grpo_fast that wrote it"
         is_refused(folder, said)
         assert refused(invoke("export", str(newest), str(tmp_path / "out")), said)
 

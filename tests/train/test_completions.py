@@ -23,6 +23,7 @@ from grpo_fast.train.report.page import (
     write_page,
     write_parquet,
 )
+from tests import chromium
 from tests.tiny import TEXTS
 from tests.train.tiny_runs import TINY_SORT, logged
 from tests.train.tiny_steps import batch_of, table_of
@@ -261,3 +262,16 @@ def test_a_run_leaves_rows_and_page(tmp_path):
     html = (tmp_path / "run" / "completions.html").read_text(encoding="utf-8")
     assert re.findall(r'<details id="s(\d+)"', html) == ["1", "2", "4", "5"]
     assert "Completions of run" in html and html.count("<article>") == 32
+
+
+@pytest.mark.skipif(not chromium.COMMAND, reason="Chromium is not installed")
+@pytest.mark.parametrize(
+    ("scheme", "background"), [("dark", "rgb(21, 24, 29)"), ("light", "rgb(246, 247, 249)")]
+)
+def test_it_fits_a_phone_and_a_desktop_in_both_schemes(tmp_path, scheme, background):
+    (tmp_path / "completions").mkdir()
+    long = {"prompt": "question " * 30, "tokens": [" word", "x" * 200]}
+    write_parquet([row(**long)] * 3, 1, tmp_path / "completions" / "step_000001.parquet")
+    write_page(tmp_path)
+    for _, fits, color, _ in chromium.measured(tmp_path, tmp_path / "completions.html", scheme):
+        assert fits and color == background

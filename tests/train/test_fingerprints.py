@@ -112,8 +112,8 @@ def test_what_is_compared():
     settings = {"optim": {"schedule": "linear"}}
     was = settings | {FILES: {"data.train": "a", "rewards.x": "b"}}
     check_same(was, was)
-    now = settings | {FILES: {"data.train": "c", "reference": "d"}}
-    said = r"resume_allow=\[reference,rewards\].*\n  files.rewards.x: 'b' → None\n  files.reference"
+    now = settings | {FILES: {"data.train": "c", "model": "d"}}
+    said = r"resume_allow=\[model,rewards\].*\n  files.rewards.x: 'b' → None\n  files.model"
     with pytest.raises(ValueError, match=said) as refused:
         check_same(was, now, ["data"])
     assert "data.train" not in str(refused.value)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -66,12 +67,40 @@ def test_a_text_that_the_tokenizer_cannot_take(run, tmp_path):
 
 
 # ----------------------------------------------------------- Hostile files in the folder of a model
-@pytest.mark.parametrize("layers", [10**9, -3])
-def test_layers_without_end_or_number(run, layers):
-    change_json(run / "model" / "config.json", num_hidden_layers=layers)
-    said = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, got {layers}"
-    assert refused(invoke("eval", str(run), "n=2"), said)
-    assert refused(invoke("plan", str(run / "model"), "gpu=8"), said)
+def pipe(name: str, model: Path) -> None:
+    """Replace a file in the folder of a model by a named pipe."""
+    (model / name).unlink()
+    os.mkfifo(model / name)
+
+
+def config(model: Path, **fields) -> None:
+    change_json(model / "config.json", **fields)
+
+
+KERNEL = "expected one of transformers' implementations"
+LAYERS = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, got "
+# For each change of a model's folder: a function that makes it, and a part of the message.
+MODELS = {
+    "many layers": (lambda model: config(model, num_hidden_layers=10**9), f"{LAYERS}{10**9}"),
+    "layers below 0": (lambda model: config(model, num_hidden_layers=-3), f"{LAYERS}-3"),
+    "a kernel": (lambda model: config(model, attn_implementation="evil/kernel"), KERNEL),
+    "a kernel of a part": (
+        lambda model: config(model, _attn_implementation={"": "evil/kernel"}), KERNEL),
+    "a kernel of experts": (
+        lambda model: config(model, text_config={"experts_implementation": "evil/kernel"}), KERNEL),
+    **{f"a pipe for {name}": (partial(pipe, name), "expected regular files in") for name in (
+        "model.safetensors", "config.json", "tokenizer.json")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MODELS)
+def test_a_hostile_model_is_refused_by_every_command(run, change, monkeypatch):
+    load = "transformers.AutoModelForCausalLM.from_pretrained"
+    monkeypatch.setattr(load, lambda *_, **__: pytest.fail("loaded"))
+    spoil, said = MODELS[change]
+    spoil(run / "model")
+    for words in (("eval", str(run), "n=2"), ("plan", str(run / "model"), "gpu=8")):
+        assert refused(invoke(*words), said)
 
 
 def test_layers_of_a_recipe_are_bounded_under_each_name(tmp_path):
@@ -79,34 +108,7 @@ def test_layers_of_a_recipe_are_bounded_under_each_name(tmp_path):
     assert refused(invoke("train", write_recipe(tmp_path), config), "n_layer: expected 0 to 10000")
     assert refused(invoke("plan", write_recipe(tmp_path), config, "gpu=8"), "n_layer")
     config = "model.config.attn_implementation=some/kernel"
-    said = "expected one of transformers' implementations"
-    assert refused(invoke("train", write_recipe(tmp_path), config), said)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"attn_implementation": "evil/kernel"},
-        {"_attn_implementation": {"": "evil/kernel"}},
-        {"text_config": {"experts_implementation": "evil/kernel"}},
-    ],
-)
-def test_a_kernel_from_the_hub_is_not_followed(run, field, monkeypatch):
-    change_json(run / "model" / "config.json", **field)
-    load = "transformers.AutoModelForCausalLM.from_pretrained"
-    monkeypatch.setattr(load, lambda *_, **__: pytest.fail("loaded"))
-    assert refused(invoke("eval", str(run), "n=2"), "expected one of transformers' implementations")
-    assert refused(
-        invoke("plan", str(run / "model"), "gpu=8"), "expected one of transformers' implementations"
-    )
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_pipe_in_the_place_of_a_file(run, name):
-    (run / "model" / name).unlink()
-    os.mkfifo(run / "model" / name)
-    assert refused(invoke("eval", str(run), "n=2"), "model.path: expected regular files in", name)
-    assert refused(invoke("plan", str(run / "model"), "gpu=8"), "expected regular files in", name)
+    assert refused(invoke("train", write_recipe(tmp_path), config), KERNEL)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +169,3 @@ def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
     result = invoke("train", write_recipe(tmp_path), "steps=1", "log.progress=false")
     assert result.exit_code == 0 and "no curves.png: 'bogus' is no backend" in result.stdout
     assert (tmp_path / "run" / "model").is_dir()
-
-
-# ------------------------------------------------------------------ Files that an evaluation writes
-def test_eval_overwrites_no_file(run, tmp_path):
-    for name in ("config.yaml", "summary.json", "model/config.json"):
-        before = (run / name).read_bytes()
-        result = invoke("eval", str(run), "n=2", f"out={run / name}")
-        assert refused(result, "out: expected a new file in a folder that exists")
-        assert (run / name).read_bytes() == before

@@ -18,12 +18,12 @@ from grpo_fast.train.models.loading import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.plan import (
     KNOWN_MODELS,
-    OPTIONS,
+    UNLIMITED,
     Shape,
+    _empty_model,
     plan,
     predict,
-    predict_model,
-    render,
+    token_budget,
     trainable_parameters,
 )
 from tests.attention.families import family_model
@@ -181,49 +181,44 @@ def test_fixed_memory():
 
 def test_an_unknown_architecture_has_no_prediction(caplog):
     config = SimpleNamespace(model_type="odd", hidden_size=3)
-    lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
-    assert predict_model(lm, load_recipe("sort")) is None
+    lm = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: config), device=torch.device("cpu")
+    )
+    assert token_budget(lm, load_recipe("sort")) == UNLIMITED
     assert "(num_hidden_layers: the config of model_type 'odd' has none)" in caplog.text
 
 
 # ----------------------------------------------------------------------------------- grpo-fast plan
-def shown(found):
-    from rich.console import Console
-
-    console = Console(width=120)
-    with console.capture() as capture:
-        for part in render(found):
-            console.print(part)
-    return capture.get()
+def rows(lines):
+    """Return the numbers of each row of a plan, keyed by its settings."""
+    table = [line.split(maxsplit=5) for line in lines[4:]]
+    return {words: [float(x.replace(",", "")) for x in numbers] for *numbers, words in table}
 
 
 def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
-    found = plan("qwen2.5-0.5b", ["gpu=141", "prompt=8192", "completion=512", "group=16"])
-    assert found.shape.parameters == 494_032_768
-    memory = found.memory
-    assert list(memory) == list(OPTIONS)
-    most = [memory[label].tokens(found.usable) for label in (
-        "as configured", "checkpointing", "+ tiled MLP", "+ tiled MLP, offload",
-    )]  # fmt: skip
-    assert most == sorted(set(most))
-    text = shown(found)
-    assert "494M parameters in 141 GB" in text
-    assert found.tokens == trunk_tokens(8192, [512] * 16) == 8192 + 16 * 511
-    # The workspace of the LM head must depend on the requested GPU, and not on the machine that
-    # runs `grpo-fast plan`.
-    head_gradient = (2 + 4) * found.shape.vocab * found.shape.hidden
-    workspace = int(141e9) // 32 >> 20 << 20
-    assert memory["as configured"].head == workspace + head_gradient
-    recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
-    assert (recipe.prompt, recipe.completion, recipe.size) == (897, 128, 4)
-    config = load_recipe("gsm8k-tiny", ["model.lora.r=8"])
-    assert recipe.memory["as configured"] == predict(recipe.shape, config, "cuda", 0)
+    lines = plan("qwen2.5-0.5b", ["gpu=141", "prompt=8192"])
+    assert lines[0] == "qwen2.5-0.5b: 494M parameters in 141 GB (90% usable)"
+    assert lines[1] == "a group has a prompt of 8,192 tokens and 16 completions of 512"
+    found = rows(lines)
+    plain, *more = found.values()
+    # fp32 weights, gradients and moments, and bf16 weights, as in the recipes
+    assert plain[0] == pytest.approx(18 * 0.494032768, abs=0.01)
+    assert plain[2] < more[0][2] < more[1][2] < more[2][2] and len(found) == 6
+    group = trunk_tokens(8192, [512] * 16)
+    assert group == 8192 + 16 * 511 and all(row[4] == row[2] // group for row in found.values())
+    assert plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4"])[1] == (
+        "a group has a prompt of 897 tokens and 4 completions of 128"
+    )
     path = tmp_path / "config.json"
     path.write_text(json.dumps(KNOWN_MODELS["qwen2.5-0.5b"]))
-    assert plan(str(path), ["gpu=80"]).shape.parameters == 494_032_768
-    assert plan("sort", ["gpu=24.5"]).gb == 24.5
-    by_name = plan("sort", ["gpu=h100"])
-    assert by_name.gb == 80 and by_name.shape.vocab == 13
+    assert "494M parameters in 24.5 GB" in plan(str(path), ["gpu=24.5"])[0]
+
+
+def test_the_head_s_workspace_is_that_of_the_requested_gpu():
+    config = load_recipe("own-data", ["model.autocast=bfloat16"])
+    shape = Shape(2, 64, 128, 64, 32, 1000, 10_000)
+    workspace = int(141e9) // 32 >> 20 << 20
+    assert predict(shape, config, "cuda", int(141e9)).head == workspace + (2 + 4) * 1000 * 64
 
 
 @pytest.mark.parametrize(
@@ -234,7 +229,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
         ("sort", ["gpu=8", "prompt=62"], "prompt: expected at most 61 with completions of 4 (64"),
-        ("sort", ["gpu=Q100"], "gpu: expected the GB of a GPU's memory (gpu=80), or one of A10,"),
+        ("sort", ["gpu=H100"], "gpu: Input should be a valid number, got 'H100'"),
     ],
 )
 def test_plans_that_are_refused(model, settings, message, monkeypatch):
@@ -246,25 +241,22 @@ def test_plans_that_are_refused(model, settings, message, monkeypatch):
 
 def test_a_plan_without_a_gpu_is_for_this_machines_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("grpo_fast.train.plan.host_memory", lambda: 64 * 10**9)
-    found = plan("sort", [])
-    assert (found.device, found.gb, found.usable) == ("cpu", 64.0, 32e9)
-    expected = predict(found.shape, load_recipe("sort"), "cpu")
-    assert found.memory["as configured"] == expected
-    assert "64 GB of this machine, which has no GPU" in " ".join(shown(found).split())
+    monkeypatch.setattr("grpo_fast.train.plan.memory_of", lambda device: 64 * 10**9)
+    lines = plan("sort", [])
+    assert "in 64 GB of this machine, which has no GPU, (50% usable)" in lines[0]
+    lm = _empty_model(load_recipe("sort").model, load_recipe("sort").data, "sort")
+    expected = predict(Shape.of(lm), load_recipe("sort"), "cpu")
+    assert rows(lines)["as configured"][2] == expected.tokens(32e9)
 
 
-def test_a_sentence_names_the_first_options_that_fit():
-    small, large, none = (plan("qwen2.5-7b", [f"gpu={gb}"]) for gb in (80, 1000, 4))
-    sentence = "qwen2.5-7b fits with model.gradient_checkpointing=true 'model.lora={r: 16}': "
-    table, said = render(small)
-    assert said == small.verdict and said.startswith(sentence)
-    labels = list(table.columns[0].cells)  # the options that fit are the first rows
-    assert set(labels) == set(OPTIONS)
-    assert labels[0] == "checkpointing, LoRA r=16" and labels[2] == "as configured"
-    assert large.verdict.startswith("qwen2.5-7b fits as configured: ")
-    assert none.verdict.startswith("qwen2.5-7b does not fit: a prompt of 8,192 tokens with 16 ")
-    assert none.verdict.endswith(" GB, and 3.6 GB are usable.")
+def test_a_row_has_the_settings_and_what_fits_with_them():
+    done = invoke("plan", "qwen2.5-7b", "gpu=80", "rollout.group_size=4")
+    assert done.exit_code == 0, done.output
+    found = rows(done.output.splitlines())
+    assert found["as configured"][2:] == [0, 0, 0]
+    adapter = "model.gradient_checkpointing=true 'model.lora={r: 16}'"
+    _, _, tokens, prompt, groups = found[adapter]
+    assert prompt + 4 * 511 == tokens and groups == tokens // (8192 + 4 * 511) > 1
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[1]", b'{"model_type": ["x"]}'])
@@ -273,13 +265,3 @@ def test_a_config_json_that_is_none(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="MODEL: expected a recipe, .*, got .*config.json"):
         plan(str(path), ["gpu=8"])
-
-
-def test_a_plan_without_a_model_is_for_every_known_model():
-    """Check that the plan lists every known model, with the models that fit at the top."""
-    done = invoke("plan", "gpu=16", "group=8")
-    lines = done.output.splitlines()
-    assert done.exit_code == 0 and len(lines) == len(KNOWN_MODELS)
-    assert all(" fits " in line or " does not fit: " in line for line in lines)
-    fits = [" fits " in line for line in lines]
-    assert fits == sorted(fits, reverse=True) and len(set(fits)) == 2

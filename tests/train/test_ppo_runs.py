@@ -48,7 +48,7 @@ def lines(spied):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["critic={kind: model, lr: 0.003, loss: huber}", *PASSES, "shuffle=groups"],
+        ["critic={kind: model, lr: 0.003, loss: huber}", *PASSES],
         ["rollout.group_size=1", "rollout.prompts_per_step=16"],
         ["model.autocast=bfloat16", *PASSES],
         ["model.gradient_checkpointing=true", "critic.kind=model"],
@@ -88,11 +88,11 @@ def test_the_critics_own_rate(tmp_path, spied):
 
 
 def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path, lines):
-    """Check that with kl.into=reward the loss has no KL term, but the returns depend on the KL."""
+    """Check that with critic.kl_in_reward the KL is in the returns and not in the loss."""
     options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES,
                "steps=2"]  # fmt: skip
     loss, losses = lines(tmp_path / "loss", *options)
-    options += ["kl.into=reward"]
+    options += ["critic.kl_in_reward=true"]
     reward, rewards = lines(tmp_path / "reward", *options)
     for updates, weight in ((losses, 0.1), (rewards, 0.0)):
         for row in updates:

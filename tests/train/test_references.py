@@ -1,6 +1,4 @@
-"""Tests of separate reference models and of the exact KL to a reference."""
-
-from types import SimpleNamespace
+"""Tests of the reference and of the exact KL to it."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.reference import Reference, load_another
+from grpo_fast.train.models.policy import Reference
 from tests import oracles
 from tests.tiny import tiny_folder
 from tests.train.tiny_runs import sort
@@ -23,17 +21,12 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Save three tiny models, and return their folders.
+    """Save a tiny model of each of two families, and return their folders by family.
 
-    The models are the policy, a model with the same vocabulary, and a model with a different
-    vocabulary.
+    The first has a scale of the logits, and the second a softcap.
     """
     root = tmp_path_factory.mktemp("models")
-    return (
-        tiny_folder(root / "policy", "granite"),
-        tiny_folder(root / "other", "gemma2", seed=3),
-        tiny_folder(root / "stranger", "granite", vocab_size=290),
-    )
+    return {family: tiny_folder(root / family, family) for family in ("granite", "gemma2")}
 
 
 def moved(policy, by=0.05):
@@ -62,9 +55,9 @@ def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
     The reference is β · Σ w · KL − Σ w · A · logp with the token weights w and the advantages A. It
     uses the logits that the models compute without packing.
     """
-    policy = moved(load_policy(ModelConfig(path=folders[0])))
-    kind = ReferenceConfig(kind="frozen", path=folders[1])
-    reference = Reference(policy, kind, load_another(kind, ModelConfig(path=folders[0]), policy))
+    policy = load_policy(ModelConfig(path=folders["gemma2"]))
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
+    moved(policy)
     config = LossConfig(
         loss_type="reinforce", aggregation=aggregation, beta=0.3, kl_estimator="exact",
         temperature=0.8, max_completion_length=6,
@@ -98,14 +91,12 @@ def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["whole", "adapter"])
-@pytest.mark.parametrize("is_another", [False, True])
-def test_hidden_states_and_head_give_the_references_logps(folders, lora, is_another):
-    model = ModelConfig(path=folders[0], lora=lora)
-    config = ReferenceConfig(kind="frozen", path=folders[1] if is_another else None)
-    policy = load_policy(model)
-    reference = Reference(policy, config, load_another(config, model, policy))
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+def test_hidden_states_and_head_give_the_references_logps(folders, lora, family):
+    policy = load_policy(ModelConfig(path=folders[family], lora=lora))
+    reference = Reference(policy, ReferenceConfig(kind="frozen"))
     moved(policy)
-    start = load_policy(ModelConfig(path=config.path or folders[0]))
+    start = load_policy(ModelConfig(path=folders[family]))
     (batch,) = a_batch().micro_batches
     hidden, head = reference.hidden(batch.packed), reference.head
     assert hidden.shape[0] == len(batch.packed.target_ids) and not hidden.requires_grad
@@ -126,23 +117,3 @@ def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
     assert rows[0]["kl"] == 0 and rows[1]["kl"] > 0
     for one, other in zip(rows, plain, strict=True):
         assert all(one[name] == other[name] for name in ("loss", "grad_norm", "reward"))
-
-
-def test_a_reference_that_does_not_fit_the_policy_is_refused(folders, tmp_path):
-    def refused(said, path, policy=None):
-        model, config = ModelConfig(path=folders[0]), ReferenceConfig(kind="frozen", path=path)
-        with pytest.raises(ValueError, match=f"reference.path: {said}"):
-            load_another(config, model, policy or load_policy(model))
-
-    refused(r"expected the policy's vocabulary of \d+ tokens, got \d+ tokens", folders[2])
-    refused("expected a model.*nowhere", str(tmp_path / "nowhere"))
-    swapped, short, padded = (load_policy(ModelConfig(path=folders[0])) for _ in range(3))
-    vocabulary = swapped.tokenizer.get_vocab()
-    one, other, *_ = vocabulary
-    ids = {**vocabulary, one: vocabulary[other], other: vocabulary[one]}
-    swapped.tokenizer = SimpleNamespace(get_vocab=lambda: ids)
-    refused(".*and 2 of the policy's have a different id or none", folders[1], swapped)
-    short.positions = 1000
-    refused("expected a length limit of .* 1000 tokens", folders[1], short)
-    padded.lm.resize_token_embeddings(320)
-    refused("expected a head of 320 rows", folders[1], padded)

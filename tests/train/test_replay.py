@@ -16,7 +16,7 @@ from grpo_fast.rollout.vllm.answers import VLLMRequest
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics import support_metrics
-from grpo_fast.train.models.reference import Reference
+from grpo_fast.train.models.policy import Reference
 from grpo_fast.train.update import policy_term, precompute
 from tests.tiny import SYMBOLS, tiny_policy
 from tests.train.tiny_runs import sort

@@ -147,10 +147,14 @@ def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("out", [".", "no/e.json", "run"])
+@pytest.mark.parametrize(
+    "out", [".", "no/e.json", "run", "run/config.yaml", "run/model/config.json"]
+)
 def test_where_eval_cannot_write(run, tmp_path, no_model, out):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     result = invoke("eval", str(run), "n=2", f"out={tmp_path / out}")
     assert refused(result, "out: expected a new file in a folder that exists")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_results_that_cannot_be_written_are_still_shown(run):
@@ -193,7 +197,7 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
 def test_a_policy_that_gives_nan(recipe, words):
     result = invoke("train", recipe, "optim.lr=1e30", "steps=8", "log.progress=false", *words)
     assert refused(
-        result, "the policy's logits are NaN or infinite; this is after ", "optim.lr", code=1
+        result, "the policy's logits are NaN or infinite; this happened after ", "optim.lr", code=1
     )
 
 
@@ -203,4 +207,4 @@ def test_nan_before_the_first_step(recipe, monkeypatch):
 
     monkeypatch.setattr(loop, "warm_start", ruin)
     result = invoke("train", recipe, "warm_start.steps=1", "log.progress=false")
-    assert refused(result, "the policy's logits are NaN or infinite; this is after 0 steps", code=1)
+    assert refused(result, "logits are NaN or infinite; this happened after 0 steps", code=1)

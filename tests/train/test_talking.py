@@ -1,42 +1,33 @@
-"""Tests of the messages of a run: closing lines, labels of curves, and displayed numbers."""
+"""Tests of the command line and of the messages of a run."""
 
-import io
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 from grpo_fast.train.config.recipes import recipe_names, recipe_table
-from grpo_fast.train.plan import plan, render
 from grpo_fast.train.report.page import step_html
 from grpo_fast.train.report.report import closing_lines, shown_number
-from tests.command_line import invoke, write_recipe
-from tests.tiny import tiny_folder
+from tests.command_line import ROOT, invoke, write_recipe
 from tests.train.test_completions import row
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Train for three steps from the command line. Return the output and the run's folder."""
-    folder = tmp_path_factory.mktemp("a run")
-    result = invoke("train", write_recipe(folder), "steps=3")
-    assert result.exit_code == 0, result.output
-    return result.stdout, folder / "run"
-
-
-def test_the_last_lines_say_where_things_lie_and_what_to_type(finished, tmp_path):
-    said, folder = finished
-    lines = said.splitlines()[-3:]
-    assert lines == closing_lines(folder)
-    assert closing_lines(folder, has_code=True)[1] == f"{lines[1]} --allow-code"
-    assert lines[0].endswith(": completions.html, curves.png, model") and "'" in lines[0]
-    assert lines[1].startswith("grpo-fast eval ") and lines[2].startswith("grpo-fast plot ")
-    _, *commands = closing_lines(folder)
+def test_the_last_lines_say_how_it_ended_and_where_things_lie(tmp_path):
+    done = invoke("train", write_recipe(tmp_path), "steps=3")
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "run"
+    *_, change, files, to_evaluate, to_plot = done.stdout.splitlines()
+    assert " → " in change and files.endswith(": completions.html, curves.png, model")
+    assert [files, to_evaluate, to_plot] == closing_lines(folder)
+    assert closing_lines(folder, has_code=True)[1] == f"{to_evaluate} --allow-code"
     (folder / "curves.png").unlink()
-    for command in commands:
-        result = invoke(*shlex.split(command)[1:])
-        assert result.exit_code == 0, result.output
-    assert (folder / "curves.png").is_file()  # `plot` writes into the run's folder
-    assert result.output.strip() == str(folder / "curves.png")
+    for command in (to_evaluate, to_plot):
+        done = invoke(*shlex.split(command)[1:])
+        assert done.exit_code == 0, done.output
+    # `plot` writes into the run's folder.
+    assert done.output.strip() == str(folder / "curves.png") and (folder / "curves.png").is_file()
     both = invoke("plot", str(folder), str(folder / "metrics.jsonl"), "-o", str(tmp_path / "b.png"))
     assert both.exit_code == 0 and (tmp_path / "b.png").is_file()
 
@@ -69,28 +60,48 @@ def test_recipes_are_listed_with_what_they_are_and_need():
     assert said.count("needs no download") == 3 and "needs needs" not in said
 
 
-def test_a_plan_assumes_the_dtypes_with_which_recipes_train():
-    found = plan("qwen2.5-0.5b", ["gpu=80"])
-    fixed = found.memory["as configured"].fixed
-    assert fixed == 18 * found.shape.parameters  # fp32 weights, gradients and moments, bf16 weights
+def test_a_folder_that_is_not_there_is_named_by_its_setting(tmp_path):
+    missing = tmp_path / "none"
+    found = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}", f"model={missing}")
+    assert found.exit_code == 2 and found.stderr.count("model.path: expected a model") == 1
+    assert f"got '{missing}': no such folder" in found.stderr
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-7b", "sort"])
-def test_no_cell_of_a_plan_is_cut_in_80_columns(model):
-    from rich.console import Console
+# ----------------------------------------------------------- Imports, terminals and the exit status
+def test_help_and_version_load_nothing_heavy():
+    """Check that `--help` and `--version` do not import torch or other slow packages."""
+    code = (
+        "import sys, types\n"
+        "package = sys.modules['grpo_fast'] = types.ModuleType('grpo_fast')\n"
+        "package.__path__ = [sys.argv[1]]\n"
+        "from grpo_fast.cli import app\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'datasets', 'pydantic'}\n"
+        "assert not heavy & set(sys.modules), sys.modules\n"
+    )
+    words = [sys.executable, "-c", code, str(ROOT / "grpo_fast")]
+    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    shown = invoke("--help").output
+    assert all(word in shown for word in ("train", "eval", "plot", "--version"))
+    version = invoke("--version")
+    assert version.exit_code == 0 and version.output.startswith("grpo-fast ")
 
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(*render(plan(model, ["gpu=80", "group=16"])), sep="")
-    said = console.export_text()
-    assert "checkpointing" in said and "groups" in said and "…" not in said
-    assert all(line.endswith("┃") for line in said.splitlines() if line.startswith("┃"))
-    assert " 0M parameters" not in said
+
+def test_an_ascii_terminal_shows_question_marks():
+    code = (
+        "import grpo_fast.cli\n"
+        "from grpo_fast.__main__ import main\n"
+        "grpo_fast.cli.app = lambda: print('0.1 \\u2192 0.9')\n"
+        "main()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:strict"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, env=env, timeout=120, check=True)
+    assert done.stdout == b"0.1 ? 0.9\n"
 
 
-@pytest.mark.parametrize("key", ["model.path", "reference.path"])
-def test_a_folder_that_is_not_there_is_named_by_its_setting(tmp_path, key):
-    own = tiny_folder(tmp_path / "policy", "gpt2")
-    words = [f"model.path={own}", f"reference.path={own}", f"{key}={tmp_path / 'none'}"]
-    found = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}", *words)
-    assert found.exit_code == 2 and found.stderr.count(f"{key}: expected a model") == 1
-    assert f"got '{tmp_path / 'none'}': no such folder" in found.stderr
+def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):
+    (tmp_path / "bad_reward.py").write_text("def bad(**columns):\n    raise RuntimeError('boom')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ("steps=5", "rewards.0.name=bad_reward:bad", "log.progress=false")
+    result = invoke("train", recipe, *words)
+    assert result.exit_code == 1 and "reward bad:" in result.stderr and "boom" in result.stderr

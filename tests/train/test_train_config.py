@@ -18,7 +18,7 @@ MINIMAL = {
 
 def test_every_shipped_recipe_is_valid(tmp_path):
     assert set(recipe_names()) == {
-        "sort", "variance", "ppo-gsm8k", "ppo-sort", "notebook",
+        "sort", "baselines", "ppo-gsm8k", "ppo-sort", "notebook",
         "gsm8k-tiny", "gsm8k-smollm2-1.7b", "gsm8k-qwen2.5-0.5b", "gsm8k-longcontext",
         "capitals", "gsm8k-smollm2-135m", "own-data",
     }  # fmt: skip

@@ -49,7 +49,7 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
 def test_one_step_per_batch_is_on_policy_and_the_second_pass_is_not(tmp_path):
     once = sort(tmp_path / "once", "optim.lr=0.01", "loss.entropy_coef=0")
     for row in once:  # the loss has only the policy term
-        assert abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"]
+        assert abs(row["loss"]) < 1e-6 < row["grad_norm"]
     assert all(row["approx_kl"] == 0 and row["ratio/max"] == row["ratio/min"] == 1 for row in once)
     twice = sort(tmp_path / "twice", "optim.lr=0.01", "loss.entropy_coef=0", "inner_iterations=2")
     assert all(row["approx_kl"] > 0 and row["ratio/max"] > 1 > row["ratio/min"] for row in twice)
@@ -60,7 +60,6 @@ def test_fixed_logps_have_the_losses_temperature(tmp_path):
     options = ["loss.temperature=0.5", "loss.beta=0.1", "reference.kind=frozen", "steps=1"]
     assert sort(tmp_path / "ref", *options)[0]["kl"] == 0
     first = sort(tmp_path / "old", *options, "inner_iterations=2", "optim.lr=1e-9")[0]
-    assert "policy_grad_norm" not in first  # the loss has a KL term
     assert [first[f"ratio/{x}"] for x in ("max", "min")] == pytest.approx([1, 1], abs=1e-4)
 
 
@@ -226,27 +225,26 @@ def test_a_run_with_stale_weights_says_so(tmp_path, monkeypatch, caplog):
 
 # ---------------------------------------------------------------------------- The recipe `notebook`
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("gpt2")
-    return [tiny_folder(root / name, "gpt2", seed=i) for i, name in enumerate(("policy", "other"))]
+def gpt2(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("gpt2") / "policy", "gpt2")
 
 
-def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
+def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(gpt2):
     """Check that the positions of a completion follow those of its prompt in a packed batch.
 
     The log-probs must be the same with and without shared prompts.
     """
-    policy = load_policy(ModelConfig(path=models[0]))
+    policy = load_policy(ModelConfig(path=gpt2))
     assert self_check(policy) < 1e-4 and policy.positions == 512
     groups = [([5, 6, 7], [[8, 9], [10, 11, 12]]), ([20, 21], [[22, 23, 24], [25]])]
     one = policy.logps(pack_groups(groups, shared=True))
     torch.testing.assert_close(one, policy.logps(pack_groups(groups, shared=False)))
 
 
-def test_the_notebooks_rewards_have_room(tmp_path, models):
+def test_the_notebooks_rewards_have_room(tmp_path, gpt2):
     """Check the rewards of the recipe, which need no gold answers.
 
-    A tiny model must increase its mean reward within 24 steps.
+    A tiny model must increase its mean reward within 60 steps.
     """
     config = load_recipe("notebook")
     examples = Splits(config.data, 0).train
@@ -254,12 +252,11 @@ def test_the_notebooks_rewards_have_room(tmp_path, models):
     texts = ["the cat the CAT", "One two three.", "", "  "]
     found = build_rewards(config.rewards)([""] * 4, texts, [None] * 4)
     assert found.total.tolist() == [0.5, 2.0, 0.0, 0.0] and not any(found.reasons.values())
-    settings = [f"model.path={models[0]}", f"reference.path={models[1]}", "steps=24",
-                "optim.lr=3e-3", "rollout.max_new_tokens=8", "log.progress=false",
+    settings = [f"model.path={gpt2}", "steps=60", "optim.lr=3e-3",
+                "rollout.max_new_tokens=8", "log.progress=false",
                 "log.save_model=false"]  # fmt: skip
     rows = run(tmp_path, "notebook", *settings)[1]
-    # The KL is already positive in step 1, because the reference differs from the policy.
-    assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
+    assert rows[-1]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
     first, last = ([row["reward"] for row in part] for part in (rows[:4], rows[-4:]))
     assert sum(last) > sum(first) + 0.8

@@ -73,7 +73,7 @@ def adapted(folder: Path) -> list[str]:
         "model.dtype=float32", "model.lora.r=4", "rollout.max_new_tokens=6",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "steps=2", "eval.n=2",
         "eval.samples=1", "eval.k=[]", "log.progress=false", "advantages=gae",
-        "advantage_options={}", "critic.kind=model", "minibatches=2", "kl.into=reward",
+        "advantage_options={}", "critic.kind=model", "minibatches=2", "critic.kl_in_reward=true",
         "rewards=[{name: 'tests.train.tiny_runs:characters', in_process: true}]",
     ]  # fmt: skip
 

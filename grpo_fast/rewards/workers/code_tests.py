@@ -41,9 +41,9 @@ PYTHON = re.compile(r"\A[{. \t]*(python|py)[\d.]*(\W|\Z)", re.I)
 DEFINED = re.compile(r"^(?:def|async def|class) +(\w+)|^(\w+) *[:=]", re.M)
 # HumanEval and LeetCode import these names before the answer, so answers use them without import.
 TYPING = re.compile(r"\b(?:Any|Callable|Dict|List|Optional|Set|Tuple|Union)\b")
-# Folders from which the judge may import numpy and pytest.
-SPECS = [importlib.util.find_spec(name) for name in unit_tests.PACKAGES]
-PATHS = sorted({str(Path(spec.origin).parents[1]) for spec in SPECS if spec and spec.origin})
+PYTEST = importlib.util.find_spec("pytest")
+# The folder from which the judge may import pytest.
+PATHS = [str(Path(PYTEST.origin).parents[1])] if PYTEST and PYTEST.origin else []
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
 # each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
 LAUNCH = (

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from annotated_types import Interval
 from pydantic import (
@@ -155,32 +155,15 @@ class ReferenceConfig(Section):
     """The reference model of the KL divergence.
 
     Attributes:
-        kind: Use no reference, a frozen model, or a copy of the policy that is updated regularly.
-        path: Model for kind: frozen, with the policy's vocabulary; null copies the initial policy.
+        kind: Use no reference, the frozen initial policy, or a copy of the policy that is updated
+            regularly.
         sync_every: Steps between updates of a synced reference.
         mixing: Weight m of the policy in an update: reference = m * policy + (1 - m) * reference.
     """
 
     kind: Literal["none", "frozen", "synced"] = "none"
-    path: UserPath | None = None
     sync_every: Positive = 64
     mixing: float = Field(0.6, gt=0, le=1)
-
-    @model_validator(mode="after")
-    def _path_is_read(self) -> ReferenceConfig:
-        fits = self.path is None or self.kind == "frozen"
-        require(fits, "path", f"null with kind={self.kind}; kind=frozen loads a model", self.path)
-        return self
-
-
-class KLConfig(Section):
-    """Settings of the KL divergence to the reference. `loss.beta` is its weight.
-
-    Attributes:
-        into: Add beta * KL to the loss, or subtract it from the reward of each token before GAE.
-    """
-
-    into: Literal["loss", "reward"] = "loss"
 
 
 class CriticConfig(Section):
@@ -198,6 +181,8 @@ class CriticConfig(Section):
         loss: Loss function of the critic's values; huber changes from quadratic to linear at 1.
         epsilon: Clip range of loss: clipped.
         coef: Weight of the value loss.
+        kl_in_reward: Subtract loss.beta * KL from the reward of each token instead of adding it to
+            the loss.
     """
 
     kind: Literal["shared", "model"] = "shared"
@@ -210,6 +195,7 @@ class CriticConfig(Section):
     loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
     epsilon: float = Field(0.2, gt=0)
     coef: float = Field(0.5, ge=0)
+    kl_in_reward: bool = False
 
 
 class WarmStartConfig(Section):
@@ -401,10 +387,7 @@ class EvalConfig(Section, Sampling):
         require(fits, "k", f"values up to samples = {self.samples}", self.k)
         return self
 
-    @property
-    def needs_support(self) -> bool:
-        """Return False. Only a loss needs the kept tokens, and an evaluation computes no loss."""
-        return False
+    needs_support: ClassVar[bool] = False  # only a loss needs the tokens that the sampler kept
 
 
 # ------------------------------------------------------------------------------ The loss
@@ -439,7 +422,6 @@ class LossSettings(
 
 # ------------------------------------------------------------------------------ The whole run
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
-MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 
 
 class LogConfig(Section):
@@ -449,14 +431,11 @@ class LogConfig(Section):
         completions_every: Steps between saved tables of completions; 0 saves none.
         progress: Print progress lines and the results of evaluations.
         save_model: Write the trained model to output_dir/model.
-        grad_variance: Log the variance of the gradient between groups. This takes as long as an
-            update.
     """
 
     completions_every: Count = 10
     progress: bool = True
     save_model: bool = True
-    grad_variance: bool = False
 
 
 class CheckpointConfig(Section):
@@ -498,11 +477,10 @@ class RunConfig(Section):
         minibatches: Number of optimizer steps in one pass over the completions.
         tokens_per_microbatch: Tokens of one forward and backward pass; null uses as many as fit
             into memory.
-        shuffle: Which items to shuffle before each pass is split into minibatches.
+        shuffle: What to shuffle before each pass is split into minibatches.
         max_approx_kl: Mean KL to the sampling policy above which later passes are skipped; null
             sets no limit.
         reference: The reference model of the KL divergence.
-        kl: Where the KL divergence to the reference is applied.
         critic: The value function of PPO, for advantages: gae; null means no critic.
         warm_start: Supervised training on solutions before the first rollout; null skips it.
         eval: Evaluation on held-out questions.
@@ -532,10 +510,9 @@ class RunConfig(Section):
     inner_iterations: Positive = 1
     minibatches: Positive = 1
     tokens_per_microbatch: Positive | None = None
-    shuffle: Literal["off", "groups", "completions"] = "off"
+    shuffle: Literal["off", "completions"] = "off"
     max_approx_kl: float | None = Field(None, gt=0)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    kl: KLConfig = Field(default_factory=KLConfig)
     critic: CriticConfig | None = None
     warm_start: WarmStartConfig | None = None
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -545,7 +522,7 @@ class RunConfig(Section):
     distributed_replicas: Positive | None = None
     distributed_timeout: float = Field(1800, gt=0, le=1e6)
     resume: Literal["auto"] | None = None
-    resume_allow: list[Literal["data", "rewards", "reference", "model"]] = []
+    resume_allow: list[Literal["data", "rewards", "model"]] = []
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -567,8 +544,6 @@ class RunConfig(Section):
         count = self.rollout.prompts_per_step * self.rollout.group_size
         expected = f"a number that divides the {count} completions of a step"
         require(count % self.minibatches == 0, "minibatches", expected, self.minibatches)
-        expected = f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size"
-        require(count <= MOST_COMPLETIONS, "rollout.group_size", expected, count)
         fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
         expected = "a number with distributed=hsdp, and null without"
         require(fits, "distributed_replicas", expected, self.distributed_replicas)
@@ -580,14 +555,12 @@ class RunConfig(Section):
         is_gae = self.advantages == GAE
         has_critic = self.critic is not None
         critic = "critic" if has_critic else "critic=null"
-        variance = "log.grad_variance=true"
-        only = "it needs the gradient of each group on one rank"
         loss = self.loss
         config = self.loss_config()
         kind = self.reference.kind
-        in_reward = self.kl.into == "reward"
-        into = f"kl.into={self.kl.into}"
-        sampled = "the reward is of the sampled token and has no ratio; use kl.into=loss"
+        # A reward needs the KL of the sampled token, without a ratio.
+        has_kl = loss.beta and OBJECTIVES[config.loss_type].reference
+        is_sampled = config.kl_estimator not in EXACT and not loss.kl_times_ratio
         corrections = config.corrections
         of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
         is_custom = of_sampler and corrections != LossConfig.corrections
@@ -597,18 +570,11 @@ class RunConfig(Section):
              "gae needs the section critic={}, which no other mode reads"),
             (is_gae and self.advantage_options, mode, "advantage_options",
              "the options of gae are in the section critic"),
-            (self.log.grad_variance and has_critic, variance, "critic", only),
-            (self.log.grad_variance and self.is_sharded, variance,
-             f"distributed={self.distributed}", only),
-            (in_reward and not is_gae, into, mode,
-             "only gae spreads a token's reward; use kl.into=loss"),
-            (in_reward and not OBJECTIVES[config.loss_type].reference, into,
-             f"loss.loss_type={config.loss_type}", "beta is no weight of this KL in this loss"),
-            (in_reward and not loss.beta, into, "loss.beta=0", "the KL needs a weight above 0"),
-            (in_reward and config.kl_estimator in EXACT, into,
-             f"loss.kl_estimator={config.kl_estimator}", sampled),
-            (in_reward and loss.kl_times_ratio, into, "loss.kl_times_ratio=true", sampled),
-            (kind == "none" and (config.uses_reference or in_reward), "reference.kind=none",
+            (self.kl_in_reward and not (has_kl and is_sampled), "critic.kl_in_reward=true",
+             f"loss.loss_type={config.loss_type} beta={loss.beta or 0:g} "
+             f"kl_estimator={config.kl_estimator} kl_times_ratio={loss.kl_times_ratio or False}",
+             "it needs beta > 0, a loss with a KL, no exact estimator and no kl_times_ratio"),
+            (kind == "none" and (config.uses_reference or self.kl_in_reward), "reference.kind=none",
              f"loss.beta={loss.beta or 0:g}", "set reference.kind to frozen or synced"),
             (kind == "synced" and self.model.lora is not None, "reference.kind=synced",
              "model.lora", "the reference is the model without its adapter"),
@@ -626,8 +592,12 @@ class RunConfig(Section):
     @property
     def stores_reference(self) -> bool:
         """Return True if checkpoints must store the reference, which has no other weight file."""
-        is_new = self.reference.kind == "synced" or self.warm_start is not None
-        return is_new and self.reference.path is None
+        return self.reference.kind == "synced" or self.warm_start is not None
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Return True if the KL to the reference is part of the rewards, and not of the loss."""
+        return self.critic is not None and self.critic.kl_in_reward
 
     @property
     def has_code(self) -> bool:
@@ -638,8 +608,7 @@ class RunConfig(Section):
         """Return the `LossConfig` of the run. Some arguments come from the section `rollout`."""
         # Null means the default, also for arguments that do not accept None.
         settings = {name: value for name, value in self.loss if value is not None}
-        # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
-        if self.kl.into == "reward":
+        if self.kl_in_reward:
             settings["beta"] = 0.0
         rollout = self.rollout
         settings.setdefault("temperature", rollout.temperature)

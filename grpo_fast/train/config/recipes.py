@@ -33,20 +33,17 @@ from grpo_fast.train.config.words import (
 RECIPES = resources.files("grpo_fast") / "recipes"
 
 
-def load_recipe(
-    name_or_path: str, words: Iterable[str] = (), also: Iterable[str] = ()
-) -> RunConfig:
+def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:
     """Return the configuration of a recipe.
 
     Args:
         name_or_path: name of a recipe of the package, or path of a YAML file.
         words: changes such as ``optim.lr=1e-4``.
-        also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
         ValueError: the recipe does not exist or cannot be read, or a setting is invalid.
     """
-    return read_words(RunConfig, words, read_recipe(name_or_path), also)
+    return read_words(RunConfig, words, read_recipe(name_or_path))
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
@@ -118,26 +115,16 @@ def converted(path: str) -> list[str]:
     require(isinstance(theirs, dict), path, "a mapping of keys", type(theirs).__name__)
     settings = dict(flat(theirs))
     words: dict[str, str] = {}
-    others: dict[str, list[str]] = {}
-    names = other_names()
-    own = list(dotted_keys(RunConfig))
+    others: list[str] = []
     for name, value in settings.items():
         above, _, last = name.rpartition(".")
-        # 1. Find our key. A deep key must be in the table with its full name, because another
-        # section, such as verl's critic, may have a key of the same last name.
-        short = last if name.count(".") < 2 else name
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        by_value = names.get(f"{name}={text}") or names.get(f"{short}={text}")
-        same = [key for key in own if key.rpartition(".")[2] == short]
-        alone = same[0] if len(same) == 1 else ""
-        ours = by_value or names.get(name) or names.get(short, alone)
-        if not ours and names.get(last, "").endswith("?"):
-            ours = names[last]
-        # 2. Leave out what is off, and what the other library computes.
+        ours, by_value = _counterpart(name, text)
+        # 1. Leave out what is off, and what the other library computes.
         is_off = value in (None, False, "", "no", "none", "???", [], {}) and not by_value
         if is_off or "${" in text or last.startswith("_"):
             continue
-        # 3. Keep the word if the configuration accepts its value.
+        # 2. Keep the word if the configuration accepts its value.
         is_plain = isinstance(value, str) and PLAIN_TEXT.fullmatch(text)
         word = ours if "=" in ours else f"{ours}={text if is_plain else json.dumps(value)}"
         why = f"see {ours[:-1]}" if ours.endswith("?") else _refusal(word) if ours else ""
@@ -146,13 +133,29 @@ def converted(path: str) -> list[str]:
         if ours and not why:
             words[word.partition("=")[0]] = word
         else:
-            others.setdefault(above, []).append(f"{last}={text}" + f" ({why})" * bool(why))
+            others.append(f"# not expressed: {name}={text}" + f" ({why})" * bool(why))
     if float(words.get("loss.beta", "=0").partition("=")[2]):
         words.setdefault("reference.kind", "reference.kind=frozen")
     if words.get("advantages") != "advantages=gae":  # only gae reads a critic
         words = {key: word for key, word in words.items() if not key.startswith("critic.")}
-    lines = [f"# not expressed: {name or 'keys'}: {', '.join(x)}" for name, x in others.items()]
-    return [*map(shlex.quote, words.values()), *lines]
+    return [*map(shlex.quote, words.values()), *others]
+
+
+def _counterpart(name: str, text: str) -> tuple[str, bool]:
+    """Return our key for a setting of another library, and True if the table names its value.
+
+    A key with three or more parts must be in the table with its full name, because another section,
+    such as verl's critic, may have a key of the same last name.
+    """
+    names = other_names()
+    last = name.rpartition(".")[2]
+    short = last if name.count(".") < 2 else name
+    by_value = names.get(f"{name}={text}") or names.get(f"{short}={text}")
+    same = [key for key in dotted_keys(RunConfig) if key.rpartition(".")[2] == short]
+    ours = by_value or names.get(name) or names.get(short, same[0] if len(same) == 1 else "")
+    if not ours and names.get(last, "").endswith("?"):
+        ours = names[last]
+    return ours, bool(by_value)
 
 
 def _refusal(word: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -117,10 +118,7 @@ def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 # --------------------------------------------------------------------- Parsing of key=value words
 def read_words(
-    kind: type[Config],
-    words: Iterable[str],
-    settings: dict[str, Any] | None = None,
-    also: Iterable[str] = (),
+    kind: type[Config], words: Iterable[str], settings: dict[str, Any] | None = None
 ) -> Config:
     """Build a configuration from nested settings and `key=value` words that change them.
 
@@ -129,7 +127,6 @@ def read_words(
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
         settings: nested settings, which are changed in place. None means empty settings.
-        also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
         ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
@@ -137,7 +134,7 @@ def read_words(
     # Apply all changes before the validation, because some changes are only valid together.
     settings = {} if settings is None else settings
     apply_words(settings, words)
-    return validated(kind, settings, also=also)
+    return validated(kind, settings)
 
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
@@ -234,13 +231,12 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 # --------------------------------------------------------------------------------- Error messages
-def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Config:
+def validated(kind: type[Config], settings: Any) -> Config:
     """Validate nested settings and return them as a configuration.
 
     Args:
         kind: class of the configuration.
         settings: nested settings.
-        also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
         ValueError: a setting is invalid. The message has one line for each invalid setting.
@@ -248,11 +244,11 @@ def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Co
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        lines = [_explain(each, kind, also) for each in error.errors(include_url=False)]
+        lines = [_explain(each, kind) for each in error.errors(include_url=False)]
         raise ValueError("\n  ".join(dict.fromkeys(lines))) from None
 
 
-def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
+def _explain(error: Any, kind: type[BaseModel]) -> str:
     """Format a pydantic error as one line with the dotted key, expected value and actual value."""
     where = quoted(".".join(map(str, error["loc"])), str)
     listed = ".".join("0" if isinstance(part, int) else part for part in error["loc"])
@@ -263,7 +259,6 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     if error["type"] == "extra_forbidden":
         above = listed.rpartition(".")[0]
         known = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == above]
-        known += [] if above else also
         return f"{where}: unknown key" + nearest(where, known, keys)
     # 2. Describe an invalid value. The message of a section's validator already begins with the
     # name of the field, so add only the name of the section.
@@ -274,13 +269,7 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
         return f"{where}.{message}".removeprefix(".")
     if isinstance(value, (dict, BaseModel)):
         return f"{where}: {message}"
-    choices = ["true", "false"] if error["type"] == "bool_type" else []
-    if error["type"] == "literal_error":
-        words = re.split(", | or ", error["ctx"]["expected"])
-        names = {"None": "null", "True": "true", "False": "false"}
-        choices = [names.get(word, word.strip("'")) for word in words]
-    if choices:
-        message = f"expected one of {', '.join(choices)}"
+    choices = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected")))
     shown = str(value).lower() if isinstance(value, bool) else quoted(value)
     return f"{where}: {message}, got {shown}{nearest_hint(str(value), choices)}"
 
@@ -323,6 +312,7 @@ def section_of(annotation: Any) -> Any:
     return None
 
 
+@functools.cache
 def other_names() -> dict[str, str]:
     """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package.
 

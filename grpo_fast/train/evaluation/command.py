@@ -18,7 +18,7 @@ from grpo_fast.rewards.columns import usable
 from grpo_fast.train import folder
 from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.config.words import apply_words, own_words, quoted, split_word, validated
+from grpo_fast.train.config.words import apply_words, own_words, split_word, validated
 from grpo_fast.train.evaluation.evaluate import evaluate
 from grpo_fast.train.evaluation.questions import asking_lines
 from grpo_fast.train.models import loading
@@ -89,9 +89,6 @@ def read_settings(
         ValueError: a setting is invalid, or no setting says where the questions come from.
     """
     # 1. Start with the settings of the recipe. Without a recipe, use the settings of the run.
-    second = next((word for word in words if "=" not in word), None)
-    expected = "key=value after the model; evaluate each model alone"
-    require(second is None, "settings", expected, quoted(second))
     own, words = own_words(EvalSettings, words)
     where = own.recipe or f"{source.name}/config.yaml"
     run = load_recipe(own.recipe) if own.recipe is not None else source.run
@@ -111,24 +108,18 @@ def read_settings(
     if "eval.samples" in keys and "eval.k" not in keys:
         settings["eval"]["k"] = []
     apply_words(settings, words)
-    # 3. Validate the settings, and choose the rewards. A missing source of questions is refused
-    # last, because its key may be misspelled, and the validation names the nearest key.
+    # 3. Check that the questions have a source, and choose the rewards.
     data = settings["data"]
     expected = "a file, a folder, a hub id or a section of keys"
     require(isinstance(data, dict), "data", expected, repr(data))
     task = str(data.get("task"))
     exists = os.path.isdir(source.path)
     came = "nothing" if exists else f"nothing, and no folder {source.name!r} exists here"
-    fits = task not in FILES or bool(data.get("path"))
-    if not fits:
-        data["path"] = "."
+    fits = task not in FILES or data.get("path")
+    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
     if run is None:
         settings.setdefault("rewards", DEFAULT_REWARDS.get(task, ["exact_match"]))
-    kinds: list[type[Section]] = [EvalSettings, *SHORT.values()]
-    also = [key for kind in kinds for key in kind.model_fields]
-    config = validated(RunConfig, settings, also)
-    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
-    return own, config
+    return own, validated(RunConfig, settings)
 
 
 def _with_section(word: str) -> str:

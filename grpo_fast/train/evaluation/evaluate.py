@@ -119,16 +119,10 @@ def evaluate(
 
 
 def _sample_line(scorer: Scorer, text: str) -> str:
-    """Format a sample as one line with its extracted answers and whether they are correct."""
-    shown = text if len(text) <= SHOWN_SAMPLE else f"{text[:20]} … {text[20 - SHOWN_SAMPLE :]}"
-    if scorer.gold is None:
-        return f"first sample: {shown!r}"
-    verdicts = []
-    for name, answer in (("strict", scorer.strict(text)), ("lenient", scorer.lenient(text))):
-        read = "no answer" if answer is None else repr(shown_answer(answer))
-        verdicts.append(f"{name}: {read}, {'right' if scorer.is_right(answer) else 'wrong'}")
-    gold = shown_answer(scorer.gold)
-    return f"first sample: {shown!r}; gold answer {gold!r}; {'; '.join(verdicts)}"
+    """Format the end of a sample as one line, with the answers that were found in it."""
+    found = {"strict": scorer.strict(text), "lenient": scorer.lenient(text), "gold": scorer.gold}
+    answers = [f"{name}: {shown_answer(answer)!r}" for name, answer in found.items()]
+    return "; ".join([f"first sample: {text[-SHOWN_SAMPLE:]!r}", *answers])
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

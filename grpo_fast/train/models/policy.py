@@ -1,10 +1,10 @@
-"""The policy: a transformers causal language model and its tokenizer."""
+"""The policy, a transformers causal language model with its tokenizer, and its reference model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from grpo_fast import Support, linear_logps
 from grpo_fast.attention import (
+    Head,
     PackedTree,
     check_rope,
     check_supported,
@@ -26,6 +27,7 @@ from grpo_fast.attention import (
 from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train import ranks
+from grpo_fast.train.config import ReferenceConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -55,7 +57,6 @@ class Policy(SampledModel):
         autocast: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, tokenizer, autocast=autocast)
-        self.kind = type(self.lm)  # stored, because FSDP2 replaces the model's class later
         # Reason why every completion is computed alone, by the model's own forward. None if packed
         # rows are used, in which completions share the computation of their prompt.
         self.unshared: str | None = None
@@ -184,14 +185,10 @@ class Policy(SampledModel):
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model)
         twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
-        twin.freeze_head()
-        return twin
-
-    def freeze_head(self) -> None:
-        """Exclude the LM head from training, unless it is tied to the embedding."""
-        head = self.lm.get_output_embeddings()
-        if head.weight is not self.lm.get_input_embeddings().weight:
+        head = twin.lm.get_output_embeddings()
+        if head.weight is not twin.lm.get_input_embeddings().weight:
             head.requires_grad_(False)
+        return twin
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -205,6 +202,63 @@ class Policy(SampledModel):
         with in_silence():
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+class Reference:
+    """Reference model of the KL divergence.
+
+    It is a frozen copy of the policy, a copy that is synced with the policy, or the policy without
+    its adapter. With `kind: none` there is no reference.
+
+    Args:
+        policy: the policy after the warm start and before the first training step.
+        config: the section `reference`.
+    """
+
+    def __init__(self, policy: Policy, config: ReferenceConfig) -> None:
+        self.policy = policy
+        self.config = config
+        # With LoRA, disabling the adapter restores the initial policy.
+        is_copy = config.kind != "none" and policy.model is policy.lm
+        self.copy = policy.frozen_copy() if is_copy else None
+
+    @property
+    def head(self) -> Head:
+        return (self.copy or self.policy).head
+
+    @torch.no_grad()
+    def hidden(self, packed: PackedTree) -> Tensor:
+        """Return the reference's hidden states that predict the completion tokens, shape (R, H)."""
+        with self._switched():
+            return (self.copy or self.policy).hidden(packed).index_select(0, packed.predicting)
+
+    @torch.no_grad()
+    def logps(
+        self, packed: PackedTree, temperature: float, support: Support | None = None
+    ) -> Tensor:
+        """Return the reference's log-probabilities of the completion tokens, fp32 of shape (R,).
+
+        Args:
+            packed: the packed row that the policy trains on. Both models then round alike, because
+                they compute tensors of the same shapes.
+            temperature: temperature by which the logits are divided.
+            support: token ids that the sampler kept, or None.
+        """
+        with self._switched():
+            return (self.copy or self.policy).logps(packed, temperature, support=support)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Move a synced reference towards the policy if an update is due after this step."""
+        if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
+            return
+        copies = self.copy.model.parameters()
+        for weight, current in zip(copies, self.policy.model.parameters(), strict=True):
+            weight.lerp_(current.to(weight.dtype), self.config.mixing)
+
+    # Without `copy`, the reference is the policy with its adapter disabled.
+    def _switched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.copy is not None else self.policy.model.disable_adapter()
 
 
 @contextmanager

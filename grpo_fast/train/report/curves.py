@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -85,18 +86,15 @@ def series(rows: Rows, metric: str) -> Series:
 
 def smooth(points: Series) -> Series:
     """Smooth a series with a centered moving average over a twentieth of its points."""
-    # Sum the differences from the first value. Sums of the values themselves would have rounding
-    # errors. A constant series would then not stay constant, and its axis would show the errors.
-    first = points[0][1] if points else 0.0
-    sums = [0.0, *itertools.accumulate(value - first for _, value in points)]
     half = max(1, len(points) // 40)
     smoothed = []
-    for index, (step, _) in enumerate(points):
+    for index, (step, first) in enumerate(points):
         # Near the ends of the series, use a smaller window on both sides. A one-sided window would
         # shift the average of a rising or falling series.
         reach = min(half, index, len(points) - 1 - index)
-        total = sums[index + reach + 1] - sums[index - reach]
-        smoothed.append((step, first + total / (2 * reach + 1)))
+        window = points[index - reach : index + reach + 1]
+        # Average the differences from one value, so that a constant series stays constant.
+        smoothed.append((step, first + fmean(value - first for _, value in window)))
     return smoothed
 
 

@@ -61,7 +61,6 @@ def rows_of(
             "correct": judge.is_right(strict) if answer else None,
             "reward": float(samples.rewards[i]),
             **{f"rewards/{name}": float(values[i]) for name, values in samples.scores.items()},
-            **{f"extra/{name}": values[i] for name, values in samples.extra.items()},
             "advantage": float(token_advantages.mean()), "truncated": bool(samples.truncated[i]),
             "tokens": token_texts(tokenizer, ids), "token_ids": ids,
             "logps": logps[i].tolist(), "advantages": token_advantages.tolist(),

@@ -20,7 +20,8 @@ from typing import Any, TextIO
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import WriteError
-from grpo_fast.train.config import LogConfig, RolloutConfig
+from grpo_fast.train.config import RolloutConfig, RunConfig
+from grpo_fast.train.config.recipes import save_config
 from grpo_fast.train.folder import check_regular, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import shown_number, tables_in, write_page, write_parquet
@@ -67,11 +68,9 @@ def opening_lines(
     """
     why = kernels["backend_fallback"]
     lines = [f"kernels: {kernels['backend']}" + (f" (slower; {why})" if why else "")]
-    if fallback:
-        lines.append(f"sampler: transformers' generate (slower; {fallback})")
-    else:
-        own = "own loop" if rollout.engine == "transformers" else rollout.engine
-        lines.append(f"sampler: {own}")
+    own = "own loop" if rollout.engine == "transformers" else rollout.engine
+    slower = f"transformers' generate (slower; {fallback})"
+    lines.append(f"sampler: {slower if fallback else own}")
     if rollout.needs_support:
         kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
         lines.append(f"loss over the tokens that the sampler kept, where it says which ({kept})")
@@ -121,27 +120,17 @@ class RunReport(AbstractContextManager[Any]):
     Only rank 0 calls `begin`. On the other ranks, `log`, `note` and `close` do nothing.
 
     Args:
-        folder: folder of the run.
-        config: the section `log` of the configuration.
-        steps: number of steps of the run.
+        config: the configuration of the run.
         length: number of bytes of an existing metrics.jsonl to keep. `begin` removes the rest.
         step: number of steps that were finished before the run resumed.
         stream: stream for the progress display. None uses stdout.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        config: LogConfig,
-        steps: int,
-        length: int = 0,
-        step: int = 0,
-        *,
-        stream: TextIO | None = None,
+        self, config: RunConfig, length: int = 0, step: int = 0, *, stream: TextIO | None = None
     ) -> None:
-        self.folder = Path(folder)
         self.config = config
-        self.total_steps = steps
+        self.folder = Path(config.output_dir)
         self.length = length  # bytes of complete lines in metrics.jsonl
         self._step = step
         self._stream = stream or sys.stdout
@@ -149,13 +138,14 @@ class RunReport(AbstractContextManager[Any]):
         self._started = self._shown = time.monotonic()
 
     def begin(self) -> None:
-        """Open the files, remove logs of steps after the checkpoint, and start timing the run.
+        """Save the configuration, open the files, and remove logs of steps after the checkpoint.
 
         Call this method after the checkpoint is loaded, so that a failed start changes no file.
         """
         folder = self.folder
-        # 1. Open the files.
+        # 1. Save the configuration, and open the files.
         with written(folder):
+            save_config(self.config.model_copy(update={"resume": None}), folder / "config.yaml")
             # In append mode, each write goes to the end of the file, even after a truncation.
             # Without a buffer, closing the file after an error does not write again.
             self._metrics = check_regular(folder / "metrics.jsonl").open("ab", buffering=0)
@@ -216,10 +206,7 @@ class RunReport(AbstractContextManager[Any]):
             write_page(self.folder)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json and curves.png. Print how the evaluation metrics changed in the run.
-
-        Nothing is printed if the run had no evaluations.
-        """
+        """Write summary.json and curves.png. Print how the evaluation metrics changed."""
         self.close()
         part = self.folder / "summary.json.tmp"
         with written(part):
@@ -229,9 +216,7 @@ class RunReport(AbstractContextManager[Any]):
             plot_runs([self.folder], self.folder / "curves.png")
         except Exception as error:  # a failed picture must not end the run
             self.note(f"no curves.png: {reason(error)}")
-        line = final_line(summary.get("before") or {}, summary.get("after") or {})
-        if line:
-            self.note(line)
+        self.note(final_line(summary.get("before") or {}, summary.get("after") or {}))
 
     def close(self) -> None:
         """Close the log file. A second call has no effect."""
@@ -240,9 +225,9 @@ class RunReport(AbstractContextManager[Any]):
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
         """Print the evaluation metrics of a step. Print training metrics at most every SECONDS."""
-        if not self.config.progress:
+        if not self.config.log.progress:
             return
-        place = f"step {step}/{self.total_steps}"
+        place = f"step {step}/{self.config.steps}"
         held_out = [f"{label} {with_error(values, key)}" for key, label in COMPARED.items()
                     if key in values]  # fmt: skip
         if held_out:
@@ -255,12 +240,12 @@ class RunReport(AbstractContextManager[Any]):
         now = time.monotonic()
         if metrics and step == self._step + 1:
             self._started = now
-        is_due = now - self._shown >= SECONDS or step in (self._step + 1, self.total_steps)
+        is_due = now - self._shown >= SECONDS or step in (self._step + 1, self.config.steps)
         if metrics and is_due:
             self._shown = now
             timed = step - self._step - 1  # the first step also compiles kernels
             if timed > 0:
                 per_step = (now - self._started) / timed
-                left = timedelta(seconds=round(per_step * (self.total_steps - step)))
+                left = timedelta(seconds=round(per_step * (self.config.steps - step)))
                 metrics.insert(0, f"{left} left")
             self.note(f"{place} · {' · '.join(metrics)}")

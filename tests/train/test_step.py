@@ -1,4 +1,4 @@
-"""Tests of advantages in a run: the running baseline, GDPO and token rewards."""
+"""Tests of a step's normalizers and advantages against direct computation."""
 
 import json
 import math
@@ -6,17 +6,77 @@ import math
 import pytest
 import torch
 
-from grpo_fast import group_advantages
+from grpo_fast import LossConfig, group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.rollout import Samples
+from grpo_fast.train.batch import Totals
 from grpo_fast.train.collect import Advantages
 from grpo_fast.train.critic import token_rewards
+from tests.pairs import pairs
+from tests.tiny import tiny_policy
+from tests.train.test_ppo_step import CUT, GROUP, SCORES, make_batch
 from tests.train.tiny_runs import sort
-from tests.train.tiny_steps import table_of
-
-RUNNING = ["advantages=baseline", "advantage_options.running=true"]
+from tests.train.tiny_steps import gradients, table_of
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+NO_VERDICT = 2
+
+
+@pairs(mask_truncated=[False, True], updates=[1, 3], ranks=[1, 2, 4])  # 4 ranks: one is idle
+def test_totals_count_what_the_masks_do(mask_truncated, updates, ranks):
+    scores = SCORES.clone()
+    scores[NO_VERDICT] = math.nan
+    options = dict(mask_truncated=mask_truncated, updates=updates, budget=14, ranks=ranks)
+    steps = [make_batch(scores, rank=rank, **options) for rank in range(ranks)]
+    lengths, idle = steps[0].samples.lengths, 0
+    for k in range(updates):
+        everywhere = [micro for step in steps for micro in step.minibatches[k]]
+        real = [micro for micro in everywhere if not micro.is_idle]
+        chosen = sorted(i for micro in real for i in micro.chosen)
+        assert chosen == list(steps[0].parts[k])
+        left_out = {NO_VERDICT, *(CUT if mask_truncated else [])}
+        items = sum(lengths[i] for i in chosen if i not in left_out)
+        trunk = sum(micro.trunk_tokens for micro in real)
+        expected = Totals(items, len(chosen), trunk)
+        assert [step.totals[k] for step in steps] == [expected] * ranks
+        assert items == sum(micro.active_tokens for micro in everywhere)
+        idle += len(everywhere) - len(real)
+    assert (idle > 0) == (ranks > 1)
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_mean_over_prompts(updates, ranks):
+    """Check the divisors of the aggregation `prompt_mean`.
+
+    The loss multiplies them by completions / G. With the product, all prompts of a minibatch have
+    the same weight, and so do all tokens of a prompt.
+    """
+    steps = [make_batch(SCORES, updates=updates, budget=14, rank=rank, ranks=ranks)
+             for rank in range(ranks)]  # fmt: skip
+    for step in steps:
+        step.shuffle("7")  # distributes the groups over the minibatches
+    lengths = steps[0].samples.lengths
+    for k in range(updates):
+        parts = steps[0].parts[k]
+        prompts = {i // GROUP for i in parts}
+        for micro in (micro for step in steps for micro in step.minibatches[k]):
+            for i, divisor in zip(micro.chosen, micro.prompt_items.tolist(), strict=True):
+                tokens = sum(lengths[j] for j in parts if j // GROUP == i // GROUP)
+                assert divisor * len(parts) / GROUP == pytest.approx(len(prompts) * tokens)
+
+
+def test_a_step_without_a_token_that_counts_moves_nothing():
+    policy, batch = tiny_policy(), make_batch(torch.full((9,), math.nan))
+    assert batch.totals[0].items == 1
+    seen, found = gradients(policy, batch.minibatches[0], LossConfig(), totals=batch.totals[0])
+    assert seen["loss"] == 0 and not any(gradient.any() for gradient in found.values())
+
+
+# --------------------------------------------------------------------------------------- Advantages
+RUNNING = ["advantages=baseline", "advantage_options.running=true"]
 
 
 def test_the_mean_of_the_steps_before():

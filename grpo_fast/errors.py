@@ -6,13 +6,10 @@ value. A run that cannot continue raises a subclass of `RunError`.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import reprlib
 import signal
 from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
-from typing import TypeVar, cast
 
 FP32_MAX = 3.4028234663852886e38  # the largest finite number in fp32, the dtype of the kernels
 # Log-probabilities below this limit are rejected as placeholders. For example, vLLM reports -9999
@@ -80,7 +77,8 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
         # rejects NaN, and integers that are too large for a float.
         if abs(value) <= FP32_MAX and holds(value):
             return
-    raise argument_error(name, expected, reprlib.repr(value))
+    came = kind_of(value) if hasattr(value, "shape") else reprlib.repr(value)
+    raise argument_error(name, expected, came)
 
 
 def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -110,52 +108,6 @@ def nearest_hint(word: str, known: Iterable[str]) -> str:
     """Return a hint such as "; nearest: NAME" for an error message, or "" if no name is similar."""
     near = nearest_name(word, known)
     return f"; nearest: {near}" if near else ""
-
-
-Target = TypeVar("Target", bound=Callable[..., object])
-
-
-def names_nearest(target: Target) -> Target:
-    """Decorate a function, dataclass or NamedTuple to give better errors for unknown keywords.
-
-    The TypeError for an unknown keyword argument then suggests the most similar known keyword.
-    """
-    if not isinstance(target, type):
-        return cast(Target, _checks_keywords(target, target.__name__))
-    name = "__new__" if issubclass(target, tuple) else "__init__"
-    setattr(target, name, _checks_keywords(getattr(target, name), target.__name__))
-    return cast(Target, target)
-
-
-def _checks_keywords(build: Callable[..., object], owner: str) -> Callable[..., object]:
-    """Wrap a function with a check for unknown keywords.
-
-    Args:
-        build: the function.
-        owner: name of the function or class in the error message.
-    """
-    known = [x for x in inspect.signature(build).parameters if x not in ("self", "_cls")]
-    fields = frozenset(known)
-
-    @functools.wraps(build)
-    def checked(*arguments: object, **keywords: object) -> object:
-        if not keywords.keys() <= fields:
-            raise unknown_keyword(owner, next(x for x in keywords if x not in fields), known)
-        return build(*arguments, **keywords)
-
-    return checked
-
-
-def unknown_keyword(owner: str, word: str, known: Iterable[str]) -> TypeError:
-    """Build the error for an unknown keyword. It suggests the nearest known keyword.
-
-    Args:
-        owner: name of the function or class.
-        word: the unknown keyword.
-        known: the keywords that exist.
-    """
-    hint = nearest_hint(word, known)
-    return TypeError(f"{owner}() got an unexpected keyword argument {word!r}{hint}")
 
 
 def kind_of(x: object) -> str:

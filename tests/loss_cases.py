@@ -314,11 +314,9 @@ def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, An
     lengths, o = spans(case.mask), oracles.resolve(case.options)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
     needs_ref = o.beta != 0 and o.loss_type not in ("kimi", "dro")
-    is_tensor = isinstance(o.temperature, Tensor)
-    options = case.options | ({"temperature": lay(o.temperature)} if is_tensor else {})
     given: dict[str, Any] = {
         "advantages": lay(case.advantages) if case.advantages.dim() == 2 else case.advantages,
-        "config": grpo_fast.LossConfig(**options), "completion_mask": lay(case.mask),
+        "config": grpo_fast.LossConfig(**case.options), "completion_mask": lay(case.mask),
         "old_logps": lay(case.old), "ref_logps": lay(case.ref) if needs_ref else None,
         "sampling_logps": lay(case.sampling), "num_items_in_batch": case.num_items,
         "num_completions_in_batch": case.num_completions,
@@ -365,8 +363,6 @@ def moved(x: Any, device: str) -> Any:
         return {name: moved(value, device) for name, value in x.items()}
     if isinstance(x, list):
         return [moved(value, device) for value in x]
-    if isinstance(x, grpo_fast.LossConfig):
-        return x.replace(temperature=moved(x.temperature, device))
     if not isinstance(x, tuple):
         return x
     values = [moved(value, device) for value in x]
@@ -417,8 +413,7 @@ def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
     """Compute the logps and entropies of a case with the fp64 oracle, each of shape (B, L)."""
     raw = case.exact_logits.flatten(0, 1)
     o = oracles.resolve(case.options)
-    t = o.temperature.flatten() if isinstance(o.temperature, Tensor) else o.temperature
-    rule = {"temperature": t, "softcap": o.softcap, "logit_scale": o.logit_scale}
+    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
     kept = None if case.kept is None else case.kept.flatten(0, 1)
     ids = case.ids.flatten().clamp(0, raw.shape[1] - 1)
     found = oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)

@@ -15,15 +15,10 @@ from tests.oracles import Completion, batch_loss, resolve
 
 
 def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0) -> Tensor:
-    """Return the raw logits (n, V) after logit scale, softcap and temperature.
-
-    The temperature is one number or a tensor of shape (n,).
-    """
+    """Return the raw logits (n, V) after logit scale, softcap and temperature."""
     z = logit_scale * raw
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(torch.float64).unsqueeze(-1)
     return z / temperature
 
 
@@ -126,8 +121,7 @@ def _from_rows(
     **given,
 ):  # fmt: skip
     o = resolve(options)
-    t = o.temperature[mask] if isinstance(o.temperature, Tensor) else o.temperature
-    rule = {"temperature": t, "softcap": o.softcap, "logit_scale": o.logit_scale}
+    rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
     kept = None if kept is None else kept[mask]
     lp, H = logps_and_entropy(rows, ids[mask], kept=kept, **rule)
     lp, H = (torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, x) for x in (lp, H))

@@ -138,10 +138,6 @@ def option_cases(backend: str) -> Cases:
         for function in ("linear", "logits"):
             yield f"{backend} {function} {label}", later(function, case)
     case = make_case(4, **options_for("dapo"))
-    by_row = 0.6 + torch.rand(5, 7, generator=torch.Generator().manual_seed(1))
-    warm = case.with_options(temperature=by_row)
-    for function in ("linear", "logits"):
-        yield f"{backend} {function} temperatures", later(function, warm)
     yield f"{backend} on policy", later("linear", case.but(old=None))
     yield f"{backend} upstream", later("linear", case, upstream=0.3)
     narrow = make_case(4, dtype=torch.bfloat16, **options_for("dapo"))

@@ -11,18 +11,16 @@ struct LogitTransform {
   double logit_scale;
   std::optional<double> softcap;
   double temperature;
-  std::optional<Tensor> temperatures;  // (C,), overrides `temperature`
 };
 
 // Checks the targets and the logit transform of a (rows, columns) matrix of logits.
 inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_ids,
                            const LogitTransform& transform) {
   const auto* ids = checked_vector<int64_t>(target_ids, rows, "target_ids");
-  const float* temperatures = checked_vector(transform.temperatures, rows, "temperature");
   STD_TORCH_CHECK(!transform.softcap || *transform.softcap > 0,
                   "softcap: expected a positive number, got ", *transform.softcap);
   const double softcap = transform.softcap.value_or(0);
-  return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature, temperatures};
+  return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature};
 }
 
 // Checks rows of unequal length, which are stored one after another in a vector of `numbers`

@@ -24,7 +24,7 @@ Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
   STD_TORCH_CHECK(is_fp32(logits), "logits: expected float32");
   const int64_t rows = offsets ? offsets->size(0) - 1 : logits.size(0);
   Chunk chunk{rows, logits.size(1), nullptr, transform.logit_scale, transform.softcap.value_or(0),
-              transform.temperature, checked_vector(transform.temperatures, rows, "temperature")};
+              transform.temperature};
   if (offsets) chunk.offsets = checked_offsets<int64_t>(*offsets, logits.size(1), "offsets");
   return chunk;
 }
@@ -38,7 +38,7 @@ void check_like(const Tensor& logits, const Tensor& x, const char* name) {
 
 // Returns a view of one row of the student's or the teacher's logits.
 DivergenceSide side(const Chunk& chunk, const Matrix<float>& logits, int64_t row) {
-  return {chunk.start(logits, row), chunk.width(row), chunk.transform(row), chunk.softcap > 0};
+  return {chunk.start(logits, row), chunk.width(row), chunk.transform(), chunk.softcap > 0};
 }
 
 // Calls run(std::integral_constant<int, kind>{}), so that the kind of divergence is a compile-time
@@ -59,13 +59,12 @@ void with_kind(int64_t kind, const F& run) {
 Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out, Tensor weights,
                        std::optional<Tensor> known, int64_t kind, double beta, double logit_scale,
                        std::optional<double> softcap, double temperature,
-                       std::optional<Tensor> temperatures, double teacher_logit_scale,
+                       double teacher_logit_scale,
                        std::optional<double> teacher_softcap, double teacher_temperature,
                        std::optional<Tensor> offsets) {
-  const Chunk chunk =
-      chunk_of(logits, {logit_scale, softcap, temperature, temperatures}, offsets);
-  const Chunk other = chunk_of(
-      teacher, {teacher_logit_scale, teacher_softcap, teacher_temperature, std::nullopt}, offsets);
+  const Chunk chunk = chunk_of(logits, {logit_scale, softcap, temperature}, offsets);
+  const Chunk other =
+      chunk_of(teacher, {teacher_logit_scale, teacher_softcap, teacher_temperature}, offsets);
   check_like(logits, teacher, "teacher");
   if (out) check_like(logits, *out, "out");
   STD_TORCH_CHECK(!out || out->data_ptr() != logits.data_ptr() || !chunk.rows,
@@ -105,7 +104,7 @@ STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "row_divergence_(Tensor logits, Tensor teacher, Tensor(a!)? out, Tensor weights,"
       " Tensor? known, int kind, float beta, float logit_scale, float? softcap, float temperature,"
-      " Tensor? temperatures, float teacher_logit_scale, float? teacher_softcap,"
+      " float teacher_logit_scale, float? teacher_softcap,"
       " float teacher_temperature, Tensor? offsets) -> Tensor");
 }
 

@@ -56,11 +56,10 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids,
                     std::optional<Tensor> out, bool has_exponentials,
                     std::optional<Tensor> known_lse, std::optional<Tensor> known_logps,
-                    double logit_scale,
-                    std::optional<double> softcap, double temperature,
-                    std::optional<Tensor> temperatures, bool return_entropy, bool tiles) {
+                    double logit_scale, std::optional<double> softcap, double temperature,
+                    bool return_entropy, bool tiles) {
   const Head head = checked_head(hidden, weight, bias, tiles);
-  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const LogitTransform transform{logit_scale, softcap, temperature};
   const Chunk chunk = checked_chunk(hidden.size(0), head.columns, target_ids, transform);
   check_out(chunk, out, has_exponentials);
   const bool is_known = known_lse && known_logps;
@@ -105,8 +104,8 @@ STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "linear_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target_ids,"
       " Tensor(a!)? out, bool has_exponentials, Tensor? known_lse, Tensor? known_logps,"
-      " float logit_scale, float? softcap, float temperature, Tensor? temperatures,"
-      " bool return_entropy, bool tiles)"
+      " float logit_scale, float? softcap, float temperature, bool return_entropy,"
+      " bool tiles)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

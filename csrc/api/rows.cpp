@@ -80,9 +80,8 @@ struct Statistics {
 // logp is NaN.
 std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, double logit_scale,
                                              std::optional<double> softcap, double temperature,
-                                             std::optional<Tensor> temperatures,
                                              bool return_entropy, std::optional<Tensor> offsets) {
-  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+  const LogitTransform transform{logit_scale, softcap, temperature};
   const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   const Statistics found(logits, chunk.rows, return_entropy);
   with_variant(chunk, logits, return_entropy, [&](auto variant) {
@@ -99,8 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
 void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor logps,
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
-               std::optional<Tensor> temperatures, std::optional<Tensor> offsets) {
-  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+               std::optional<Tensor> offsets) {
+  const LogitTransform transform{logit_scale, softcap, temperature};
   const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   check_out(logits, out);
   STD_TORCH_CHECK(!grad_entropy || entropy,
@@ -165,8 +164,8 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                     bool kl_times_ratio, double p0, double p1, double p2, double p3,
                     double kl_max, double kl_d_max,
                     double logit_scale, std::optional<double> softcap, double temperature,
-                    std::optional<Tensor> temperatures, bool return_entropy) {
-  const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
+                    bool return_entropy) {
+  const LogitTransform transform{logit_scale, softcap, temperature};
   const Chunk chunk = chunk_of(logits, target_ids, transform);
   check_out(logits, out);
   const RowTerms terms{checked_vector<float>(advantages, chunk.rows, "advantages"),
@@ -186,18 +185,18 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
 STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "row_logps(Tensor logits, Tensor target_ids, float logit_scale, float? softcap,"
-      " float temperature, Tensor? temperatures, bool return_entropy, Tensor? offsets)"
+      " float temperature, bool return_entropy, Tensor? offsets)"
       " -> (Tensor, Tensor, Tensor)");
   library.def(
       "row_grad_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor lse, Tensor logps,"
       " Tensor? entropy, Tensor grad_logps, Tensor? grad_entropy, float logit_scale,"
-      " float? softcap, float temperature, Tensor? temperatures, Tensor? offsets) -> ()");
+      " float? softcap, float temperature, Tensor? offsets) -> ()");
   library.def(
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"
       " Tensor? grad_entropy, int objective, int kl, bool kl_times_ratio, float p0, float p1,"
       " float p2, float p3, float kl_max, float kl_d_max, float logit_scale, float? softcap,"
-      " float temperature, Tensor? temperatures, bool return_entropy)"
+      " float temperature, bool return_entropy)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

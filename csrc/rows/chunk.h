@@ -17,7 +17,6 @@ struct Chunk {
   int64_t rows, columns;
   const int64_t* target_ids;                 // (C,)
   double logit_scale, softcap, temperature;  // softcap 0 means none
-  const float* temperatures;  // (C,) or null, overrides `temperature`
   const int64_t* offsets = nullptr;  // (C + 1,) bounds of ragged rows, or null
 
   int64_t width(int64_t row) const { return offsets ? offsets[row + 1] - offsets[row] : columns; }
@@ -26,12 +25,12 @@ struct Chunk {
     return target_ids[row] >= 0 && target_ids[row] < width(row);
   }
 
-  // Returns the logit transform of a row, with scale, soft cap and temperature combined into two
-  // factors.
-  RowTransform transform(int64_t row) const {
-    const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
+  // Returns the logit transform with scale, soft cap and temperature combined into two factors.
+  RowTransform transform() const {
+    const double scale = logit_scale / temperature;
     if (softcap == 0) return {static_cast<float>(scale), 0.0f, scale};
-    return {static_cast<float>(logit_scale / softcap), static_cast<float>(softcap / t), scale};
+    const double outer = softcap / temperature;
+    return {static_cast<float>(logit_scale / softcap), static_cast<float>(outer), scale};
   }
 
   // Returns a pointer to the first element of a row.
@@ -62,7 +61,7 @@ struct RowOutputs {
 template <bool kSoftcap, bool kEntropy, class T>
 void write_statistics(const Chunk& chunk, const Matrix<T>& logits, int64_t row,
                       const RowOutputs& to) {
-  to.put(row, row_statistics<kSoftcap, kEntropy>(chunk.row_of(logits, row), chunk.transform(row)));
+  to.put(row, row_statistics<kSoftcap, kEntropy>(chunk.row_of(logits, row), chunk.transform()));
 }
 
 constexpr int64_t kGrain = 16384;  // elements per task of a thread

@@ -39,7 +39,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   T* out = chunk.start(to, row);
   // Write zeros if both coefficients are 0. The row may contain NaN, and 0 * NaN is NaN.
   if (g == 0 && g_entropy == 0) return write_zeros(out, columns.count);
-  const RowTransform transform = chunk.transform(row);
+  const RowTransform transform = chunk.transform();
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
   // The only column of a row has the probability 1 for every logit, so its gradient is exactly 0.
   if (columns.count == 1 && logp == 0) return write_zeros(out, 1);

@@ -66,7 +66,7 @@ class Sweep {
     // First use z of the target as the shift s of every row.
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
-      shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
+      shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform()));
     }
   }
 
@@ -83,7 +83,7 @@ class Sweep {
     const Rows high_nll = high_nll_rows();
     if (!is_known)
       each(high_nll, true, [&](const Piece& piece) {
-        return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform(piece.row));
+        return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform());
       });
     // 3. Write the exponentials of these rows with s = lse. If the statistics were known, step 1
     // was skipped, so write the exponentials of all rows.
@@ -125,7 +125,7 @@ class Sweep {
       };
       head_.multiply(group, count, kSliceColumns, finish);
       for (int64_t i = 0; joins && i < count; ++i) {
-        const double z = final_logit<kSoftcap>(targets_[group[i]], chunk_.transform(group[i]));
+        const double z = final_logit<kSoftcap>(targets_[group[i]], chunk_.transform());
         const double* z_target = chunk_.has_target(group[i]) ? &z : nullptr;
         to_.rows.put(group[i], finished(joined(sums.data() + i * slices, slices), z_target));
       }
@@ -138,7 +138,7 @@ class Sweep {
   PartialSums sum_and_store(const Piece& piece, bool has_sum) {
     const int64_t row = piece.row, column = piece.column;
     const Columns<float>& run = piece.run;
-    const RowTransform transform = chunk_.transform(row);
+    const RowTransform transform = chunk_.transform();
     const float shift = shifts_[row];
     Totals totals;
     const auto add = [&](const auto& emit) GRPO_FAST_BODY {
@@ -182,7 +182,7 @@ class Sweep {
   // Writes the factors that turn exponentials into gradients of the raw logits.
   void write_units() const {
     for (int64_t row = 0; row < chunk_.rows; ++row) {
-      const RowTransform transform = chunk_.transform(row);
+      const RowTransform transform = chunk_.transform();
       const double scaled = static_cast<double>(targets_[row]) * transform.inner;
       const double capped = kSoftcap ? std::tanh(scaled) : 0, lse = to_.rows.lse[row];
       const double one_minus_p = -std::expm1(to_.rows.logps[row]);

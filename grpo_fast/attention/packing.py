@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
-from grpo_fast.errors import names_nearest, require
+from grpo_fast.errors import require
 
 # Token ids, as a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
@@ -108,7 +108,6 @@ class PackedGroups(PackedTree):
         return [views[a:b] for a, b in pairwise(ends)]
 
 
-@names_nearest
 def pack_tree(
     samples: Sequence[Sample],
     *,
@@ -154,7 +153,6 @@ def pack_tree(
     return PackedTree(**_pack(trie.segments(merge_cost), checked, device))
 
 
-@names_nearest
 def pack_groups(
     groups: Sequence[Group], *, shared: bool = True, device: torch.device | str = "cpu"
 ) -> PackedGroups:
@@ -324,7 +322,6 @@ def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True
     return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
 
 
-@names_nearest
 def plan_packs(
     lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True
 ) -> list[list[Share]]:
@@ -361,7 +358,6 @@ def plan_packs(
     )
 
 
-@names_nearest
 def plan_trees(
     samples: Sequence[Sample], budget: int, *, apart: Sequence[int | Tensor] | None = None
 ) -> list[list[int]]:

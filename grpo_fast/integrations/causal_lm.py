@@ -146,15 +146,13 @@ def policy_loss(
 
 
 @torch.no_grad()
-def policy_logps(
-    model: nn.Module, batch: dict[str, Tensor], temperature: float | Tensor = 1.0
-) -> Tensor:
+def policy_logps(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0) -> Tensor:
     """Compute the log-probabilities of the labels in a batch, without gradients.
 
     Args:
         model: A transformers causal LM, possibly inside PEFT, DDP or FSDP2.
         batch: Dictionary with input_ids, attention_mask and labels, each of shape (B, L).
-        temperature: Sampling temperature, a number or a tensor of shape (B, L-1).
+        temperature: Sampling temperature.
 
     Returns:
         Log-probabilities of labels[:, 1:], shape (B, L-1), fp32. They are 0 where a label is -100.

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.reference import final_logits, rows_by_length
-from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
+from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherTopK
 from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.objective.divergences import DIVERGENCES
 
 # Maximum number of logits that are processed at a time on a CPU and on a GPU. On a CPU, the
 # temporary tensors of one block then fit into the cache.
@@ -28,7 +29,7 @@ def row_divergence_(
     logits: Tensor,  # (C, V) raw logits of the student
     teacher: Tensor,  # (C, V) raw logits of the teacher
     weights: Tensor,  # (C,)
-    divergence: Divergence,
+    term: DivergenceTerm,
     transform: LogitTransform,
     teacher_transform: LogitTransform,
     *,
@@ -45,7 +46,7 @@ def row_divergence_(
         logits: (C, V) raw logits of the student.
         teacher: (C, V) raw logits of the teacher.
         weights: (C,) weight of each row in the gradient.
-        divergence: the kind of divergence and its parameter.
+        term: the kind of divergence and its parameter.
         transform: the student's logit transform.
         teacher_transform: the teacher's logit transform.
         out: (C, V) destination of the gradient, which may be `teacher`; None: no gradient.
@@ -63,14 +64,14 @@ def row_divergence_(
     # Use fp64, because a divergence close to 0 is a sum of terms that nearly cancel.
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
-        z, chain = final_logits(logits[at], transform.rows(rows))
-        y, _ = final_logits(teacher[at], teacher_transform.rows(rows))
+        z, chain = final_logits(logits[at], transform)
+        y, _ = final_logits(teacher[at], teacher_transform)
         # A rank with a vocabulary shard has only a part of each row. Use the lse of the full row,
         # so that the probabilities are those of the full softmax.
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
-        value, slope = _terms(lp, lq, divergence)
+        value, slope = _terms(lp, lq, term)
         center = slope.sum(-1, dtype=torch.float64)
         if out is not None:
             center = here.centers if here else center
@@ -88,7 +89,7 @@ def row_topk_divergence_(
     logits: Tensor,  # (C, V) raw logits of the student
     teacher: TeacherTopK,  # of C rows
     weights: Tensor,  # (C,)
-    divergence: Divergence,
+    term: DivergenceTerm,
     transform: LogitTransform,
     *,
     out: Tensor | None,  # (C, V), which may be `logits`
@@ -104,7 +105,7 @@ def row_topk_divergence_(
         logits: (C, V) raw logits of the student.
         teacher: ids and logps of the C rows.
         weights: (C,) weight of each row in the gradient.
-        divergence: the kind of divergence and its parameter.
+        term: the kind of divergence and its parameter.
         transform: the student's logit transform.
         out: (C, V) destination of the gradient, which may be `logits`; None: no gradient.
 
@@ -114,7 +115,7 @@ def row_topk_divergence_(
     values = []
     for rows, _ in _blocks(logits):
         # 1. Separate the student's logits at the K ids from those of the tail, the other ids.
-        z, chain = final_logits(logits[rows], transform.rows(rows))
+        z, chain = final_logits(logits[rows], transform)
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
@@ -133,7 +134,7 @@ def row_topk_divergence_(
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
         lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
         # 3. Compute the divergence over the K + 1 categories.
-        value, slope = _terms(lp, lq, divergence)
+        value, slope = _terms(lp, lq, term)
         if out is not None:
             # 4. Compute the gradient, and distribute the gradient of the tail over the tail ids.
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
@@ -205,11 +206,12 @@ def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
     return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
 
 
-def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
+def _terms(lp: Tensor, lq: Tensor, term: DivergenceTerm) -> tuple[Tensor, Tensor]:
     """Return the value and the slope of the divergence for every logit, (C, V) each."""
     # Where both are -inf, set the difference to 0, because -inf - (-inf) is NaN.
     d = (lp - lq).masked_fill_(lp == lq, 0.0)
-    return divergence.function(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
+    near = torch.expm1(-d.abs())
+    return DIVERGENCES[term.kind](lp.exp(), lq.exp(), d, near, beta=term.beta)
 
 
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:

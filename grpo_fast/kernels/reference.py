@@ -20,7 +20,7 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
 
     Returns:
         The final logits z, (C, V) fp32 (fp64 for fp64 inputs), and the derivative of z with respect
-        to the raw logits, which is a float or a tensor of shape (C, 1) or (C, V).
+        to the raw logits, which is a float or a tensor of shape (C, V).
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope: Tensor | float = transform.logit_scale
@@ -30,10 +30,6 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
         tanh = torch.tanh(z / transform.softcap)
         z = tanh * transform.softcap
         slope = (1 - tanh * tanh) * slope
-    # A temperature tensor has one element per row. Add an axis to broadcast it over the vocabulary.
-    if isinstance(transform.temperature, Tensor):
-        temperature = transform.temperature.to(z.dtype)[:, None]
-        return z / temperature, slope / temperature
     if transform.temperature != 1:
         return z / transform.temperature, slope / transform.temperature
     return z, slope
@@ -66,8 +62,9 @@ def row_logps(
     if offsets is not None:
         sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
         for here, at in rows_by_length(offsets):
-            own = target_ids[here], transform.rows(here)
-            stats = row_logps(logits[0, at], *own, return_entropy=return_entropy)
+            stats = row_logps(
+                logits[0, at], target_ids[here], transform, return_entropy=return_entropy
+            )
             for to, x in zip(sums, stats, strict=True):
                 if x is not None:
                     to[here] = x
@@ -167,7 +164,7 @@ def row_grad_(
             g, g_entropy = pick(here, grad_logps, grad_entropy)
             ids = target_ids[here]
             rows = logits[0, at]
-            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform.rows(here))
+            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform)
         return logits
     # 2. Compute the gradient of g·logp, which is g·(1 - p) in the target column and -g·p elsewhere.
     out = logits if out is None else out

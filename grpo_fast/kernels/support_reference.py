@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import reference
-from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
-from grpo_fast.kernels.types import LogitTransform, add_rows_, scaled_rows
+from grpo_fast.kernels.support import SupportRows, rows_of
+from grpo_fast.kernels.types import HeadTensors, LogitTransform, RowStats, add_rows_, scaled_rows
 
 # Maximum number of elements of `weight` or `hidden` that are copied at a time, to limit the memory.
 BLOCK_ELEMENTS = 4 << 20
@@ -42,47 +42,26 @@ def target_places(
 
 
 def head_rows(
-    hidden: Tensor,  # (N, H)
-    index: Tensor | None,  # (R,) int64 row of `hidden` for each set; None: row r
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    rows: SupportRows,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    return_slopes: bool,
-) -> HeadRows:
-    """Compute the logits of all ids in the sets, and the statistics of every row.
-
-    All results are at least fp32. With `return_slopes`, also compute the slopes, the derivatives of
-    the logps with respect to the hidden states.
-    """
-    raw = _logits(hidden, index, weight, bias, rows)
-    slopes = None
-    places = rows.places
-    offsets = rows.offsets
-    stats = reference.row_logps(
-        raw[None], places, transform, return_entropy=return_entropy, offsets=offsets
-    )
-    if return_slopes:
-        # Pass a copy of `raw`, because `raw` is returned and row_grad_ overwrites its input.
-        own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, transform
-        slopes = head_hidden(reference.row_grad_(*own, offsets=offsets)[0], weight, rows)
-    return HeadRows(raw, stats, slopes)
-
-
-def _logits(
-    hidden: Tensor, index: Tensor | None, weight: Tensor, bias: Tensor | None, rows: SupportRows
-) -> Tensor:
+    tensors: HeadTensors, rows: SupportRows, transform: LogitTransform, *, return_entropy: bool
+) -> tuple[Tensor, RowStats]:  # logits (nnz,), statistics
+    """Compute the logits of all ids in the sets, and the statistics of every row, at least fp32."""
+    # 1. Compute the logits block by block.
+    hidden, weight, bias = tensors
     dtype = torch.promote_types(weight.dtype, torch.float32)
     raw = weight.new_empty(len(rows.ids), dtype=dtype)
-    sources = rows.rows if index is None else index[rows.rows]
+    sources = rows.hidden_rows
     for block in _blocks(len(raw), weight):
         h = hidden[sources[block]].to(dtype)
         w = weight[rows.ids[block]].to(dtype)
         # Use a batched dot product, which gives a row the same bits in every block.
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
-    return raw if bias is None else raw + bias[rows.ids].to(dtype)
+    if bias is not None:
+        raw += bias[rows.ids].to(dtype)
+    # 2. Compute the statistics.
+    stats = reference.row_logps(
+        raw[None], rows.places, transform, return_entropy=return_entropy, offsets=rows.offsets
+    )
+    return raw, stats
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
@@ -101,7 +80,6 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
 def head_weight(
     d: Tensor,  # (nnz,)
     hidden: Tensor,  # (N, H)
-    index: Tensor | None,  # (R,) int64
     rows: SupportRows,
     out: Tensor,  # (V, H)
     *,
@@ -112,7 +90,7 @@ def head_weight(
     The terms are added in row order. The sums overwrite `out`, or are added to it if `add` is set.
     """
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
-    sources = rows.rows if index is None else index[rows.rows]
+    sources = rows.hidden_rows
     for block in _blocks(len(d), hidden):
         add_rows_(sums, rows.ids[block], scaled_rows(hidden[sources[block]].to(d.dtype), d[block]))
     if sums is not out:  # round a 16-bit dW once, after the sum

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from grpo_fast.errors import names_nearest
 from grpo_fast.kernels.types import LogitTransform
-from grpo_fast.objective.divergences import DIVERGENCES
 
 
-@names_nearest
 class TeacherHead(NamedTuple):
     """A teacher, given by its hidden states and its LM head.
 
@@ -47,14 +42,13 @@ class TeacherHead(NamedTuple):
     @property
     def transform(self) -> LogitTransform:
         """Return the transform from the teacher's raw logits to the logits of its distribution."""
-        return LogitTransform(self.logit_scale, self.softcap, self.temperature)
+        return LogitTransform.of(self.logit_scale, self.softcap, self.temperature)
 
     def rows(self, rows: Tensor | slice) -> TeacherHead:
         """Return a teacher with only the given rows of hidden states."""
         return self._replace(hidden=self.hidden[rows])
 
 
-@names_nearest
 class TeacherTopK(NamedTuple):
     """A teacher, given by K ids and their log-probabilities for every row.
 
@@ -99,7 +93,6 @@ class TeacherTopK(NamedTuple):
 Teacher = TeacherHead | TeacherTopK
 
 
-@names_nearest
 class DivergenceTerm(NamedTuple):
     """A divergence term that `linear_grpo_loss(divergence=...)` adds to the loss.
 
@@ -129,23 +122,6 @@ class DivergenceTerm(NamedTuple):
     kind: str = "reverse_kl"
     coef: float = 1.0
     beta: float = 0.5
-
-
-class Divergence(NamedTuple):
-    """The kind of a divergence (a key of `DIVERGENCES`), and its parameter.
-
-    Attributes:
-        kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: weight of the teacher in the mixture of "jsd".
-    """
-
-    kind: str
-    beta: float = 0.5
-
-    @property
-    def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the function that computes value and slope for each logit, with `beta` bound."""
-        return partial(DIVERGENCES[self.kind], beta=self.beta)
 
 
 class DivergenceRows(NamedTuple):

@@ -35,13 +35,12 @@ class LogitTransform(NamedTuple):
 
     logit_scale: float = 1.0
     softcap: float | None = None
-    temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
+    temperature: float = 1.0
 
-    def rows(self, index: slice | Tensor | None) -> LogitTransform:
-        """Return the transform with the temperatures of the given rows. None means all rows."""
-        if index is not None and isinstance(self.temperature, Tensor):
-            return self._replace(temperature=self.temperature[index])
-        return self
+    @classmethod
+    def of(cls, logit_scale: float, softcap: float | None, temperature: float) -> LogitTransform:
+        """Return the transform with numbers of the type float, which Triton kernels expect."""
+        return cls(float(logit_scale), softcap and float(softcap), float(temperature))
 
 
 class ActiveRows(NamedTuple):
@@ -50,7 +49,7 @@ class ActiveRows(NamedTuple):
     num_rows: int  # N
     active_index: Tensor | None  # (T,) int64: positions among the N rows; None: all, T = N
     target_ids: Tensor  # (T,) int64, inside [0, V)
-    transform: LogitTransform  # temperature: a float, or (T,)
+    transform: LogitTransform
     hidden_index: Tensor | None  # (T,) int64: row of `hidden` that predicts each target
     repeats: bool = False  # one row of `hidden` may predict several targets
     support: SupportRows | None = None  # None: all rows use the full vocabulary
@@ -65,9 +64,8 @@ class ActiveRows(NamedTuple):
         indices = self.active_index, self.hidden_index
         # None means all rows in order, so indexing it with `index` gives `index` itself.
         active, hidden = (index if x is None else x[index] for x in indices)
-        transform = self.transform.rows(index)
         targets = self.target_ids[index]
-        return ActiveRows(self.num_rows, active, targets, transform, hidden, self.repeats)
+        return ActiveRows(self.num_rows, active, targets, self.transform, hidden, self.repeats)
 
     def active(self, x: Values) -> Values:
         """Select the T active rows from x, which has N rows. Return None if x is None."""
@@ -89,6 +87,20 @@ class HeadTensors(NamedTuple):
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
+
+
+class HeadInputs(NamedTuple):
+    """Inputs of the kernels that start from hidden states.
+
+    A target id outside [0, V) is never used as an index.
+    """
+
+    hidden: Tensor  # (T, H) fp32, bf16 or fp16, any strides
+    weight: Tensor  # (V, H), in the dtype of `hidden`
+    bias: Tensor | None  # (V,)
+    target_ids: Tensor  # (T,) int64
+    transform: LogitTransform
+    descriptors: Any = None  # dict of the GPU's tensor descriptors, set by `linear.prepared`
 
 
 class RowLoss(NamedTuple):
@@ -282,23 +294,6 @@ def vector(x: Values) -> Values:
     if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
         return x
     return detached(x).float().contiguous()
-
-
-def transform_arguments(
-    transform: LogitTransform,
-) -> tuple[float, float | None, float, Tensor | None]:
-    """Return the parameters of a logit transform as arguments of a kernel call.
-
-    Returns:
-        (logit_scale, softcap, temperature, temperatures). The first three are floats, but softcap
-        may be None. `temperatures` is None or (C,) fp32.
-    """
-    scale = float(transform.logit_scale)
-    softcap = None if transform.softcap is None else float(transform.softcap)
-    if isinstance(transform.temperature, Tensor):
-        # Kernels ignore the float (here 1.0) if a temperature tensor is given.
-        return scale, softcap, 1.0, vector(transform.temperature)
-    return scale, softcap, float(transform.temperature), None
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

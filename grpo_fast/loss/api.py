@@ -25,7 +25,7 @@ def linear_logps(
     target_ids: Tensor,  # (B, L) or (T,)
     *,
     bias: Tensor | None = None,  # (V,)
-    temperature: float | Tensor = 1.0,
+    temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
@@ -59,8 +59,7 @@ def linear_logps(
             target, which gets logp 0, entropy 0 and no gradient.
         bias: (V,), any float dtype, on the device of `hidden`. The bias of the LM head, sharded
             like the weight. None: no bias.
-        temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
-            target_ids.
+        temperature: the sampling temperature, a number > 0.
         softcap: bound of the absolute logits, a number > 0 (`final_logit_softcapping` of Gemma).
             None: no bound.
         logit_scale: factor by which the logits are multiplied, not 0.
@@ -87,7 +86,6 @@ def linear_logps(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
             argument.
-        TypeError: a keyword is unknown. The message names the nearest keyword.
 
     Example:
         >>> import torch
@@ -117,7 +115,7 @@ def logits_logps(
     logits: Tensor,  # (B, L, V) or (T, V)
     target_ids: Tensor,  # (B, L) or (T,)
     *,
-    temperature: float | Tensor = 1.0,
+    temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     return_entropy: bool = False,
@@ -134,8 +132,7 @@ def logits_logps(
             softcap and temperature.
         target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V). -100 marks a row without a
             target, which gets logp 0, entropy 0 and no gradient.
-        temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
-            target_ids.
+        temperature: the sampling temperature, a number > 0.
         softcap: bound of the absolute logits, a number > 0. None: no bound.
         logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
@@ -151,7 +148,6 @@ def logits_logps(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
             argument.
-        TypeError: a keyword is unknown. The message names the nearest keyword.
 
     Example:
         >>> import torch
@@ -225,7 +221,6 @@ def grpo_loss(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
             argument.
-        TypeError: a keyword is unknown. The message names the nearest keyword.
 
     Example:
         >>> import torch
@@ -353,8 +348,6 @@ def linear_grpo_loss(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
             argument.
-        TypeError: a keyword is unknown. The message names the nearest keyword, or says that the
-            keyword is an option of LossConfig.
 
     Example:
         >>> import torch
@@ -452,8 +445,6 @@ def logits_grpo_loss(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
             argument.
-        TypeError: a keyword is unknown. The message names the nearest keyword, or says that the
-            keyword is an option of LossConfig.
 
     Example:
         >>> import torch

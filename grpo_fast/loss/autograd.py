@@ -26,7 +26,6 @@ from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
 from grpo_fast.kernels.route import Route, unavailable
-from grpo_fast.kernels.teachers import Divergence
 from grpo_fast.kernels.types import Context
 from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
@@ -45,9 +44,6 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,); the divergences in `linear_divergence`
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
-    # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of the vocabulary
-    # columns that were kept
-    filtered: Tensor | None = None
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # For each gradient, the factor by which it must be multiplied; None: all factors are 1.
     units: tuple[Tensor, ...] | None = None
@@ -87,10 +83,8 @@ def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
     term = call.divergence
     divergences = None
     if term is not None:
-        divergences = Divergences(
-            term.teacher, Divergence(term.kind, term.beta), term.coef * weights, route,
-            has_gradient=any(wanted),
-        )  # fmt: skip
+        weights = term.coef * weights
+        divergences = Divergences(term, weights, route, has_gradient=any(wanted))
     driver = call.driver(
         tensors, route, entropy_gradient=call.config is not None and call.config.entropy_coef != 0,
         keep_fp32=is_half,
@@ -149,7 +143,7 @@ def driven(
     if divergences is not None:
         loss = loss + weighted_sum(divergences.weights, divergences.values).to(loss.dtype)
         each = spread(divergences.values)
-    return LossResult(loss, spread(logps), spread(entropy), gradients, driver.filtered, each)
+    return LossResult(loss, spread(logps), spread(entropy), gradients, each)
 
 
 def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
@@ -185,8 +179,8 @@ def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
 
 
 Run = Callable[[Call, RowTensors], LossResult]
-# Type of the five outputs of a loss: loss, logps, entropies, metrics of grad_filter, divergences.
-LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+# Type of the four outputs of a loss: loss, logps, entropies, divergences.
+LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class LossFunction(torch.autograd.Function):
@@ -210,7 +204,7 @@ class LossFunction(torch.autograd.Function):
         # Store the gradients as an attribute. With save_for_backward, autograd would keep a second
         # reference and copy the gradients when they become .grad.
         ctx.result = result.gradients, result.units
-        outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
+        outputs = result.loss, result.logps, result.entropy, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         return outputs
 

@@ -19,8 +19,9 @@ from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.head.terms import saves_time
-from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route
+from grpo_fast.kernels.route import Route, head_route, rows_route
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
+from grpo_fast.kernels.support_reference import target_places
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import checks
@@ -74,7 +75,7 @@ class Call:
     divergence: DivergenceTerm | None = None
     inplace: bool = False
     # Arguments of the logps.
-    temperature: float | Tensor = 1.0
+    temperature: float = 1.0
     softcap: float | None = None
     logit_scale: float = 1.0
     return_entropy: bool = False
@@ -97,8 +98,7 @@ class Call:
     def transform(self) -> LogitTransform:
         """Return the transform from raw logits to the logits of the softmax."""
         x = self if self.config is None else self.config
-        temperature = x.temperature if self.has_logits else 1.0
-        return LogitTransform(x.logit_scale, x.softcap, temperature)
+        return LogitTransform.of(x.logit_scale, x.softcap, x.temperature)
 
     @property
     def vocabulary_size(self) -> int:
@@ -122,14 +122,14 @@ class Call:
         if index is not None:
             segments = segments.index_select(0, index)
         # 2. Collect the inputs of the loss, and check their values.
-        transform = self._find_inputs(config, index, segments, count)
+        self._find_inputs(config, index, segments, count)
         ids = segments
         if self.has_logits:
             end = self.vocabulary_size
             expected = f"ids in [0, {end}) at the active tokens"
             ids = selected(like, index, torch.int64)
             ids = checks.checked_ids("target_ids", ids, end, self.checks, expected=expected)
-        self.rows = self._rows(index, ids, transform)
+        self.rows = self._rows(index, ids)
         return self
 
     def find_targets(self) -> Call:
@@ -167,17 +167,12 @@ class Call:
         def valid(x: Tensor, fill: float) -> Tensor:
             return x if ignored is None else torch.where(ignored, fill, x)
 
-        transform = self.transform
-        if isinstance(transform.temperature, Tensor):
-            temperatures = valid(selected(transform.temperature, index).clone(), 1)
-            checks.check_numbers(self.checks, temperature=temperatures)
-            transform = transform._replace(temperature=temperatures)
         end = self.vocabulary_size
         expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
         ids = valid(selected(flat, index, torch.int64), 0)
         ids = checks.checked_ids("target_ids", ids, end, self.checks, expected=expected)
         self.left_out = ignored
-        self.rows = self._rows(index, valid(ids, -1) if skips else ids, transform)
+        self.rows = self._rows(index, valid(ids, -1) if skips else ids)
         return self
 
     def find_all_rows(self, weights: Tensor) -> Call:
@@ -192,38 +187,38 @@ class Call:
         support = self.support
         if support is not None and len(support.ids):
             ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
-        self.rows = self._rows(None, ids, self.transform)
+        self.rows = self._rows(None, ids)
         self.checks.send()
         return self
 
     def _keeps_all_rows(self) -> bool:
         """Return whether a pass with gradient is too small to wait for the number of targets."""
-        if not self.like.is_cuda or len(self.tensors) == 1 or not any(self.wanted):
+        if not (self._is_plain_head and any(self.wanted)) or self.return_entropy:
             return False
         hidden, weight, _ = self.tensors
         if saves_time(hidden, 4 * self.like.numel() * weight.numel()):
-            return False
-        # `hidden_rows` may be invalid in rows without a target.
-        others = (self.support, self.hidden_rows, self.shard)
-        if self.return_entropy or any(x is not None for x in others):
             return False
         return head_route(self.backend, weight).exponentials is not None
 
     def _skips_blocks(self) -> bool:
         """Return whether a pass without gradient skips each block of rows without a target."""
-        hidden = self.tensors[0]
-        if not hidden.is_cuda or len(self.tensors) == 1 or hidden.nbytes > MOVED_BYTES:
+        if not self._is_plain_head or self.tensors[0].nbytes > MOVED_BYTES:
             return False
-        # `hidden_rows` may be invalid in rows without a target.
+        return head_route(self.backend, self.tensors[1]).backend == "triton"
+
+    @property
+    def _is_plain_head(self) -> bool:
+        """Return whether a head on a GPU may compute rows without a target.
+
+        With `hidden_rows` it may not, because their values may be invalid in such rows.
+        """
         others = (self.support, self.hidden_rows, self.shard)
-        is_plain = all(x is None for x in others)
-        return is_plain and head_route(self.backend, self.tensors[1]).backend == "triton"
+        return self.like.is_cuda and len(self.tensors) == 3 and all(x is None for x in others)
 
     def _rows(
         self,
         index: Tensor | None,  # (T,) int64
         target_ids: Tensor,  # (T,)
-        transform: LogitTransform,
     ) -> ActiveRows:
         """Return the active rows in the form that the kernels expect."""
         support = None
@@ -239,7 +234,7 @@ class Call:
             )  # fmt: skip
         repeats = self.hidden_rows is not None
         count = self.like.numel()
-        return ActiveRows(count, index, target_ids, transform, predicting, repeats, support)
+        return ActiveRows(count, index, target_ids, self.transform, predicting, repeats, support)
 
     def _unmasked(self) -> Tensor | None:
         """Return the indices of the tokens that the mask keeps, or None if it keeps all."""
@@ -269,12 +264,8 @@ class Call:
 
     def _find_inputs(
         self, config: LossConfig, index: Tensor | None, segments: Tensor, count: int
-    ) -> LogitTransform:
-        """Set `tokens`, the inputs of the loss for the active tokens.
-
-        Returns:
-            The logit transform, with the temperatures of the active tokens.
-        """
+    ) -> None:
+        """Set `tokens`, the inputs of the loss for the active tokens."""
         # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
         items = self.num_items_in_batch
         device = segments.device
@@ -308,13 +299,8 @@ class Call:
             each = {"advantages": advantages.detach().float()[segments]}
         else:
             each = {"advantages": selected(advantages, index)}
-        transform = self.transform
-        for name, x in (
-            ("old_logps", self.old_logps),
-            ("ref_logps", self.ref_logps),
-            ("temperature", transform.temperature),
-        ):
-            if isinstance(x, Tensor):
+        for name, x in (("old_logps", self.old_logps), ("ref_logps", self.ref_logps)):
+            if x is not None:
                 each[name] = selected(x, index)
         # Check all values in one pass, which saves launches on a GPU.
         matrix = torch.stack(list(each.values()))
@@ -329,7 +315,6 @@ class Call:
             rows["advantages"], weights, entropy_weight, lengths, segments, rows.get("old_logps"),
             rows.get("ref_logps"), sampling,
         )  # fmt: skip
-        return transform._replace(temperature=rows.get("temperature", transform.temperature))
 
     # ---- Kernels
 
@@ -367,7 +352,6 @@ class Call:
             HeadTensors(*tensors), self.rows, route, shard=self.shard,
             entropy_gradient=entropy_gradient, keep_fp32=keep_fp32, needs_d_weight=self.wanted[1],
             tolerance=self.grad_filter, buffers=2 if is_pair else 1,
-            adds_terms=term is not None,
         )  # fmt: skip
 
     @property
@@ -456,7 +440,6 @@ def support_rows(
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     columns = checks.checked_ids("support.ids", columns, vocab_size, found, expected=expected)
     # 4. Find the position of each target in its set.
-    target_places = kernel_module("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
     _check_targets(target_ids, places, repeated, found)
     if found.are_late(places):

@@ -28,7 +28,7 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
-from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.config import TEMPERATURE, LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # ---- Tables
@@ -51,7 +51,7 @@ TOTALS = f"a number > 0 (at least {LEAST_TOTAL:g})"
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "logit_scale": ("a finite number, not 0", lambda x: x != 0),
     "softcap": ("None or a finite number > 0", lambda x: x > 0),
-    "temperature": ("a finite number > 0", lambda x: x > 0),
+    "temperature": (TEMPERATURE, lambda x: x > 0),
     "grad_filter": ("None or a number in (0, 1)", lambda x: 0 < x < 1),
     "beta": ("a number in (0, 1)", lambda x: 0 < x < 1),
     "coef": ("a finite number >= 0", lambda x: x >= 0),
@@ -101,7 +101,6 @@ class Rule(NamedTuple):
         return f"{name}: expected {self.expected}, got {got}{hint}"
 
 
-LEAST = math.ulp(0.0)  # the least number > 0
 Rules = dict[str, Rule]  # keyed by the name of the argument
 # The rules of most functions. old_logps may be -inf, because the ratio is clamped. ref_logps must
 # be finite, because the KL would otherwise be infinite.
@@ -109,7 +108,6 @@ RULES: Rules = {
     "advantages": Rule("finite numbers", "NaN or inf"),
     "old_logps": Rule("numbers at the active tokens", "NaN", -math.inf, math.inf),
     "ref_logps": Rule("finite numbers at the active tokens", "NaN or inf"),
-    "temperature": Rule("finite numbers > 0 at the active tokens", "others", LEAST),
     "weights": Rule("finite numbers", "NaN or inf"),
     # Compare instead of computing x·(x - 1), because torch has no arithmetic for float8 and uint16.
     "completion_mask": Rule("only 0 and 1", "other values", 0, 0, lambda x: (x != 0) & (x != 1)),
@@ -238,15 +236,14 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
     if hidden_rows is None:
         _layout("hidden", hidden, target_ids)
         return
-    same_device = ("hidden", hidden)
     if hidden.dim() != 2:
         why = "its rows index the first of two dimensions; pass (R, H)"
         raise conflict(f"hidden of shape {tuple(hidden.shape)}", "hidden_rows", why)
-    tensor("target_ids", target_ids, IDS, same_device=same_device)
+    tensor("target_ids", target_ids, IDS, same_device=("hidden", hidden))
     if target_ids.dim() not in (1, 2):
         raise argument_error("target_ids", "shape (B, L) or (T,)", tuple(target_ids.shape))
     shape = tuple(target_ids.shape)
-    tensor("hidden_rows", hidden_rows, IDS, shape, "that of target_ids", same_device)
+    tensor("hidden_rows", hidden_rows, IDS, shape, "that of target_ids", ("hidden", hidden))
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
@@ -291,15 +288,6 @@ def options(**given: object) -> None:
         expected, holds = NUMBERS[name]
         if value is not None or not expected.startswith("None"):
             number(name, value, expected, holds)
-
-
-def temperature(x: float | Tensor, like: Tensor) -> None:
-    """Check that a temperature is a number, or a tensor of the shape of `like`."""
-    if isinstance(x, Tensor):
-        like_logps("temperature", x, like)
-        constant("temperature", x)
-    else:
-        options(temperature=x)
 
 
 # ---- Values of tensors

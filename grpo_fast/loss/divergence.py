@@ -111,7 +111,6 @@ def linear_divergence(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
             argument.
-        TypeError: a keyword is unknown. The message names the nearest keyword.
 
     Example:
         >>> import torch
@@ -142,9 +141,7 @@ def linear_divergence(
         entry.check_options(call)
         # 2. Prepare the rows, and check that the other ranks make the same call.
         call.find_all_rows(_weights(weights, like, hidden.dtype))
-        numbers = (kind, beta, *call.transform)
-        ids = call.rows.target_ids
-        ranks.check_agreement(tensors, ids, call.wanted, backend, numbers)
+        ranks.check_agreement(call)
         # 3. Compute the divergence with autograd.
         call.tensors = ()
         loss, each, *_ = apply_loss(loss_from_logits, call, *tensors)
@@ -203,7 +200,9 @@ def _checked_teacher(
     require(fits, "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
-    checks.options(**teacher.transform._asdict())
+    checks.options(
+        logit_scale=teacher.logit_scale, softcap=teacher.softcap, temperature=teacher.temperature
+    )
     return teacher._replace(hidden=hidden)
 
 
@@ -229,28 +228,23 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     is_used = largest > -torch.inf
     few = is_used & (sums < 2 - MAX_PROBABILITY_SUM)
     found = ValueChecks("auto")
-    found.add_flag(outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others")
-    found.add_flag(twice, "teacher.ids: expected no id twice in a row, got a repeated one")
-    found.add_flag(
-        ~(sums <= MAX_PROBABILITY_SUM).all(),
-        "teacher.logps: expected log-probabilities, whose probabilities sum to at most "
-        f"{MAX_PROBABILITY_SUM}, got a row with more, or NaN",
-    )
-    found.add_flag(
-        (is_whole & few).any(),
-        f"teacher.logps: expected rows of all {vocab} ids to sum to 1, got one that does not",
-    )
-    found.add_flag(
-        (is_used & (largest < LEAST_LOGP)).any(),
-        f"teacher.logps: expected a largest log-probability of at least {LEAST_LOGP:g} in each row "
-        "(servers write -9999 for -inf), got a smaller one",
-    )
-    if not teacher.has_tail:
-        found.add_flag(
-            few.any(),
-            "teacher.logps: expected rows renormalised over their ids where has_tail=False, "
-            "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1",
-        )
+    logps_expected = "teacher.logps: expected"
+    for is_wrong, message in (
+        (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
+        (twice, "teacher.ids: expected no id twice in a row, got a repeated one"),
+        (~(sums <= MAX_PROBABILITY_SUM).all(),
+         f"{logps_expected} log-probabilities, whose probabilities sum to at most "
+         f"{MAX_PROBABILITY_SUM}, got a row with more, or NaN"),
+        ((is_whole & few).any(),
+         f"{logps_expected} rows of all {vocab} ids to sum to 1, got one that does not"),
+        ((is_used & (largest < LEAST_LOGP)).any(),
+         f"{logps_expected} a largest log-probability of at least {LEAST_LOGP:g} in each row "
+         "(servers write -9999 for -inf), got a smaller one"),
+        (few.any() & (not teacher.has_tail),
+         f"{logps_expected} rows renormalised over their ids where has_tail=False, "
+         "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1"),
+    ):  # fmt: skip
+        found.add_flag(is_wrong, message)
     found.send()
     # 3. Replace the ids of unused entries with a valid id, because the kernels use ids as memory
     # indices.

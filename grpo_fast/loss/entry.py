@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import argument_error, conflict, unknown_keyword
+from grpo_fast.errors import argument_error, conflict
 from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.types import detached
@@ -29,17 +28,11 @@ from grpo_fast.objective.metrics import token_metrics
 P = ParamSpec("P")
 R = TypeVar("R")
 untraced: Callable[[Callable[P, R]], Callable[P, R]] = functools.cache(torch.compiler.disable)
-FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function, so that torch.compile calls it outside of its graphs.
-
-    If a call has an unknown keyword, the decorated function raises an error that suggests the
-    nearest known keyword.
-    """
+    """Decorate a public function, so that torch.compile calls it outside of its graphs."""
     name = function.__name__
-    parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
@@ -49,25 +42,12 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             raise RuntimeError(
                 f"{name}() cannot be in a graph of torch.compile; compile without fullgraph=True"
             )
-        unknown = next((x for x in keywords if x not in parameters), None)
-        if unknown is not None:
-            raise _unknown_keyword(name, unknown, parameters)
         # Disable tracing of the function only if torch._dynamo has been imported. If it has not,
         # nothing is being compiled, and importing torch._dynamo here would take seconds.
         call = untraced(function) if "torch._dynamo" in sys.modules else function
         return call(*args, **keywords)
 
     return wrapper
-
-
-def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
-    """Return the error for a keyword that a public function does not have."""
-    if word in LossConfig.__dataclass_fields__ and "config" in known:
-        return TypeError(
-            f"{name}() got an unexpected keyword argument {word!r}; it is an option of the "
-            f"config: pass LossConfig({word}=...)"
-        )
-    return unknown_keyword(name, word, known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +135,10 @@ def check_given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig)
 
 def check_logps(call: Call) -> None:
     """Check the arguments of `linear_logps` and `logits_logps`."""
-    checks.options(logit_scale=call.logit_scale, softcap=call.softcap, backend=call.backend)
-    checks.temperature(call.temperature, call.like)
+    checks.options(
+        logit_scale=call.logit_scale, softcap=call.softcap, temperature=call.temperature,
+        backend=call.backend,
+    )  # fmt: skip
     _check_support(call.support, call.like, is_shard=call.shard is not None)
 
 
@@ -198,8 +180,6 @@ def check_loss(call: Call) -> None:
     if call.sampling_logps is None and reading and config.corrections != DEFAULT:
         why = "these corrections read the sampler's logps; pass sampling_logps"
         raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
-    if call.has_logits:
-        checks.temperature(config.temperature, like)
     if config.uses_reference and call.ref_logps is None:
         why = "the KL needs the reference's logps; pass ref_logps"
         raise conflict("ref_logps=None", f"beta={config.beta}", why)
@@ -297,22 +277,15 @@ def loss(run: Run, call: Call, ranks: Agreement = NO_GROUP) -> LossOutput:
     # 2. Ranks that share a head must make the same call. Compare their calls before the first
     # collective operation of the head, which would otherwise deadlock or mix different batches.
     rows = call.rows
-    if ranks.group is not None:
-        numbers: tuple[object, ...] = (config.key,)
-        if (term := call.divergence) is not None:
-            numbers += (*term[1:], *getattr(term.teacher, "transform", ()))
-        ranks.check_agreement(call.tensors, rows.target_ids, call.wanted, call.backend, numbers)
+    ranks.check_agreement(call)
     # 3. Compute the loss.
     tensors = call.tensors
     call.tensors = ()
-    value, logps, entropy, filtered, divergence = apply_loss(run, call, *tensors)
-    # 4. Add the metrics of grad_filter and of the divergence, and reshape the outputs to the layout
-    # of the call.
+    value, logps, entropy, divergence = apply_loss(run, call, *tensors)
+    # 4. Add the metric of the divergence, and reshape the outputs to the layout of the call.
     tokens = call.tokens
     assert tokens is not None
     more: dict[str, Tensor] = {}
-    if filtered is not None:
-        more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
         # Inactive tokens have a divergence of 0, so the sum over all tokens is also the sum over
         # the active tokens.
@@ -336,10 +309,7 @@ def logps(
     """Compute logps and, if requested, entropies, in the layout of the targets."""
     check_logps(call)
     call.find_targets()
-    if ranks.group is not None:
-        numbers = (*call.transform, call.return_entropy)
-        ids = call.rows.target_ids
-        ranks.check_agreement(call.tensors, ids, call.wanted, call.backend, numbers)
+    ranks.check_agreement(call)
     tensors = call.tensors
     call.tensors = ()
     flat, entropy, _ = apply_logps(call, *tensors)

@@ -12,7 +12,7 @@ every rank raises the same ValueError and no rank deadlocks in a later collectiv
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -164,23 +164,10 @@ class Agreement:
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
-    def check_agreement(
-        self,
-        tensors: Sequence[Tensor | None],  # (hidden, weight, bias)
-        target_ids: Tensor,  # (T,) of the active rows
-        wanted: Sequence[bool],
-        backend: str,
-        numbers: tuple[object, ...],
-    ) -> None:
-        """Check that all ranks make the same call. This method is a collective call.
+    def check_agreement(self, call: Any) -> None:
+        """Check that all ranks make the same `Call`. This method is a collective call.
 
-        Args:
-            tensors: (hidden, weight, bias) of this rank.
-            target_ids: (T,), the active targets.
-            wanted: for each tensor, whether it needs a gradient.
-            backend: the backend of the call.
-            numbers: the other options of the call. The ranks compare a checksum of the text of all
-                options that are not tensors.
+        The ranks compare a checksum of the text of all options that are not tensors.
 
         Raises:
             ValueError: a rank makes a different call, or has raised an error.
@@ -188,15 +175,17 @@ class Agreement:
         if self.group is None:
             return
         # 1. Describe this call as strings, which must be equal on all ranks.
-        hidden, weight, bias = tensors
-        assert hidden is not None and weight is not None
-        head_route(backend, weight, is_shard=True)  # raises if the backend is not available here
-        text = repr([x for x in numbers if not isinstance(x, Tensor)])
+        hidden, weight, bias = call.tensors
+        head_route(call.backend, weight, is_shard=True)  # raises if the backend is not available
+        target_ids = call.rows.target_ids
+        term = call.divergence
+        of_term = term and (*term[1:], getattr(term.teacher, "transform", None))
+        text = repr((call.transform, call.return_entropy, call.config, of_term))
         facts = {
             "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
             "bias": "None" if bias is None else "a tensor",
             "target_ids": f"{len(target_ids)} active ones with checksum {checksum(target_ids)}",
-            "requires_grad": f"{list(wanted)} of hidden, weight and bias",
+            "requires_grad": f"{list(call.wanted)} of hidden, weight and bias",
             "config": f"numbers with checksum {zlib.crc32(text.encode())}",
             "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
         }

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch import Tensor
-
-from grpo_fast.errors import choice, conflict, names_nearest, number, require
+from grpo_fast.errors import choice, conflict, number, require
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.corrections import DEFAULT, Correction, corrections_of
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
@@ -20,11 +17,13 @@ CHOICES: dict[str, Collection[str]] = {
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
     "aggregation": AGGREGATIONS,
 }  # fmt: skip
+TEMPERATURE = "one finite number > 0 for all tokens (call once for each temperature)"
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
      lambda x: x >= 0),
     (("sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap", "kl_clamp",
       "kl_input_clamp"), "a finite number > 0", lambda x: x > 0),
+    (("temperature",), TEMPERATURE, lambda x: x > 0),
     (("entropy_coef",), "a finite number", lambda x: True),
     (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
     (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),
@@ -48,7 +47,6 @@ def reads_option(objective: Objective, option: str) -> bool:
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
 
 
-@names_nearest
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """All options of `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss`.
@@ -91,9 +89,8 @@ class LossConfig:
             None: no clamp.
 
     Logits
-        temperature: float or float tensor. Sampling temperature. A tensor has the shape of
-            target_ids. The logits are z = softcap * tanh(logit_scale * raw / softcap) /
-            temperature.
+        temperature: float. Sampling temperature. The logits are z = softcap * tanh(logit_scale *
+            raw / softcap) / temperature.
         softcap: float. Bound of the logits (`final_logit_softcapping` of Gemma). None: no bound.
         logit_scale: float. Factor of the logits (`logit_scale` of Cohere).
 
@@ -124,7 +121,6 @@ class LossConfig:
     Raises:
         ValueError: an option is out of range, two options exclude each other, or the loss type does
             not read an option that was changed. The message names the option.
-        TypeError: a keyword is unknown. The message names the nearest option.
 
     Example:
         >>> from grpo_fast import LossConfig
@@ -142,7 +138,7 @@ class LossConfig:
     beta: float = 0.0
     kl_estimator: str = "k3"
     kl_times_ratio: bool = False
-    temperature: float | Tensor = 1.0
+    temperature: float = 1.0
     softcap: float | None = None
     logit_scale: float = 1.0
     importance_sampling_level: str = "token"
@@ -164,19 +160,6 @@ class LossConfig:
     kl_input_clamp: float | None = None
     group_size: int | None = None
 
-    def __eq__(self, other: object) -> bool:
-        """Compare by value, except for temperature tensors, which are compared by identity.
-
-        The hash of a tensor depends on its identity, and equal configs must have equal hashes.
-        """
-        if not isinstance(other, LossConfig):
-            return NotImplemented
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
-        return all(
-            a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b
-            for a, b in pairs
-        )
-
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if not (getattr(self, name) is None and getattr(LossConfig, name) is None):
@@ -186,18 +169,6 @@ class LossConfig:
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
-        # Store the options as a string, which the ranks of a vocabulary compare.
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if isinstance(self.temperature, Tensor):
-            plain["temperature"] = 1.0
-        plain["corrections"] = [dataclasses.asdict(x) for x in self.corrections]
-        object.__setattr__(self, "_key", json.dumps(plain))
-
-    @property
-    def key(self) -> str:
-        """Return the config as a JSON string. A temperature tensor is left out."""
-        key: str = self.__dict__["_key"]
-        return key
 
     def _fill_defaults(self) -> None:
         """Set the defaults that depend on the loss type, so that repr shows the actual values."""
@@ -220,12 +191,6 @@ class LossConfig:
         for name in ("kl_times_ratio", "compute_entropy"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, "True or False", repr(value))
-        if isinstance(self.temperature, Tensor):
-            fits = self.temperature.is_floating_point()
-            came = f"dtype {self.temperature.dtype}"
-            require(fits, "temperature", "a float or a float tensor", came)
-        else:
-            number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
 
     def _check_combinations(self) -> None:
         objective = OBJECTIVES[self.loss_type]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import argument_error, choice, conflict, names_nearest, number, require
+from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
@@ -29,7 +29,6 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 
 
-@names_nearest
 @dataclasses.dataclass(frozen=True)
 class Correction:
     """One correction of the policy loss by a ratio of probabilities.

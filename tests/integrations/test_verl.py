@@ -251,6 +251,18 @@ def test_head_equals_verls(shape, temperature, autocast):
     assert 1e-4 < apart < 0.1 if autocast else apart < 1e-4
 
 
+def test_the_head_takes_one_temperature():
+    """Check a tensor of equal temperatures, as verl passes it, and one of several temperatures."""
+    hidden, weight, ids = torch.randn(5, 16), torch.randn(67, 16), torch.randint(67, (5,))
+    made = head.FastLinearForPPO()
+    expected = made(hidden, weight, ids, temperature=0.5)
+    for temperature in (torch.tensor(0.5), torch.full((5,), 0.5)):
+        found = made(hidden, weight, ids, temperature=temperature)
+        assert all(map(torch.equal, found, expected))
+    with pytest.raises(ValueError, match="temperature: expected one .* got numbers from 0.5 to 2"):
+        made(hidden, weight, ids, temperature=torch.tensor([0.5, 1.0, 2.0, 1.0, 0.5]))
+
+
 @pytest.fixture
 def patched_model(request):
     """Return a tiny model whose class verl has patched, and undo the patch after the test."""

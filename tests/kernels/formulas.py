@@ -42,9 +42,7 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def final(
-    raw: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0
-):
+def final(raw: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0):
     """Apply the scale, the soft cap and the temperature to raw logits in fp64.
 
     Returns:
@@ -55,8 +53,6 @@ def final(
     if softcap is not None:
         bent = z / softcap
         z, slope = softcap * bent.tanh(), slope * bent.cosh().square().reciprocal()
-    if isinstance(temperature, Tensor):
-        temperature = temperature.double()[:, None]
     return z / temperature, slope / temperature
 
 

@@ -171,7 +171,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
             "GRPO_FAST_CPU": instruction_set, "GRPO_FAST_CACHE": str(tmp_path / instruction_set),
             "CXX": " ".join([*command, f"-DGRPO_FAST_LANES={lanes}"]),
         }  # fmt: skip
-        names = "numerics and cpu and not 151936 and not per_row and not 5000 or every_layout or "
+        names = "numerics and cpu and not 151936 and not 5000 or every_layout or "
         names += "beside_a_bf16 or values_against or a_head and cpu or no_other_row"
         files = [f"tests/kernels/test_{x}.py" for x in FILES]
         files += [DECODER] * (instruction_set == "avx2")  # the generic build lacks FMA

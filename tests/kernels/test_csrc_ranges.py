@@ -6,7 +6,7 @@ import torch
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode, gemm, linear, loader, rows
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import AddedRows, LogitTransform
+from grpo_fast.kernels.types import AddedRows, HeadInputs, HeadTensors, LogitTransform
 
 REASON = loader.unavailable("rows")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
@@ -34,13 +34,15 @@ def product(values=X, **places):
 
 
 def head(target_ids=IDS, bias=None, out=X):
-    given = HIDDEN, WEIGHT, bias, target_ids, TRANSFORM
-    return linear.head_logps(*given, return_entropy=False, logits_out=out)
+    given = HeadInputs(HIDDEN, WEIGHT, bias, target_ids, TRANSFORM)
+    return linear.head_logps(given, return_entropy=False, logits_out=out)
 
 
 def sets(index=None, **changes):
-    given = HIDDEN, index, WEIGHT, None, SETS._replace(**changes), TRANSFORM
-    return rows.head_rows(*given, return_entropy=False, return_slopes=False)
+    support = SETS._replace(hidden_index=index, **changes)
+    return rows.head_rows(
+        HeadTensors(HIDDEN, WEIGHT, None), support, TRANSFORM, return_entropy=False
+    )
 
 
 def sums(**changes):

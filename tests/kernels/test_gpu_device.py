@@ -17,7 +17,7 @@ from grpo_fast.kernels import workspace
 from grpo_fast.kernels.gpu import launch
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.head import sums as half_range
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import HeadInputs, LogitTransform
 from grpo_fast.loss.checks import ValueChecks, checked_total
 from tests.gpu.test_cuda_graphs import OnGpu
 from tests.kernels.triton_tools.launcher import HAS_TRITON
@@ -99,7 +99,7 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     hidden, weight = torch.zeros(4, 64).bfloat16(), torch.zeros(16, 64).bfloat16()
     given = weight[:, 0] if bias else None
     transform = LogitTransform(1.0, softcap, 1.0)
-    p = linear.head_inputs(hidden, weight, given, torch.zeros(4).long(), transform)
+    p = linear.prepared(HeadInputs(hidden, weight, given, torch.zeros(4).long(), transform))
     out = None if stored is None else torch.zeros(4, 16).bfloat16()
     target = torch.zeros(4) if stored == "exponentials" else None
     linear.sweep(p, torch.zeros(4 if entropy else 3, 1, 4), out, target)

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
-from grpo_fast.kernels.types import POSITIVE16, Exponentials, LogitTransform, widened
+from grpo_fast.kernels.types import POSITIVE16, Exponentials, HeadInputs, LogitTransform, widened
 from tests.kernels import formulas
 from tests.kernels.formulas import only_memory_of, reversed_programs, torch_threads
 from tests.loss_cases import IS_INTERPRETER
@@ -54,7 +54,6 @@ SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129), (1030, 8, 300)]
 TRANSFORMS = {
     "plain": LogitTransform(), "temperature": LogitTransform(1.3, None, 0.7),
     "softcap": LogitTransform(-0.9, 4.0, 1.1),
-    "by row": LogitTransform(0.7, None, torch.linspace(0.5, 2, 1030)),
 }  # fmt: skip
 
 
@@ -72,10 +71,6 @@ def problem(rows: int, width: int, vocab: int, dtype=torch.bfloat16) -> tuple[Te
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype), ids
 
 
-def transform_of(name: str, rows: int) -> LogitTransform:
-    return TRANSFORMS[name].rows(slice(0, rows))
-
-
 def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
 
@@ -91,8 +86,10 @@ def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
     rows, vocab = len(hidden), len(weight)
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
     known = options.get("known") or ()
-    with only_memory_of(hidden, weight, bias, ids, transform.temperature, buffer, *known):
-        found = head.weights(hidden, weight, bias, ids, transform, buffer[:, :vocab], **options)
+    with only_memory_of(hidden, weight, bias, ids, buffer, *known):
+        found = head.weights(
+            HeadInputs(hidden, weight, bias, ids, transform), buffer[:, :vocab], **options
+        )
     assert buffer[:, vocab:].isnan().all()
     return found.stats, torch.stack(head.units(found, transform)), buffer[:, :vocab]
 
@@ -125,22 +122,22 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 
     Their bits must not change if the entropy is requested, or if logits or exponentials are stored.
     """
-    transform = transform_of(name, shape[0])
+    transform = TRANSFORMS[name]
     hidden, weight, bias, ids = problem(*shape, dtype)
     bias = None if name == "plain" else bias
     given, rows, vocab = (hidden, weight, bias, ids, transform), shape[0], shape[2]
     raw = raw_of(hidden, weight, bias)
-    stats = head.logps(*given, return_entropy=True)
+    stats = head.logps(HeadInputs(*given), return_entropy=True)
     for found, wanted in zip(
         stats, formulas.statistics(formulas.final(raw, *transform)[0], ids), strict=True
     ):
         assert found.dtype == torch.float32 and (found - wanted).abs().max() <= 1e-5
-    bare = head.logps(*given, return_entropy=False)
+    bare = head.logps(HeadInputs(*given), return_entropy=False)
     assert bare[2] is None and all(map(torch.equal, bare[:2], stats))
     for store in {torch.float32, dtype} if IS_INTERPRETER else {torch.float32}:
         wide = torch.full((rows, vocab + 3), math.nan, dtype=store)
         out = wide[:, 1 : vocab + 1] if IS_INTERPRETER else torch.empty(rows, vocab)
-        stored = head.logps(*given, return_entropy=True, logits_out=out)
+        stored = head.logps(HeadInputs(*given), return_entropy=True, logits_out=out)
         assert all(map(torch.equal, stored, stats))
         bar = 2e-6 if store == torch.float32 else 2.0**-8
         least = 3e-6 if IS_INTERPRETER else 1e-5
@@ -154,7 +151,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     assert bare[2] is None and torch.equal(again, out)
     # Half of the rows, in reverse order and with known statistics, must get the same bits.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
-    part = hidden[index], weight, bias, ids[index], transform.rows(index)
+    part = hidden[index], weight, bias, ids[index], transform
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
     assert torch.equal(again, out[index]) and torch.equal(part_units, units[:, index])
 
@@ -167,11 +164,11 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
     One of the other rows becomes NaN.
     """
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
-    transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
+    transform, order = LogitTransform(1.0, 15.0, 0.7), torch.randperm(70)
 
     def run(rows: slice | Tensor, threads: int = 1, strided: bool = False) -> list[Tensor]:
         h = hidden[rows].T.contiguous().T if strided else hidden[rows]
-        given = h, weight, bias, ids[rows], transform.rows(rows)
+        given = h, weight, bias, ids[rows], transform
         with torch_threads(threads):
             stats, units, out = weigh(head, *given, return_entropy=True)
         return [out, *stats, *units]
@@ -269,7 +266,9 @@ def test_a_row_without_a_target(head, level: float) -> None:
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
     bias = bias + level
-    lse, logps, _ = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=False)
+    lse, logps, _ = head.logps(
+        HeadInputs(hidden, weight, bias, ids, LogitTransform()), return_entropy=False
+    )
     z = raw_of(hidden, weight, bias)
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=2e-6)
     some = (ids >= 0) & (ids < 700)
@@ -295,7 +294,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     check_gradient(out, units, hidden, weight, bias, ids, transform)
     assert (out[:, bias == -math.inf] == 0).all()
     ids[3] = -100  # without a target, each slice subtracts its maximum instead
-    lse = head.logps(hidden, weight, bias, ids, transform, return_entropy=False)[0]
+    lse = head.logps(HeadInputs(hidden, weight, bias, ids, transform), return_entropy=False)[0]
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
 
 
@@ -310,15 +309,15 @@ def test_exponentials_in_16_bits(spread: float, is_known: bool, V: int, name: st
     Only exponentials above 1/16 of their row's sum are also returned in fp32. Some rows have an
     unlikely target, because the kernels compute such rows twice.
     """
-    transform = transform_of(name, T)
+    transform = TRANSFORMS[name]
     hidden, weight, _, ids = problem(T, 48, V)
     hidden, ids[::5] = hidden * spread, (hidden[::5].float() @ weight.float().t()).argmin(1)
     wide, narrow = torch.empty(T, V), torch.full((T, V + 3), -1, dtype=POSITIVE16)
-    given = hidden, weight, None, ids, transform
-    known = linear_cpu.head_logps(*given, return_entropy=False) if is_known else None
-    stats, *units, nothing, _, _ = linear_cpu.head_exponentials(*given, wide, known=known)
+    given = HeadInputs(hidden, weight, None, ids, transform)
+    known = linear_cpu.head_logps(given, return_entropy=False) if is_known else None
+    stats, *units, nothing, _, _ = linear_cpu.head_exponentials(given, wide, known=known)
     same, *same_units, dominant, _, _ = linear_cpu.head_exponentials(
-        *given, narrow[:, :V], known=known
+        given, narrow[:, :V], known=known
     )
     assert nothing is None and (narrow[:, V:] == -1).all()
     assert all(map(torch.equal, (*stats[:2], *units), (*same[:2], *same_units)))
@@ -343,7 +342,8 @@ def test_columns_far_below_the_target_weigh_nothing(nats: float, softcap: float 
     V, ids = 300, torch.arange(T)
     hidden, weight, out = torch.ones(T, 1), torch.zeros(V, 1), torch.full((T, V), math.nan)
     weight[ids, 0] = nats
-    linear_cpu.head_exponentials(hidden, weight, None, ids, LogitTransform(1.0, softcap, 1.0), out)
+    transform = LogitTransform(1.0, softcap, 1.0)
+    linear_cpu.head_exponentials(HeadInputs(hidden, weight, None, ids, transform), out)
     bent = 0 if softcap is None else math.tanh(nats / softcap)
     torch.testing.assert_close(out[:, :T], (1 - bent**2) * (1 - torch.eye(T)), rtol=1e-4, atol=0)
     below = math.exp(-nats if softcap is None else -softcap * bent)

@@ -178,12 +178,24 @@ def buffered():
     return norm
 
 
+class Swish(nn.Module):
+    """SiLU with a learnable slope, which is 1 before training."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.beta * x)
+
+
 ALMOST = {  # modules that differ from an RMSNorm or a SwiGLU MLP
     "offset": lambda: TinyRMSNorm(8, offset=1),
     "detached scale": lambda: changed(
         TinyRMSNorm, forward=lambda self, x: x * scale_of(self, x).detach() * self.weight),
     "buffer": buffered,
     "gelu": lambda: PlainMLP(nn.GELU()),
+    "learnable activation": lambda: PlainMLP(Swish()),
     "clamped": lambda: changed(
         PlainMLP, change=lambda self, g, u: self.act_fn(g) * u.clamp(-20, 20)),
     "dropout": lambda: changed(PlainMLP, change=lambda self, g, u: F.dropout(

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fast.kernels import route, support_reference
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import HeadTensors, LogitTransform
 from tests.kernels import formulas
 from tests.kernels.formulas import draw, only_memory_of, reversed_programs
 from tests.loss_cases import ENGINES, IS_INTERPRETER
@@ -29,20 +29,25 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
-         "temperatures": LogitTransform(-1.3, None, torch.linspace(0.6, 1.7, R))}  # fmt: skip
+              "negative": LogitTransform(-1.3, None, 1.7)}  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=ENGINES)
-def support_kernels(request):
-    if request.param == "cpu":  # without C++ kernels, the test would use torch
+def engine(request):
+    return request.param
+
+
+@pytest.fixture
+def support_kernels(engine):
+    if engine == "cpu":  # without C++ kernels, the test would use torch
         assert loader.unavailable("support") is None
-    return route.kernel_module("support", request.param)
+    return route.kernel_module("support", engine)
 
 
-@pytest.fixture(params=ENGINES)
-def kernels(request):
-    return route.rows_route(request.param, torch.empty(0)).kernels
+@pytest.fixture
+def kernels(engine):
+    return route.rows_route(engine, torch.empty(0)).kernels
 
 
 def some_rows() -> SupportRows:
@@ -53,25 +58,21 @@ def some_rows() -> SupportRows:
     g = torch.Generator().manual_seed(1)
     ids = torch.cat([torch.randperm(V, generator=g)[:k] for k in LENGTHS])
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return SupportRows(None, None, ids, offsets, torch.tensor([0, 2, 7, 3, 0, 32, 69, 1]))
+    return SupportRows(None, None, ids, offsets, torch.tensor([0, 2, 7, 3, 0, 32, 69, 1]), INDEX)
 
 
-ROWS, INDEX = some_rows(), torch.tensor([8, 1, 1, 3, 5, 0, 2, 10])
+INDEX = torch.tensor([8, 1, 1, 3, 5, 0, 2, 10])  # row of `hidden` for each set
+ROWS = some_rows()
 TARGETS = ROWS.ids[ROWS.offsets[:-1] + ROWS.places]
 
 
-def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
-    """Return random inputs of an LM head.
-
-    Returns:
-        hidden (N, width), index (R,), weight (V, width) and bias (V,). `index` holds, for each
-        token set, the row of `hidden` to which it belongs.
-    """
+def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> HeadTensors:
+    """Return random hidden (N, width), weight (V, width) and bias (V,) of an LM head."""
     weight = (draw(V, width, seed=3) * 2 / width**0.5).to(dtype)
-    return draw(N, width, seed=2).to(dtype), INDEX, weight, draw(V, seed=4).to(dtype)
+    return HeadTensors(draw(N, width, seed=2).to(dtype), weight, draw(V, seed=4).to(dtype))
 
 
-def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
+def exact(hidden, weight, bias, transform, g, g_entropy=None) -> tuple:
     """Compute the expected results in fp64 from masked logits.
 
     Returns:
@@ -79,7 +80,7 @@ def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
         derivative of each logp with respect to its hidden row (R, width). The first and the third
         have one entry for each id of each token set.
     """
-    full = hidden[index].double() @ weight.double().T + bias.double()
+    full = hidden[INDEX].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
     z, slope = formulas.final(full, *transform)
     kept = torch.zeros_like(z, dtype=torch.bool).index_put_(at, torch.tensor(True))
@@ -93,50 +94,54 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
     assert (actual.double() - expected).abs().max() <= tolerance * max(1, expected.abs().max())
 
 
-def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slopes: bool = True):
-    with only_memory_of(*tensors, *ROWS, transform.temperature):
-        return support_kernels.head_rows(
-            *tensors, ROWS, transform, return_entropy=True, return_slopes=slopes
-        )
+def of_head(support_kernels, kernels, tensors: HeadTensors, transform: LogitTransform) -> tuple:
+    """Return logits, statistics, and the derivative of each logp with respect to its hidden row.
+
+    The statistics must have the same bits without the entropy.
+    """
+    with only_memory_of(*tensors, *ROWS):
+        raw, stats = support_kernels.head_rows(tensors, ROWS, transform, return_entropy=True)
+    again, bare = support_kernels.head_rows(tensors, ROWS, transform, return_entropy=False)
+    assert bare[2] is None
+    assert all(map(torch.equal, (raw, *stats[:2]), (again, *bare[:2])))
+    own = ROWS.places, stats, torch.ones(R), None, transform
+    d = kernels.row_grad_(again[None], *own, offsets=ROWS.offsets)
+    return raw, stats, support_kernels.head_hidden(d[0], tensors.weight, ROWS)
 
 
 # The widths are around the sizes of vectors and blocks. For width 300, the test lowers the maximum
 # width of the Triton kernel to 128, so that the reference implementation is used.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
-def test_a_head(support_kernels, width, dtype, name, monkeypatch):
-    """Check that logits, statistics and slopes agree with fp64.
+def test_a_head(support_kernels, kernels, width, dtype, name, monkeypatch):
+    """Check that logits, statistics and derivatives agree with fp64.
 
-    Sums of 16-bit inputs must be computed in fp32. Requesting slopes must not change the bits of
-    the statistics.
+    Sums of 16-bit inputs must be computed in fp32.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.support.SUPPORT_COLUMNS", 128)
     transform, tensors = TRANSFORMS[name], tensors_of(width, dtype)
-    found = of_head(support_kernels, tensors, transform)
-    raw, stats, _, slopes = exact(*tensors, transform, torch.ones(R))
-    assert_close(found.raw, raw)
-    for got, want in zip(found.stats, stats, strict=True):
+    raw, stats, dh = of_head(support_kernels, kernels, tensors, transform)
+    exact_raw, exact_stats, _, expected = exact(*tensors, transform, torch.ones(R))
+    assert_close(raw, exact_raw)
+    for got, want in zip(stats, exact_stats, strict=True):
         assert_close(got, want, 4e-6)
-    assert_close(found.slopes, slopes, 4e-6)
-    again = of_head(support_kernels, tensors, transform, slopes=False)
-    assert again.slopes is None and all(map(torch.equal, found.stats, again.stats))
+    assert_close(dh, expected, 4e-6)
 
 
-def test_a_certain_token_keeps_its_digits(support_kernels):
-    """Check that logps near 0 are accurate, and that slopes are accurate for probabilities near 1.
+def test_a_certain_token_keeps_its_digits(support_kernels, kernels):
+    """Check that logps near 0 are accurate, and derivatives for probabilities near 1.
 
-    A set with one id must have a logp of 0 and a slope of exactly 0.
+    A set with one id must have a logp of 0 and a derivative of exactly 0.
     """
-    hidden, index, weight, bias = tensors_of(20)
-    bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
-    tensors = hidden, index, weight * 0.01, bias
-    found = of_head(support_kernels, tensors, LogitTransform())
-    _, stats, _, slopes = exact(*tensors, LogitTransform(), torch.ones(R))
-    certain = stats[1].abs() < 1e-5
+    hidden, weight, _ = tensors_of(20)
+    tensors = HeadTensors(hidden, weight * 0.01, torch.zeros(V).index_fill(0, TARGETS, 18.0))
+    _, (_, logps, _), dh = of_head(support_kernels, kernels, tensors, LogitTransform())
+    _, (_, exact_logps, _), _, expected = exact(*tensors, LogitTransform(), torch.ones(R))
+    certain = exact_logps.abs() < 1e-5
     assert certain.sum() >= 2
-    assert ((found.stats[1] - stats[1]).abs() <= 1e-5 * stats[1].abs())[certain].all()
-    assert (found.slopes - slopes).norm(dim=1).le(1e-4 * slopes.norm(dim=1))[certain].all()
-    assert found.stats[1][0] == 0 and not found.slopes[0].any()
+    assert ((logps - exact_logps).abs() <= 1e-5 * exact_logps.abs())[certain].all()
+    assert (dh - expected).norm(dim=1).le(1e-4 * expected.norm(dim=1))[certain].all()
+    assert logps[0] == 0 and not dh[0].any()
 
 
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
@@ -149,13 +154,13 @@ def test_ragged_rows(kernels, transform, has_entropy):
         _ = x if x is None else x.index_fill_(0, torch.tensor(2), 0.0)
     exact_raw, stats, d, _ = exact(*tensors, transform, g, g_entropy)
     raw = exact_raw.float()
-    with only_memory_of(raw, *ROWS, transform.temperature):
+    with only_memory_of(raw, *ROWS):
         options = {"return_entropy": has_entropy, "offsets": ROWS.offsets}
         found = kernels.row_logps(raw[None], ROWS.places, transform, **options)
     for got, want in zip(found, stats, strict=True):
         assert got is None or (got - want).abs().max() <= 4e-6
     raw[ROWS.rows == 2] = math.nan  # its coefficient is 0, so its gradient is 0
-    with only_memory_of(raw, *ROWS, g, g_entropy, transform.temperature, *found):
+    with only_memory_of(raw, *ROWS, g, g_entropy, *found):
         own = ROWS.places, found, g, g_entropy, transform
         kernels.row_grad_(raw[None], *own, offsets=ROWS.offsets)
     assert_close(raw, d)
@@ -171,7 +176,7 @@ def test_dh_from_d_logits(support_kernels, width):
 
     If d is 0, a NaN in W must have no effect. A NaN in d must reach dH.
     """
-    weight, d = tensors_of(width)[2], draw(len(ROWS.ids), seed=7)
+    weight, d = tensors_of(width).weight, draw(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
     weight[5] = math.nan
     with only_memory_of(d, weight, *ROWS):
@@ -189,19 +194,19 @@ def test_dw(support_kernels, width, dtype, indexed):
     If d is 0, NaN and inf in `hidden` must have no effect. With `add`, the result is added to the
     existing values. The result must be bitwise independent of the order of the programs.
     """
-    count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
+    count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype).hidden] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
     ids[::3] = 7
-    rows = SupportRows(None, None, ids, torch.arange(0, count + 1, 19), None)
-    d, index = draw(count, seed=9), INDEX.clone() if indexed else None
-    at = rows.rows if index is None else index[rows.rows]
+    index = INDEX.clone() if indexed else None
+    rows = SupportRows(None, None, ids, torch.arange(0, count + 1, 19), None, index)
+    d, at = draw(count, seed=9), rows.hidden_rows
     d[at == 5], d[at == 3] = 0.0, 0.0
     hidden[5], hidden[3] = math.nan, math.inf
     hidden = hidden if indexed else hidden[:8].contiguous()
     terms = hidden[at].nan_to_num(posinf=0.0).double() * d.double()[:, None]
     expected = torch.zeros(V, width).double().index_add_(0, ids, terms)
     before = draw(V, width, seed=8).to(dtype)
-    call = partial(support_kernels.head_weight, d, hidden, index, rows)
+    call = partial(support_kernels.head_weight, d, hidden, rows)
     new = torch.full((V, width), math.nan, dtype=dtype)
     call(new, add=False)
     again, sums = torch.full_like(new, math.nan), before.clone()
@@ -225,7 +230,7 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
     out = torch.full((6, 2), torch.nan)
     hidden = torch.tensor([[1.0, 2.0], [1e8, 2e8], [-1e8, -2e8]])
-    support_kernels.head_weight(torch.ones(3), hidden, None, rows, out, add=False)
+    support_kernels.head_weight(torch.ones(3), hidden, rows, out, add=False)
     assert not out.any()
 
 
@@ -237,17 +242,14 @@ def test_many_rows_may_have_one_id(support_kernels):
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
     out = torch.full((41, 70), torch.nan)
-    support_kernels.head_weight(
-        torch.ones(count), torch.ones(count, 70), None, rows, out, add=False
-    )
+    support_kernels.head_weight(torch.ones(count), torch.ones(count, 70), rows, out, add=False)
     assert (out[40] == count).all() and not out[:40].any()
 
 
-@pytest.mark.skipif(IS_INTERPRETER, reason="only torch and C++ search the targets")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_where_targets_stand(engine):
-    support_kernels, ids = route.kernel_module("support", engine), torch.tensor([5, 2, 7, 7, 2, 0])
-    places = partial(support_kernels.target_places, ids, torch.tensor([0, 3, 6]))
+@pytest.mark.skipif(IS_INTERPRETER, reason="torch searches the targets")
+def test_where_targets_stand():
+    ids = torch.tensor([5, 2, 7, 7, 2, 0])
+    places = partial(support_reference.target_places, ids, torch.tensor([0, 3, 6]))
     found, repeated = places(torch.tensor([7, 0]), 8)
     assert found.tolist() == [2, 2] and int(repeated) == -1
     assert places(torch.tensor([5, 5]), 8)[0].tolist() == [0, -1]

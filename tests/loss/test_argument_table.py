@@ -52,7 +52,7 @@ TEACHER = TeacherHead(rand(T, H, seed=9), rand(V, H, seed=10))
 # One value for each keyword. It changes the result, so that a test fails if the keyword is ignored.
 VALUES = {
     "softcap": 3.0,
-    "temperature": 0.5 + rand(T, seed=7).abs(),  # one temperature for each row
+    "temperature": 0.7,
     "beta": 0.2,
     "weights": rand(T, seed=11),
     "logit_scale": 1.3,

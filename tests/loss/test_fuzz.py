@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
 from grpo_fast.kernels.head import sources as linear
-from grpo_fast.kernels.head import support as head_support
 from grpo_fast.objective.losses import OBJECTIVES
 from tests import oracle_inputs, oracles
 from tests.loss_cases import (
@@ -112,9 +111,7 @@ def changed(case: Case, change) -> Case:
     `change` gets the name and the tensor. Advantages may have one value per completion instead.
     """
     given = {name: getattr(case, name) for name in OF_ROWS}
-    case = case.but(**{name: change(name, x) for name, x in given.items() if x is not None})
-    t = case.options["temperature"]
-    return case.with_options(temperature=change("", t)) if isinstance(t, torch.Tensor) else case
+    return case.but(**{name: change(name, x) for name, x in given.items() if x is not None})
 
 
 def poisoned(case: Case) -> Case:
@@ -322,7 +319,7 @@ def calls(draw):
     if draw(st.booleans()) and "delta" in OBJECTIVES[loss_type].params:
         options["delta"] = draw(st.sampled_from((1.05, 1.7, 4.0)))
     for name, values in (
-        ("temperature", (1.0, 0.6, 1.5, "rows")),
+        ("temperature", (1.0, 0.6, 1.5)),
         ("softcap", (None, 4.0)),
         ("logit_scale", (1.0, 1.6, -1.3)),
         ("entropy_coef", (0.0, 0.1)),
@@ -339,9 +336,6 @@ def calls(draw):
     B, L = draw(st.integers(0, 5)), draw(st.integers(0, 6))
     bits = draw(st.lists(st.integers(0, 3), min_size=B * L, max_size=B * L))
     function = draw(st.sampled_from(("linear", "linear", "logits", "logps")))
-    if options["temperature"] == "rows":
-        rows = 0.5 + torch.rand(B, L, generator=torch.Generator().manual_seed(B + L))
-        options["temperature"] = 1.0 if function == "logps" else rows
     relations = [name for name in RELATIONS if ONLY.get(name, function) == function]
     return {
         "options": options,
@@ -354,7 +348,6 @@ def calls(draw):
         "bias": draw(st.booleans()),
         "sampling": has_sampling,
         "support": draw(st.booleans()),
-        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # forces or forbids gathering rows of W
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
@@ -459,7 +452,6 @@ def test_any_call(drawn, monkeypatch, poisoned_memory):
     rows = drawn["workspace_rows"]
     smaller = WORKSPACE_BYTES if rows is None else lambda *_: rows * drawn["V"] * 4
     monkeypatch.setattr(linear, "workspace_bytes", smaller)
-    monkeypatch.setattr(head_support, "GATHERED_COST", drawn["gathered_cost"])
     how = {name: drawn[name] for name in ("layout", "backend", "upstream")}
     if case.mask.numel() and drawn["relation"] in OF_VALUES:
         how["view"] = view  # the other relations compare bits, which may depend on strides

@@ -32,9 +32,9 @@ def products(monkeypatch):
         rows.append(h.shape[0])
         original(h, weight, out=out)
 
-    def counted_rows(h, *others):
-        rows.append(h.shape[0])
-        return original_rows(h, *others)
+    def counted_rows(p, *others, **options):
+        rows.append(p.hidden.shape[0])
+        return original_rows(p, *others, **options)
 
     original_rows = linear_cpu._rows
     monkeypatch.setattr(linear, "matmul_logits", counted)

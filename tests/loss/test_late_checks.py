@@ -97,7 +97,6 @@ BAD_NUMBERS = {
     "old_logps": (NAN, 0.5, INF),
     "ref_logps": (NAN, 0.5, -INF),
     "sampling_logps": (0.5, INF),
-    "temperature": (0.0, -1.0, NAN, INF),
     "completion_mask": (0.5, -1.0, 2.0, NAN),
     "num_items_in_batch": (-1.0, NAN, INF),
     "num_completions_in_batch": (-1.0, NAN),
@@ -112,7 +111,7 @@ def late_call(loss_type="dapo", **changes):
     old_logps always contains -inf, and sampling_logps NaN, to check that these values are allowed.
     """
     given = {name: torch.full((T,), -0.5) for name in ("old_logps", "ref_logps", "sampling_logps")}
-    given |= {name: torch.ones(T) for name in ("advantages", "temperature", "completion_mask")}
+    given |= {name: torch.ones(T) for name in ("advantages", "completion_mask")}
     given |= {name: torch.tensor(3.0) for name in BAD_NUMBERS if name.startswith("num_")}
     given["target_ids"] = torch.arange(T) % 5
     # Use strided offsets.
@@ -120,7 +119,7 @@ def late_call(loss_type="dapo", **changes):
     given["old_logps"][0], given["sampling_logps"][1] = -INF, NAN
     for name, number in changes.items():
         given[name].view(-1)[-1] = number
-    config = grpo_fast.LossConfig(loss_type, beta=0.1, temperature=given.pop("temperature"))
+    config = grpo_fast.LossConfig(loss_type, beta=0.1)
     return grpo_fast.linear_grpo_loss(
         torch.ones(T, 2), torch.ones(5, 2), config=config, backend="torch", **given
     )

@@ -53,7 +53,7 @@ def assert_refused(name: str, function, *arguments, said: str = "", **keywords) 
 # ---- LossConfig
 VESPO = ("k_pos", "k_neg", "lambda_pos", "lambda_neg")
 WRONG = {  # values that every loss refuses
-    "temperature": (0.0, -1.0, NAN, INF, "1", None, torch.ones(5, 7).long()),
+    "temperature": (0.0, -1.0, NAN, INF, "1", None, torch.ones(5, 7)),
     "epsilon_low": (-0.1, NAN, INF, None), "epsilon_high": (-0.1, NAN, INF, "0.2"),
     "beta": (-0.1, NAN, INF), "delta": (0.0, -1.0, NAN), "softcap": (0.0, -5.0, NAN),
     "kl_clamp": (0.0, -1.0, NAN, INF, "1"), "kl_input_clamp": (0.0, -1.0, NAN, INF, "1"),
@@ -134,10 +134,10 @@ def test_an_option_that_the_loss_does_not_read(loss_type, name):
 
 
 def test_configs_are_frozen_and_compared():
-    """Check that configs are immutable, comparable and hashable, even with a temperature tensor."""
-    one, other = (LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
+    """Check that configs are immutable, comparable and hashable."""
+    one = LossConfig(temperature=0.7)
     assert one == one.replace() and hash(one) == hash(one.replace())
-    assert one != other and one != LossConfig() and one != "a config"
+    assert one != LossConfig() and one != "a config"
     assert one != one.replace(beta=0.5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.beta = 0.1
@@ -155,10 +155,6 @@ ONES = torch.ones(B, L)
 
 def bad(x: torch.Tensor, value: float, at=ACTIVE) -> torch.Tensor:
     return x.index_put(tuple(torch.tensor(i) for i in at), torch.tensor(value, dtype=x.dtype))
-
-
-def warm(t: torch.Tensor) -> dict:
-    return {"config": LossConfig(loss_type="grpo", beta=0.1, temperature=t)}
 
 
 def wants_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -226,9 +222,6 @@ LOSS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
 ELSE: list[tuple[tuple[str, ...], str, dict]] = [
     (("linear",), "lm_head_weight",
      dict(hidden=CASE.hidden[..., :0], lm_head_weight=CASE.weight[:, :0])),
-    *[(HEADS, "temperature", warm(x)) for x in
-      (torch.ones(4), *(bad(ONES, x) for x in (0.0, NAN, INF)), wants_gradient(ONES))],
-    (HEADS, "temperature", {**warm(bad(ONES, -3.0)), "said": f"got -3 (1 of {T} values)"}),
     *[(("linear",), name, dict(divergence=DivergenceTerm(**{"teacher": TEACHER, **x})))
       for name, x in (("coef", dict(coef=-1.0)), ("coef", dict(coef=NAN)),
                       ("kind", dict(kind="k3")),
@@ -285,7 +278,6 @@ def test_what_looks_invalid_but_is_allowed(function):
         call(function, CASE, old_logps=bad(CASE.old, 100.0))
         call(function, CASE, logps=torch.where(CASE.mask, reference_logps(CASE)[0], -INF))
         return
-    call(function, CASE, **warm(torch.where(CASE.mask, ONES, NAN)))
     call(function, CASE, target_ids=torch.where(CASE.mask, CASE.ids, -100))
 
 
@@ -334,8 +326,8 @@ FLAT = SETS.flatten()
 NAMED = torch.arange(ROWS) // 2
 LOGPS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
     (EVERY, "target_ids", [IDS.float(), IDS[:3], IDS + 23, IDS - 100]),
-    (EVERY, "temperature", [0.0, -1.0, NAN, INF, torch.ones(3), torch.ones(ROWS).requires_grad_()]),
-    (EVERY, "got -0.5 (2 of ", [bad(bad(torch.ones(ROWS), INF, (3,)), -0.5, (1,))]),
+    (EVERY, "temperature", [0.0, -1.0, NAN, INF]),
+    (EVERY, f"call once for each temperature), got shape ({ROWS},)", [torch.ones(ROWS)]),
     (EVERY, "softcap", [0.0, -1.0]),
     (EVERY, "logit_scale", [NAN]),
     (EVERY, "backend", ["cuda", "best"]),
@@ -354,7 +346,10 @@ LOGPS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
         OFFSETS.where(OFFSETS != 9, 2), OFFSETS.clamp(min=1), OFFSETS.clamp(max=3 * ROWS - 1),
         OFFSETS[:-1], OFFSETS.int(), OFFSETS.tolist())]),
 ]  # fmt: skip
-ARGUMENT = {"got -0.5 (2 of ": "temperature", "no id twice": "support"}
+ARGUMENT = {
+    "no id twice": "support",
+    f"call once for each temperature), got shape ({ROWS},)": "temperature",
+}
 LOGPS_CALLS = [
     pytest.param(f, said, x, id=f"{f}-{said}-{i}")
     for functions, said, values in LOGPS_ROWS
@@ -372,28 +367,18 @@ def test_logps_functions(function, said, value):
 
 
 # ---- Keywords
-UNKNOWN = [  # a function or class, an unknown keyword, and the end of the message
-    (LossConfig, "eps_low", "; nearest: epsilon_low"),
-    (LossConfig().replace, "max_completion_len", "; nearest: max_completion_length"),
-    (LossConfig, "x" * 5000, ""),
-    (grpo_fast.Correction, "hihg", "; nearest: high"),
-    (grpo_fast.DivergenceTerm, "coeff", "; nearest: coef"),
-    (grpo_fast.TeacherHead, "biass", "; nearest: bias"),
-    (grpo_fast.TeacherTopK, "logprobs", "; nearest: logps"),
-    (grpo_fast.linear_logps, "softcaps", "; nearest: softcap"),
-    (grpo_fast.logits_logps, "epsilon_low", ""),
-    (grpo_fast.grpo_loss, "old_logprobs", "; nearest: old_logps"),
-    (grpo_fast.linear_grpo_loss, "epsilon_low", r"; .*: pass LossConfig\(epsilon_low=...\)"),
-    (grpo_fast.logits_grpo_loss, "beta", r"; .*: pass LossConfig\(beta=...\)"),
-    (grpo_fast.linear_divergence, "weight", "; nearest: weights"),
-    (attention.pack_groups, "share", "; nearest: shared"),
+UNKNOWN = [
+    (LossConfig, "eps_low"), (LossConfig().replace, "losstype"), (grpo_fast.Correction, "hihg"),
+    (grpo_fast.DivergenceTerm, "coeff"), (grpo_fast.TeacherHead, "biass"),
+    (grpo_fast.linear_logps, "softcaps"), (grpo_fast.grpo_loss, "old_logprobs"),
+    (grpo_fast.linear_grpo_loss, "epsilon_low"), (grpo_fast.linear_divergence, "weight"),
+    (attention.pack_groups, "share"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "word", "near"), UNKNOWN, ids=lambda x: getattr(x, "__name__", x))
-def test_an_unknown_keyword_names_the_nearest_one(kind, word, near):
-    name = "LossConfig" if kind.__name__ == "replace" else kind.__name__
-    with pytest.raises(TypeError, match=rf"{name}\(\) got an .* '{word}'{near}$"):
+@pytest.mark.parametrize(("kind", "word"), UNKNOWN, ids=lambda x: getattr(x, "__name__", x))
+def test_an_unknown_keyword_is_named(kind, word):
+    with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{word}'"):
         kind(**{word: 1.0})
 
 

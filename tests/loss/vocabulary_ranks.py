@@ -111,7 +111,6 @@ def every_loss(loss_type: str, level: str, dtype: torch.dtype, **more: Any) -> C
 LENGTHS = [16, 9, 0, 11] if IS_INTERPRETER else [40, 17, 0, 33]
 LONG = torch.arange(LENGTHS[0])[None, :] < torch.tensor(LENGTHS)[:, None]
 RULES: dict[str, dict[str, Any]] = {
-    "temperatures": {"temperature": 0.5 + torch.rand(5, 7, generator=torch.Generator())},
     "negative_scale": {"logit_scale": -0.8},
     "everything": {"temperature": 0.8, "softcap": 3.0, "logit_scale": 1.2, "entropy_coef": 0.1},
     "metrics_entropy": {"compute_entropy": True},

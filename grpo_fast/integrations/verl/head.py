@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast import linear_logps
+from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 # Fields of a model's config that change the logits, each with the value that has no effect.
@@ -52,7 +53,7 @@ class FastLinearForPPO(nn.Module):
         hidden_states: Tensor,  # (B, L, H) or (T, H)
         vocab_weights: Tensor,  # (V, H)
         input_ids: Tensor,  # (B, L) or (T,): the token that each row predicts
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of each token and the entropy of each row.
 
@@ -60,13 +61,16 @@ class FastLinearForPPO(nn.Module):
             hidden_states: Hidden states, shape (B, L, H) or (T, H).
             vocab_weights: Weight of the LM head, shape (V, H).
             input_ids: The token that each row predicts, shape (B, L) or (T,).
-            temperature: Number by which the logits are divided.
+            temperature: Number by which the logits are divided, or a tensor of equal numbers.
 
         Returns:
             Log-probabilities and entropies in fp32, each with the shape of `input_ids`.
         """
-        if isinstance(temperature, Tensor) and temperature.numel() == 1:
-            temperature = temperature.item()
+        if isinstance(temperature, Tensor):
+            low, high = (float(x) for x in temperature.aminmax())
+            expected = "one temperature for all rows (sample the whole batch with one)"
+            require(low == high, "temperature", expected, f"numbers from {low:g} to {high:g}")
+            temperature = low
         dtype = compute_dtype(hidden_states)
         hidden = hidden_states.to(dtype)
         weight = vocab_weights.to(dtype)

@@ -17,7 +17,6 @@ fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -37,7 +36,6 @@ from grpo_fast.kernels.types import contiguous_rows
 # the faster product saves.
 LEAST_ROWS = 24
 BF16 = torch.bfloat16
-PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
 CLOSE = 1e-5  # largest relative difference of two fp32 results of the same formula
 # Name of the function that rotates queries and keys in the attention modules of transformers.
 ROTARY = "apply_rotary_pos_emb"
@@ -46,8 +44,8 @@ MLP = "gate_proj", "up_proj", "down_proj"  # linear layers of a SwiGLU MLP
 # larger than the mean square. The largest rows reach the bounds of an MLP that clamps.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 FIELDS = vars(nn.Module()).keys() - {"training"}  # weights, hooks and submodules of a module
-# Attributes of these types are the settings of a module. They may change its formula.
-SETTINGS = frozenset((bool, int, float, str, type(None)))
+
+_operator = partial(loader.operator, "layers")
 
 
 # ---- formulas
@@ -180,15 +178,11 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     They must satisfy `is_plain`, have matching shapes and an even head size, and the angles `cos`
     and `sin` must not require gradients.
     """
-    return (
-        is_plain(q, k, cos, sin)
-        and q.dim() == k.dim() == 4
-        and cos.shape == sin.shape
-        and cos.shape in ((1, *q.shape[2:]), (q.shape[0], *q.shape[2:]))
-        and k.shape == (q.shape[0], k.shape[1], *q.shape[2:])
-        and q.shape[3] % 2 == 0
-        and not (cos.requires_grad or sin.requires_grad)
-    )
+    if not is_plain(q, k, cos, sin) or cos.requires_grad or sin.requires_grad or q.dim() != 4:
+        return False
+    batch, _, *rest = q.shape
+    fits = cos.shape in ((1, *rest), (batch, *rest)) and k.shape == (batch, *k.shape[1:2], *rest)
+    return fits and cos.shape == sin.shape and rest[1] % 2 == 0
 
 
 def is_plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
@@ -197,10 +191,9 @@ def is_plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     The result is False for subclasses of Tensor, in compiled graphs, under `torch.func` and under
     forward-mode AD.
     """
-    for x in tensors:
-        if type(x) not in PLAIN or not x.is_cpu or x.dtype != dtype or x.numel() == 0:
-            return False
-    return not (torch.compiler.is_compiling() or _in_transform())
+    kinds = Tensor, nn.Parameter  # excludes DTensor, fake tensors and other subclasses
+    plain = (type(x) in kinds and x.is_cpu and x.dtype == dtype and x.numel() for x in tensors)
+    return all(plain) and not (torch.compiler.is_compiling() or _in_transform())
 
 
 def in_bf16() -> bool:
@@ -220,10 +213,6 @@ def _in_transform() -> bool:
     """
     # `torch.func` wraps tensors, and custom operators do not handle the wrappers.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _operator(name: str) -> loader.Operator:
-    return loader.operator("layers", name)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -277,10 +266,8 @@ def fast_layers(model: nn.Module) -> None:
 
     def install() -> None:
         for module in model.modules():
-            device = next((p.device.type for p in module.parameters()), None)
             # Skip a module whose `forward` attribute was set by the user, and a module on a GPU.
-            # Accept the meta device, because the weights of the module are loaded later.
-            if "forward" in vars(module) or device not in ("cpu", "meta"):
+            if "forward" in vars(module) or not all(p.is_cpu for p in module.parameters()):
                 continue
             # The module keeps its forward if a comparison raises an error. For example, FSDP2's
             # classes cannot be copied.
@@ -296,63 +283,55 @@ def fast_layers(model: nn.Module) -> None:
 def _layer_of(module: Any, verdicts: dict[Hashable, bool]) -> Callable[..., Any] | None:
     """Return the fast layer of a module, or None if its attributes or its results do not fit.
 
-    Modules share a comparison if everything that decides its result is equal. `verdicts` stores
-    the results of the comparisons.
+    `verdicts` stores the results of comparisons. Two norms or MLPs share a comparison if they have
+    the same classes, sizes and objects as attributes. All these objects belong to modules of one
+    model, so Python does not use their ids again.
     """
     kind = type(module)
-    children = module._modules
-    own = {*module._parameters, *module._buffers}
+    tensors = *module.named_parameters(), *module.named_buffers()
+    # Leave out the linear layers of an MLP, which the fast layer calls. A learnable activation may
+    # equal SiLU with its initial weights, but training changes them.
+    own = {name for name, _ in tensors if name.partition(".")[0] not in MLP}
     # A decorated forward has the global variables of the decorator's module, which do not include
     # the rotary function. Such an attention module keeps its forward.
     rotate: Any = getattr(kind.forward, "__globals__", {}).get(ROTARY)
     if kind is nn.Linear:  # not a subclass, which may override forward
         return _linear_layer
     if kind.__name__.endswith("Attention") and rotate is not None:
-        layer: Callable[..., Any] = _attention
-        key: Hashable = id(rotate)
-    elif own == {"weight"} and not children and module.weight.dim() == 1:
-        layer = _norm_layer
-        key = _settings(module), module.weight.shape, module.weight.dtype
-    elif not own and children.keys() == {*MLP, "act_fn"} and is_untouched(module.act_fn):
-        act = module.act_fn
-        layer = partial(_swiglu_mlp, act)
-        parts = [*act.parameters(), *act.buffers(), *act.children()]
-        key = _settings(module), _settings(act), *map(id, parts)
+        return _attention if _rotates_halves(rotate) else None
+    if own == {"weight"} and not module._modules and module.weight.dim() == 1:
+        layer: Callable[..., Any] = _norm_layer
+    elif not own and module._modules.keys() == {*MLP, "act_fn"} and is_untouched(module.act_fn):
+        layer = partial(_swiglu_mlp, module.act_fn)
     else:
         return None
+    fields = [(type(m), *x) for m in module.modules() for x in vars(m).items()]
+    key = *((m, n, id(x)) for m, n, x in fields if n not in FIELDS), *map(len, module.parameters())
     if key not in verdicts:
-        verdicts[key] = _rotates_halves(rotate) if layer is _attention else _fits(module, layer)
+        verdicts[key] = _fits(module, layer)
     return layer if verdicts[key] else None
-
-
-def _settings(module: nn.Module) -> Hashable:
-    """Return the class and the attributes of a module, without weights, hooks and submodules."""
-    fields = [(n, v) for n, v in vars(module).items() if n not in FIELDS]
-    # repr distinguishes 1, 1.0 and True, which are equal.
-    return type(module), *((n, repr(v) if type(v) in SETTINGS else id(v)) for n, v in fields)
 
 
 def _fits(module: Any, layer: Callable[..., Any]) -> bool:
     """Return whether a norm or an MLP has the results of a fast layer."""
-    children: dict[str, Any] = {}
-    if layer is _norm_layer:
-        inputs = [_rows_of(len(module.weight)), draw(len(module.weight), seed=9)]
-    else:
-        inputs = [_rows_of(8)]
-        # Replace the linear layers by small ones, which have no hooks.
-        small = {name: draw(8, 8, seed=seed) for seed, name in enumerate(MLP)}
-        children = {name: partial(F.linear, weight=weight) for name, weight in small.items()}
-        children["act_fn"] = module.act_fn
+    weights = [draw(len(x), seed=9) for x in module.parameters(recurse=False)]  # of a norm
+    width = len(weights[0]) if weights else 8
+    # Replace the linear layers of an MLP by small ones, which have no hooks.
+    children: dict[str, Any] = {"act_fn": module._modules.get("act_fn")}
+    children |= {x: partial(F.linear, weight=draw(8, 8, seed=i)) for i, x in enumerate(MLP)}
 
-    def run(forward: Callable[..., Any], x: Tensor, weight: Tensor | None = None) -> Any:
+    def run(forward: Callable[..., Any], x: Tensor, *weights: Tensor) -> Any:
         twin = copy.copy(module)  # so that the parameters of the original module do not change
-        vars(twin).update(_parameters={"weight": weight}, _modules=children, training=True)
+        own = dict(zip(module._parameters, weights, strict=True))
+        vars(twin).update(_parameters=own, _modules=children, training=True)
         return forward(twin, x)
 
+    x = torch.cat([scale * draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
     ours, theirs = (partial(run, forward) for forward in (layer, type(module).forward))
-    return agree(ours, theirs, inputs, CLOSE, gradients=True) is None
+    return agree(ours, theirs, [x, *weights], CLOSE, gradients=True) is None
 
 
+@cache
 def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     """Return whether a model's rotary embedding has the results of `rotary`."""
     angles = draw(1, 3, 8, seed=3), draw(1, 3, 8, seed=4)
@@ -362,20 +341,14 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     return agree(ours, theirs, inputs, CLOSE, gradients=True) is None
 
 
-def _rows_of(width: int) -> Tensor:
-    """Return ten random rows of different scales."""
-    return torch.cat([scale * draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
-
-
 def is_untouched(module: nn.Module) -> bool:
     """Return whether a module has no hooks and no `forward` that the user patched."""
     # A fused layer does not call its submodules, so it would skip their hooks.
-    hooks = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-        module._backward_pre_hooks, nn.modules.module._has_any_global_hook(),
-    )  # fmt: skip
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    is_hooked = any(vars(module)[f"_{kind}_hooks"] for kind in kinds)
     forward = vars(module).get("forward")
-    return not any(hooks) and (forward is None or getattr(forward, "func", None) is _forward)
+    is_hooked = is_hooked or nn.modules.module._has_any_global_hook()
+    return not is_hooked and (forward is None or getattr(forward, "func", None) is _forward)
 
 
 def epsilon_of(norm: nn.Module) -> Any:
@@ -433,6 +406,6 @@ def _with_our_rotary(forward: Any) -> Callable[..., Any]:
 
     names = {**forward.__globals__, ROTARY: rotate}
     rest = forward.__name__, forward.__defaults__, forward.__closure__
-    ours = types.FunctionType(forward.__code__, names, *rest)
+    ours = type(forward)(forward.__code__, names, *rest)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours

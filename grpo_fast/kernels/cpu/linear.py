@@ -22,42 +22,33 @@ from grpo_fast.kernels.types import (
     POSITIVE16,
     Dominant,
     Exponentials,
-    LogitTransform,
+    HeadInputs,
     RowStats,
     contiguous_rows,
-    transform_arguments,
     vector,
 )
 
 
 def _rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    transform: LogitTransform,
+    p: HeadInputs,
     out: Tensor | None,
-    has_exponentials: bool,
     known: RowStats | None,
+    *,
+    has_exponentials: bool,
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
     """Call the C++ operator `linear_rows` with arguments of the types that it requires."""
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
-    hidden = contiguous_rows(hidden)
-    weight = contiguous_rows(weight)
+    weight = contiguous_rows(p.weight)
     results: tuple[Tensor, ...] = loader.operator("linear", "linear_rows")(
-        hidden, weight, vector(bias), target_ids.contiguous(), out, has_exponentials, lse, logps,
-        *transform_arguments(transform), return_entropy, uses_tiles(weight),
+        contiguous_rows(p.hidden), weight, vector(p.bias), p.target_ids.contiguous(), out,
+        has_exponentials, lse, logps, *p.transform, return_entropy, uses_tiles(weight),
     )  # fmt: skip
     return results
 
 
 def head_logps(
-    hidden: Tensor,  # (T, H) fp32 or bf16
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    target_ids: Tensor,  # (T,)
-    transform: LogitTransform,
+    p: HeadInputs,  # in fp32 or bf16
     *,
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V) fp32
@@ -68,11 +59,7 @@ def head_logps(
     read, and its logp is NaN.
 
     Args:
-        hidden: (T, H) fp32 or bf16.
-        weight: (V, H).
-        bias: (V,) or None.
-        target_ids: (T,).
-        transform: the logit transform.
+        p: the hidden states, the LM head and the targets.
         return_entropy: also compute the entropy.
         logits_out: (T, V) fp32 destination of the raw logits. The results are bitwise identical
             with and without it.
@@ -81,17 +68,13 @@ def head_logps(
         lse, logps and entropy (or None), (T,) fp32 each.
     """
     lse, logps, entropy, *_ = _rows(
-        hidden, weight, bias, target_ids, transform, logits_out, False, None, return_entropy
+        p, logits_out, None, has_exponentials=False, return_entropy=return_entropy
     )
     return lse, logps, entropy if return_entropy else None
 
 
 def head_exponentials(
-    hidden: Tensor,  # (T, H) fp32 or bf16
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    target_ids: Tensor,  # (T,)
-    transform: LogitTransform,
+    p: HeadInputs,  # in fp32 or bf16
     out: Tensor,  # (T, V) fp32 or POSITIVE16, any row stride
     *,
     return_entropy: bool = False,
@@ -102,18 +85,14 @@ def head_exponentials(
     Elements of a 16-bit E that make up more than 1/16 of their row are also returned in fp32.
 
     Args:
-        hidden: (T, H) fp32 or bf16.
-        weight: (V, H).
-        bias: (V,) or None.
-        target_ids: (T,).
-        transform: the logit transform.
+        p: the hidden states, the LM head and the targets.
         out: (T, V) fp32 or POSITIVE16, any row stride.
         return_entropy: also compute the entropy.
         known: statistics of these rows from an earlier call, which are then not computed again.
             `out` is bitwise identical with and without this argument.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
-        hidden, weight, bias, target_ids, transform, out, True, known, return_entropy
+        p, out, known, has_exponentials=True, return_entropy=return_entropy
     )
     stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
     return Exponentials(

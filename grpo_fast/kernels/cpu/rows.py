@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader, loss_codegen
-from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.teachers import Divergence, DivergenceRows
+from grpo_fast.kernels.support import SupportRows
+from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
 from grpo_fast.kernels.types import (
+    HeadTensors,
     LogitTransform,
     RowLoss,
     RowStats,
     contiguous_rows,
     detached,
-    transform_arguments,
     vector,
 )
 from grpo_fast.objective.coefficients import RowTerms
@@ -47,11 +47,7 @@ def row_logps(
     A target id outside [0, V) is never read, and its logp is NaN.
     """
     lse, logps, entropy = loader.operator("rows", "row_logps")(
-        detached(logits),
-        target_ids.contiguous(),
-        *transform_arguments(transform),
-        return_entropy,
-        offsets,
+        detached(logits), target_ids.contiguous(), *transform, return_entropy, offsets
     )
     return lse, logps, entropy if return_entropy else None
 
@@ -74,7 +70,7 @@ def row_grad_(
     entropy = None if grad_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
-        vector(grad_logps), vector(grad_entropy), *transform_arguments(transform), offsets,
+        vector(grad_logps), vector(grad_entropy), *transform, offsets,
     )  # fmt: skip
     return out
 
@@ -116,7 +112,7 @@ def row_loss_(
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),
-        *loss_arguments(config), *transform_arguments(transform), return_entropy,
+        *loss_arguments(config), *transform, return_entropy,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)
 
@@ -125,7 +121,7 @@ def row_divergence_(
     logits: Tensor,  # (C, V) fp32
     teacher: Tensor,  # (C, V) fp32
     weights: Tensor,  # (C,)
-    divergence: Divergence,
+    term: DivergenceTerm,
     transform: LogitTransform,
     teacher_transform: LogitTransform,
     *,
@@ -138,10 +134,10 @@ def row_divergence_(
     `out` must not be the student's logits.
     """
     of_rows = None if known is None else torch.cat(known)
-    kind = list(DIVERGENCES).index(divergence.kind)
+    kind = list(DIVERGENCES).index(term.kind)
     sums = loader.operator("divergence", "row_divergence_")(
-        logits, teacher, out, vector(weights), of_rows, kind, divergence.beta,
-        *transform_arguments(transform), *transform_arguments(teacher_transform)[:3], offsets,
+        logits, teacher, out, vector(weights), of_rows, kind, term.beta,
+        *transform, *teacher_transform, offsets,
     )  # fmt: skip
     return DivergenceRows(*sums.view(4, -1))
 
@@ -149,42 +145,22 @@ def row_divergence_(
 # ---- LM head restricted to token sets, with the interface of support_reference.py
 
 
-def target_places(
-    ids: Tensor,  # (nnz,) int64 in [0, V)
-    offsets: Tensor,  # (R+1,) int64
-    target_ids: Tensor,  # (R,) int64
-    vocab_size: int,
-) -> tuple[Tensor, Tensor]:
-    """Find the position of each target in its token set, in C++.
-
-    `support_reference.target_places` documents the arguments and results.
-    """
-    operator = loader.operator("support", "support_places")
-    found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
-    return found
-
-
 def head_rows(
-    hidden: Tensor,  # (N, H) fp32, bf16 or fp16
-    index: Tensor | None,  # (R,) int64
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
+    tensors: HeadTensors,  # in fp32, bf16 or fp16
     rows: SupportRows,
     transform: LogitTransform,
     *,
     return_entropy: bool,
-    return_slopes: bool,
-) -> HeadRows:
+) -> tuple[Tensor, RowStats]:  # logits (nnz,), statistics
     """Compute logits and statistics over token sets in C++, like `support_reference.head_rows`.
 
     Each weight row is read from memory once.
     """
-    raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
-        contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
-        rows.places, index, *transform_arguments(transform), return_entropy, return_slopes,
+    raw, lse, logps, entropy = loader.operator("support", "support_rows")(
+        contiguous_rows(tensors.hidden), contiguous_rows(tensors.weight), vector(tensors.bias),
+        rows.ids, rows.offsets, rows.places, rows.hidden_index, *transform, return_entropy,
     )  # fmt: skip
-    stats = lse, logps, entropy if return_entropy else None
-    return HeadRows(raw, stats, slopes if return_slopes else None)
+    return raw, (lse, logps, entropy if return_entropy else None)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
@@ -197,7 +173,6 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
 def head_weight(
     d: Tensor,  # (nnz,) fp32
     hidden: Tensor,  # (N, H)
-    index: Tensor | None,  # (R,) int64
     rows: SupportRows,
     out: Tensor,  # (V, H)
     *,
@@ -205,5 +180,5 @@ def head_weight(
 ) -> None:
     """Compute dW in C++ from d-logits of token sets, like `support_reference.head_weight`."""
     loader.operator("support", "support_weight_")(
-        d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
+        d, contiguous_rows(hidden), rows.ids, rows.offsets, rows.hidden_index, out, add
     )

@@ -25,12 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.gpu.coefficients import device_function
 from grpo_fast.kernels.gpu.launch import launch
-from grpo_fast.kernels.gpu.math import exp_fp32, expm1, final_logits, inverse_temperature, log1p
-from grpo_fast.kernels.teachers import Divergence, DivergenceRows
-from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
+from grpo_fast.kernels.gpu.math import exp_fp32, expm1, final_logits, log1p
+from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
+from grpo_fast.kernels.types import LogitTransform, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Number of columns and of warps per block, which gives each thread two columns. With these values,
@@ -91,7 +90,7 @@ def split_lse(lse):
 
 @triton.jit
 def row_divergence_kernel(
-    logits_ptr, teacher_ptr, out_ptr, temperature_ptr, weights_ptr, known_ptr, sums_ptr,
+    logits_ptr, teacher_ptr, out_ptr, weights_ptr, known_ptr, sums_ptr,
     C, V, stride_logits_t, stride_teacher_t, stride_out_t, logit_scale, softcap, temperature,
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
     DIVERGENCE: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -101,8 +100,8 @@ def row_divergence_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_t
     other_ptr = teacher_ptr + row * stride_teacher_t
-    inv_t = inverse_temperature(temperature_ptr, temperature, row)
-    inv_other = inverse_temperature(None, teacher_temperature, row)
+    inv_t = tl.div_rn(1.0, temperature)
+    inv_other = tl.div_rn(1.0, teacher_temperature)
     top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
     lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
     # `known` has the shape (4, C). Its rows are the values, the centers, the student's lse and the
@@ -183,32 +182,25 @@ def row_divergence_(
     logits: Tensor,  # (C, V) fp32
     teacher: Tensor,  # (C, V) fp32
     weights: Tensor,  # (C,)
-    divergence: Divergence,
+    term: DivergenceTerm,
     transform: LogitTransform,
     teacher_transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V) fp32, which may be `teacher`
     known: DivergenceRows | None = None,
-    offsets: Tensor | None = None,  # (C+1,)
 ) -> DivergenceRows:
     """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 
     `out` must not be the student's logits.
     """
-    if offsets is not None:
-        return divergence_reference.row_divergence_(
-            logits, teacher, weights, divergence, transform, teacher_transform, out=out,
-            offsets=offsets,
-        )  # fmt: skip
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
-    *scalars, temperature_ptr = transform_arguments(transform)
     launch(
-        row_divergence_kernel, count, logits, teacher, out, temperature_ptr, vector(weights),
+        row_divergence_kernel, count, logits, teacher, out, vector(weights),
         None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
-        teacher.stride(0), 0 if out is None else out.stride(0), *scalars,
-        *transform_arguments(teacher_transform)[:3], float(divergence.beta),
-        DIVERGENCE=device_function(DIVERGENCES[divergence.kind]), BLOCK_V=BLOCK_V,
+        teacher.stride(0), 0 if out is None else out.stride(0), *transform,
+        *teacher_transform, float(term.beta),
+        DIVERGENCE=device_function(DIVERGENCES[term.kind]), BLOCK_V=BLOCK_V,
         num_warps=WARPS,
     )  # fmt: skip
     return DivergenceRows(*sums)

@@ -33,9 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.launch import HeadInputs, launch
-from grpo_fast.kernels.gpu.linear import head_inputs, statistics, sweep
-from grpo_fast.kernels.types import Exponentials, LogitTransform, RowStats, vector
+from grpo_fast.kernels.gpu.launch import launch
+from grpo_fast.kernels.gpu.linear import prepared, statistics, sweep
+from grpo_fast.kernels.types import Exponentials, HeadInputs, RowStats, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -80,11 +80,7 @@ def target_logits(p: HeadInputs) -> Tensor:
 
 
 def head_exponentials(
-    hidden: Tensor,  # (T, H) bf16
-    weight: Tensor,  # (V, H) bf16
-    bias: Tensor | None,  # (V,)
-    target_ids: Tensor,  # (T,)
-    transform: LogitTransform,
+    p: HeadInputs,  # in bf16
     out: Tensor,  # (T, V) bf16, contiguous last dimension, any row stride
     *,
     return_entropy: bool = False,
@@ -97,7 +93,7 @@ def head_exponentials(
     `gradients.times` computes. `dominant` is always None, because the GEMM uses the stored bf16
     values without further rounding. With `loss`, the result includes a token-level loss.
     """
-    p = head_inputs(hidden, weight, bias, target_ids, transform)
+    p = prepared(p)
     # 1. Compute the raw logits of the targets. The kernel uses the final logit of the target as s.
     raw_target = target_logits(p)
     # 2. Compute statistics and exponentials in one pass, unless the statistics are known from an

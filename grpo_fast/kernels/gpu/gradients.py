@@ -26,7 +26,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.math import exponential_coefficients
 from grpo_fast.kernels.gpu.target_rows import add_targets_
-from grpo_fast.kernels.types import Exponentials, LogitTransform, transform_arguments, vector
+from grpo_fast.kernels.types import Exponentials, LogitTransform, vector
 
 __all__ = ["add_targets_", "scale_", "scaled_hidden", "times", "write_hidden_"]
 
@@ -40,7 +40,7 @@ SCALE_PROGRAMS = 2048
 
 @triton.jit(do_not_specialize=["n_rows", "n_padded"])
 def times_kernel(
-    grad_logps_ptr, raw_target_ptr, lse_ptr, logps_ptr, temperature_ptr, by_row_ptr, by_target_ptr,
+    grad_logps_ptr, raw_target_ptr, lse_ptr, logps_ptr, by_row_ptr, by_target_ptr,
     n_rows, n_padded, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Compute the coefficients by_row and by_target of BLOCK_T rows."""
@@ -50,9 +50,8 @@ def times_kernel(
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
     by_row, by_target = exponential_coefficients(
-        g, lp, lse, rows, in_rows, raw_target_ptr, temperature_ptr, logit_scale, softcap,
-        temperature,
-    )  # fmt: skip
+        g, lp, lse, rows, in_rows, raw_target_ptr, logit_scale, softcap, temperature
+    )
     # Write coefficients of 0 for padding rows (n_rows <= row < n_padded), whose exponentials are
     # undefined.
     inside = rows < n_padded
@@ -134,10 +133,9 @@ def times(
     """
     lse, logps, _ = filled.stats
     by_row, by_target = (torch.empty(rows, dtype=torch.float32, device=lse.device) for _ in "rt")
-    *scalars, temperature_ptr = transform_arguments(transform)
     launch(
         times_kernel, ceil_div(rows, BLOCK_T), vector(grad_logps), filled.raw_target, lse, logps,
-        temperature_ptr, by_row, by_target, lse.shape[0], rows, *scalars, BLOCK_T=BLOCK_T,
+        by_row, by_target, lse.shape[0], rows, *transform, BLOCK_T=BLOCK_T,
         num_warps=4,
     )  # fmt: skip
     return by_row, by_target

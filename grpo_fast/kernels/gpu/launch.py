@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.types import LogitTransform, RowStats
+from grpo_fast.kernels.types import RowStats
 
 if TYPE_CHECKING:
     from triton import JITFunction
@@ -115,20 +115,6 @@ def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
     rows, device = of_rows.shape[0], of_rows.device
     lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     return lse, logps, torch.empty_like(lse) if return_entropy else None
-
-
-class HeadInputs(NamedTuple):
-    """Inputs of an LM head kernel, prepared by `linear.head_inputs`.
-
-    The rows of `hidden` are aligned to 16 bytes.
-    """
-
-    hidden: Tensor  # (T, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-    target_ids: Tensor  # (T,)
-    transform: LogitTransform
-    descriptors: dict[tuple[int, int, int], Any]  # made by `linear.tiles`, for several launches
 
 
 def is_aligned(matrix: Tensor) -> bool:

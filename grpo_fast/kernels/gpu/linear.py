@@ -30,7 +30,6 @@ from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.launch import (
     SLICE_COLUMNS,
-    HeadInputs,
     architecture,
     ceil_div,
     is_aligned,
@@ -45,14 +44,7 @@ from grpo_fast.kernels.gpu.math import (
     exponential_coefficients,
     finish,
 )
-from grpo_fast.kernels.types import (
-    ROW_MULTIPLE,
-    LogitTransform,
-    RowStats,
-    padded,
-    transform_arguments,
-    vector,
-)
+from grpo_fast.kernels.types import ROW_MULTIPLE, HeadInputs, RowStats, padded, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -112,8 +104,8 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
 # These tiles have twice as many columns, which reduces the L2 traffic from 1/64 to 1/85 byte per
 # flop. On Hopper, the L2 traffic limits the speed of a 128 x 128 tile.
 #
-# - plain: no soft cap, bias, entropy or temperature per row. With any of these, this tile would
-#   spill registers in a flattened loop. benchmarks/LOG.md has the times on an H100.
+# - plain: no soft cap, bias or entropy. With any of these, this tile would spill registers in a
+#   flattened loop. benchmarks/LOG.md has the times on an H100.
 # - light: no soft cap, and no bias together with an entropy; or no exponentials are stored.
 _LARGE = {
     "plain": LinearConfig(128, 256, 64, 8, 3, 32, use_tma=True, flatten=True),
@@ -163,7 +155,7 @@ def load_tile(
 
 @triton.jit(do_not_specialize=["n_rows", "group_blocks"])
 def slice_kernel(
-    hidden, weight, bias_ptr, target_ptr, temperature_ptr, out, raw_target_ptr, lse_ptr,
+    hidden, weight, bias_ptr, target_ptr, out, raw_target_ptr, lse_ptr,
     partial_ptr, n_rows, V, H, stride_hidden_t, stride_weight_v, stride_weight_h, stride_out_t,
     slice_columns, group_blocks, logit_scale, softcap, temperature, STORE: tl.constexpr,
     ONLY_HIGH_NLL: tl.constexpr, ENTROPY: tl.constexpr, USE_TMA: tl.constexpr,
@@ -187,13 +179,7 @@ def slice_kernel(
     # Replace invalid ids with -1, which matches no column. Convert the ids to int32, which needs
     # half as many registers as int64.
     target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
-        inv_temperature = tl.div_rn(1.0, temperature)
-        row_inv_temperature = inv_temperature[:, None]
-    else:
-        inv_temperature = tl.div_rn(1.0, temperature)
-        row_inv_temperature = inv_temperature
+    inv_temperature = tl.div_rn(1.0, temperature)
 
     # 2. Initialise the running sums. If exponentials are stored, choose `normaliser`, the number s
     # that is subtracted from the logits of each row (see exponentials.py).
@@ -236,7 +222,7 @@ def slice_kernel(
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
         row_max, exp_sum, exp_z_sum, z_target = fold_tile(
             raw, start, (row_max, exp_sum, exp_z_sum, z_target),
-            (target, normaliser, row_inv_temperature), (row_start, n_rows, V, stride_out_t),
+            (target, normaliser, inv_temperature), (row_start, n_rows, V, stride_out_t),
             out, bias_ptr, logit_scale, softcap,
             STORE, ENTROPY, STORE_TMA, BRANCH, BLOCK_T, BLOCK_V, PARTS,
         )  # fmt: skip
@@ -257,7 +243,7 @@ def slice_kernel(
 @triton.jit(do_not_specialize=["n_rows", "slices"])
 def join_kernel(
     partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices, raw_target_ptr,
-    temperature_ptr, logit_scale, softcap, temperature, advantages_ptr, policy_weights_ptr,
+    logit_scale, softcap, temperature, advantages_ptr, policy_weights_ptr,
     kl_weights_ptr, old_logps_ptr, ref_logps_ptr, losses_ptr, grad_logps_ptr, by_row_ptr,
     by_target_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr,
     N_PARAMS: tl.constexpr, KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -319,8 +305,8 @@ def join_kernel(
         tl.store(losses_ptr + rows, loss, mask=in_rows)
         tl.store(grad_logps_ptr + rows, g, mask=in_rows)
         by_row, by_target = exponential_coefficients(
-            tl.where(in_rows, g, 0.0), lp, lse, rows, in_rows, raw_target_ptr, temperature_ptr,
-            logit_scale, softcap, temperature,
+            tl.where(in_rows, g, 0.0), lp, lse, rows, in_rows, raw_target_ptr, logit_scale, softcap,
+            temperature,
         )  # fmt: skip
         tl.store(by_row_ptr + rows, by_row)
         tl.store(by_target_ptr + rows, by_target)
@@ -337,23 +323,18 @@ def tiles(p: HeadInputs, matrix: Tensor, rows: int, columns: int) -> TensorDescr
     key = id(matrix), rows, columns
     if key not in p.descriptors:
         p.descriptors[key] = TensorDescriptor.from_tensor(matrix, [rows, columns])
-    return p.descriptors[key]
+    found: TensorDescriptor = p.descriptors[key]
+    return found
 
 
-def head_inputs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    transform: LogitTransform,
-) -> HeadInputs:
-    """Prepare the inputs of an LM head kernel, and copy `hidden` if it is unaligned.
+def prepared(p: HeadInputs) -> HeadInputs:
+    """Prepare the inputs of an LM head kernel, and copy `hidden` if its rows are unaligned.
 
     The tile size determines the order of sums. It depends on the layout of W. It must not depend on
     the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
-    hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
-    return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform, {})
+    hidden = p.hidden if is_aligned(p.hidden) else aligned_copy(p.hidden)
+    return p._replace(hidden=hidden, target_ids=p.target_ids.contiguous(), descriptors={})
 
 
 def slice_count(p: HeadInputs) -> int:
@@ -375,7 +356,7 @@ def sweep(
     The number s of a row is defined in exponentials.py.
 
     Args:
-        p: the result of `head_inputs`.
+        p: the result of `prepared`.
         partial: (3, S, T), or (4, S, T) with the entropy. Receives the sums of all S slices. None:
             the sums are not stored.
         out: (T, V). Receives raw logits, or exponentials if `raw_target` is given.
@@ -387,10 +368,9 @@ def sweep(
     # sums.
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
-    *scalars, temperature_ptr = transform_arguments(p.transform)
     has_bias = p.bias is not None
     has_softcap = p.transform.softcap is not None
-    is_plain = not (has_softcap or has_bias or has_entropy or temperature_ptr is not None)
+    is_plain = not (has_softcap or has_bias or has_entropy)
     is_light = raw_target is None or not (has_softcap or (has_bias and has_entropy))
     config = linear_config(
         p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
@@ -399,8 +379,8 @@ def sweep(
     # 2. Decide how results are stored, and whether the epilogue has a short code path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
     # The short code path of the epilogue needs additional registers. Use it only with 16-bit
-    # operands, and without a soft cap, bias, entropy or temperature per row. Also do not use it if
-    # no partial sums are stored, because registers would then spill on sm_100 with Triton 3.6.
+    # operands, and without a soft cap, bias or entropy. Also do not use it if no partial sums are
+    # stored, because registers would then spill on sm_100 with Triton 3.6.
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
     # 3. Compute the number of row blocks whose hidden states fit into GROUP_BYTES of L2. A group of
     # this size processes all slices of W before the next group starts.
@@ -416,10 +396,10 @@ def sweep(
         destination = tiles(p, out, config.block_t, config.piece)
     launch(
         slice_kernel, ceil_div(rows, config.block_t) * slice_count(p),
-        hidden, weight, p.bias, p.target_ids, temperature_ptr, destination,
+        hidden, weight, p.bias, p.target_ids, destination,
         raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
-        group_blocks, *scalars,
+        group_blocks, *p.transform,
         STORE="" if out is None else "logits" if raw_target is None else "exponentials",
         ONLY_HIGH_NLL=only_high_nll, ENTROPY=has_entropy, USE_TMA=config.use_tma,
         STORE_TMA=store_tma, BRANCH=has_room, FLATTEN=config.flatten, BLOCK_T=config.block_t,
@@ -451,9 +431,8 @@ def statistics(
         sizes = (rows, rows, padded(rows), padded(rows))
         found = tuple(torch.empty(x, dtype=torch.float32, device=p.hidden.device) for x in sizes)
         numbers, constants = loss_arguments(config)
-        *scalars, temperature_ptr = transform_arguments(p.transform)
         inputs = (vector(x) for x in terms[:5])
-        more = raw_target, temperature_ptr, *scalars, *inputs, *found, *numbers
+        more = raw_target, *p.transform, *inputs, *found, *numbers
     if rows:
         slices = slice_count(p)
         sums = (4 if return_entropy else 3, slices, rows)
@@ -469,25 +448,19 @@ def statistics(
 
 
 def head_logps(
-    hidden: Tensor,  # (T, H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    target_ids: Tensor,  # (T,)
-    transform: LogitTransform,
+    p: HeadInputs,
     *,
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
 ) -> RowStats:
     """Compute lse, logps and entropies from hidden states in Triton, like `cpu/linear.head_logps`.
 
-    Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
-    any strides. The last dimension of `logits_out` must be contiguous. If a target id is outside
-    [0, V), its logit counts as 0. But if all target ids of a block of rows are outside [0, V) and
-    no logits are stored, the results of these rows are undefined. `hidden` must have the dtype of
-    the weight.
+    Logits stay in registers unless `logits_out` is given. The last dimension of `logits_out` must
+    be contiguous. If a target id is outside [0, V), its logit counts as 0. But if all target ids of
+    a block of rows are outside [0, V) and no logits are stored, the results of these rows are
+    undefined.
     """
-    p = head_inputs(hidden, weight, bias, target_ids, transform)
-    return statistics(p, return_entropy=return_entropy, out=logits_out)[0]
+    return statistics(prepared(p), return_entropy=return_entropy, out=logits_out)[0]
 
 
 def aligned_copy(matrix: Tensor) -> Tensor:

@@ -125,15 +125,13 @@ def exceeds_max_nll(lse, z_target):
 
 @triton.jit
 def exponential_coefficients(
-    g, lp, lse, rows, in_rows, raw_target_ptr, temperature_ptr, logit_scale, softcap, temperature
+    g, lp, lse, rows, in_rows, raw_target_ptr, logit_scale, softcap, temperature
 ):
     """Return the coefficients by_row and by_target of the stored exponentials of a block of rows.
 
     by_row is g·unit, and by_target is g·target_unit, where g is dL/dlogp (see exponentials.py).
     Both are 0 if g is 0.
     """
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
     # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
     # same 1/temperature, bit for bit.
     inv_temperature = tl.div_rn(1.0, temperature)
@@ -143,11 +141,3 @@ def exponential_coefficients(
     unit = -exp_fp32(normaliser - lse) * (logit_scale * inv_temperature)
     target_unit = -expm1(lp) * slope
     return tl.where(g == 0.0, 0.0, g * unit), tl.where(g == 0.0, 0.0, g * target_unit)
-
-
-@triton.jit
-def inverse_temperature(temperature_ptr, temperature, row):
-    """Return 1/temperature of a row, from the tensor of temperatures if there is one."""
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + row)
-    return tl.div_rn(1.0, temperature)

@@ -34,15 +34,8 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.launch import launch, multiprocessors, outputs
-from grpo_fast.kernels.gpu.math import (
-    FLOOR,
-    exp_fp32,
-    expm1,
-    final_logits,
-    finish,
-    inverse_temperature,
-)
-from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, transform_arguments, vector
+from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, final_logits, finish
+from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -164,7 +157,7 @@ def write_gradient(
 
 @triton.jit
 def row_logps_kernel(
-    logits_ptr, target_ptr, offset_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    logits_ptr, target_ptr, offset_ptr, lse_ptr, logps_ptr, entropy_ptr,
     V, stride_logits_t, logit_scale, softcap, temperature,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +170,7 @@ def row_logps_kernel(
         V = tl.load(offset_ptr + row + 1) - first
     lse, lp, entropy = statistics(
         logits_ptr + first, tl.load(target_ptr + row), V, logit_scale, softcap,
-        inverse_temperature(temperature_ptr, temperature, row), entropy_ptr is not None, BLOCK_V,
+        tl.div_rn(1.0, temperature), entropy_ptr is not None, BLOCK_V,
     )  # fmt: skip
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)
@@ -187,7 +180,7 @@ def row_logps_kernel(
 
 @triton.jit
 def row_grad_kernel(
-    logits_ptr, out_ptr, target_ptr, offset_ptr, temperature_ptr, lse_ptr, logps_ptr, entropy_ptr,
+    logits_ptr, out_ptr, target_ptr, offset_ptr, lse_ptr, logps_ptr, entropy_ptr,
     grad_logps_ptr, grad_entropy_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap,
     temperature, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -206,14 +199,14 @@ def row_grad_kernel(
     write_gradient(
         logits_ptr + first, out_ptr + first_out, tl.load(target_ptr + row), lse,
         tl.load(logps_ptr + row), entropy, tl.load(grad_logps_ptr + row), g_entropy, V,
-        logit_scale, softcap, inverse_temperature(temperature_ptr, temperature, row),
+        logit_scale, softcap, tl.div_rn(1.0, temperature),
         grad_entropy_ptr is not None, BLOCK_V, "",
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def row_loss_kernel(
-    logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr,
+    logits_ptr, out_ptr, target_ptr, advantages_ptr, policy_weights_ptr,
     kl_weights_ptr, old_logps_ptr, ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr,
     losses_ptr, grad_logps_ptr, n_rows, V, stride_logits_t, stride_out_t, logit_scale, softcap,
     temperature, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr,
@@ -229,7 +222,7 @@ def row_loss_kernel(
         # gradient are 0.
         counts = (target >= 0) & (target < V)
         width = tl.where(counts, V, 0)
-        inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
+        inv_temperature = tl.div_rn(1.0, temperature)
         lse, lp, entropy = statistics(
             row_ptr, target, width, logit_scale, softcap, inv_temperature, ENTROPY, BLOCK_V
         )
@@ -273,11 +266,10 @@ def row_logps(
     target id is outside [0, V), its raw logit counts as 0, and nothing is read.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
-    *scalars, temperature_ptr = transform_arguments(transform)
     block_v, num_warps, *_ = row_config(logits.shape[1]) if offsets is None else RAGGED
     launch(
         row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
-        temperature_ptr, lse, logps, entropy, logits.shape[1], logits.stride(0), *scalars,
+        lse, logps, entropy, logits.shape[1], logits.stride(0), *transform,
         BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return lse, logps, entropy
@@ -300,13 +292,12 @@ def row_grad_(
     """
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
-    *scalars, temperature_ptr = transform_arguments(transform)
     block_v, num_warps, *_ = row_config(logits.shape[1]) if offsets is None else RAGGED
     launch(
         row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
-        temperature_ptr, lse, logps, None if grad_entropy is None else entropy,
+        lse, logps, None if grad_entropy is None else entropy,
         vector(grad_logps), vector(grad_entropy), logits.shape[1], logits.stride(0),
-        out.stride(0), *scalars, BLOCK_V=block_v, num_warps=num_warps,
+        out.stride(0), *transform, BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return out
 
@@ -329,14 +320,13 @@ def row_loss_(
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     *of_rows, grad_entropy = (vector(x) for x in terms)
     numbers, constants = loss_arguments(config)
-    *scalars, temperature_ptr = transform_arguments(transform)
     rows, vocab = logits.shape
     block_v, num_warps, per_sm, store_policy = row_config(vocab)
     programs = min(rows, per_sm * multiprocessors(logits.device)) if per_sm else rows
     launch(
         row_loss_kernel, programs, logits, out, target_ids.contiguous(),
-        temperature_ptr, *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps, rows,
-        vocab, logits.stride(0), out.stride(0), *scalars, *numbers,
+        *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps, rows,
+        vocab, logits.stride(0), out.stride(0), *transform, *numbers,
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v,
         STORE_POLICY=store_policy, num_warps=num_warps, **constants,
     )  # fmt: skip

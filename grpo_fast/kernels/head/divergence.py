@@ -13,20 +13,21 @@ without a policy loss.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.divergence_reference import row_topk_divergence_
+from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.head.shards import ShardedHead
 from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
-from grpo_fast.kernels.head.support import GatheredSets, sets_of_head
+from grpo_fast.kernels.head.support import GatheredSets
 from grpo_fast.kernels.head.terms import RowTerm, Step, saves_time
 from grpo_fast.kernels.route import Route, kernel_module
-from grpo_fast.kernels.teachers import Divergence, DivergenceRows, Teacher, TeacherHead
+from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import HeadTensors, pad_rows
 
 
@@ -34,8 +35,7 @@ class Divergences(RowTerm):
     """The divergences D of all rows from a teacher. After the pass, `values` contains them.
 
     Args:
-        teacher: the teacher of all N rows.
-        divergence: the kind of divergence and its parameter.
+        term: the teacher of all N rows, and the kind of divergence.
         weights: (T,) fp32. A row with weight 0 has a value but no gradient.
         route: the selected kernels.
         has_gradient: whether d-logits are needed.
@@ -44,16 +44,10 @@ class Divergences(RowTerm):
     needs_all_rows = True
 
     def __init__(
-        self,
-        teacher: Teacher,
-        divergence: Divergence,
-        weights: Tensor,
-        route: Route,
-        *,
-        has_gradient: bool,
+        self, term: DivergenceTerm, weights: Tensor, route: Route, *, has_gradient: bool
     ) -> None:
-        self.teacher = teacher
-        self.divergence = divergence
+        self.term = term
+        self.teacher = term.teacher
         self.weights = weights
         self.route = route
         self.has_gradient = has_gradient
@@ -64,11 +58,8 @@ class Divergences(RowTerm):
         self.teacher_sets: GatheredSets | None = None
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Divergences:
-        term = Divergences(
-            self.teacher, self.divergence, select(self.weights), self.route,
-            has_gradient=self.has_gradient,
-        )  # fmt: skip
-        term.values = self.values
+        term = copy.copy(self)
+        term.weights = select(self.weights)
         if len(term.weights) < len(self.weights):
             term.places = select(torch.arange(len(self.weights), device=self.weights.device))
         if isinstance(source, GatheredSets):
@@ -78,7 +69,7 @@ class Divergences(RowTerm):
                 support=source.support._replace(row_index=None),
             )  # fmt: skip
             tensors = HeadTensors(self.teacher.hidden, self.teacher.weight, self.teacher.bias)
-            term.teacher_sets = sets_of_head(tensors, rows, self.route)
+            term.teacher_sets = GatheredSets(tensors, rows, self.route)
         return term
 
     def mask(self, flops: float) -> Tensor | None:
@@ -104,8 +95,10 @@ class Divergences(RowTerm):
         z = source.logits(at, cached=cached)
         y = self.teacher_sets.logits(at, cached=False).to(z.dtype)
         self.teacher_sets.release()
-        found = self.kernels.row_divergence_(
-            z, y, w, self.divergence, at.transform, self.teacher.transform,
+        # The Triton kernel takes rows of equal length only.
+        kernels = divergence_reference if self.route.backend == "triton" else self.kernels
+        found = kernels.row_divergence_(
+            z, y, w, self.term, at.transform, self.teacher.transform,
             out=y if self.has_gradient else None, offsets=source.support.offsets,
         )  # fmt: skip
         return found.values, y[0]
@@ -128,10 +121,10 @@ class Divergences(RowTerm):
         to = out[:count] if self.has_gradient else None
         if not isinstance(teacher, TeacherHead):
             # A top-k teacher has no logits that a kernel could read, so all backends use torch.
-            of_rows = z, teacher, w, self.divergence, at.transform
-            return row_topk_divergence_(*of_rows, out=to), out
+            of_rows = z, teacher, w, self.term, at.transform
+            return divergence_reference.row_topk_divergence_(*of_rows, out=to), out
         _teacher_logits(teacher, out)
-        given = z, out[:count], w, self.divergence, at.transform, teacher.transform
+        given = z, out[:count], w, self.term, at.transform, teacher.transform
         joined = None
         if isinstance(source, ShardedHead):
             joined = self._join_ranks(source, *given)

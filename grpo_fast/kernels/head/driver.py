@@ -24,7 +24,7 @@ from grpo_fast.kernels.head.given import GivenLogits, GivenSets, LogitSums
 from grpo_fast.kernels.head.shards import ShardedHead, VocabularyShard
 from grpo_fast.kernels.head.sources import DenseHead, ExponentialHead, RowSource
 from grpo_fast.kernels.head.sums import HeadSums, should_gather
-from grpo_fast.kernels.head.support import sets_of_head
+from grpo_fast.kernels.head.support import GatheredSets
 from grpo_fast.kernels.head.terms import Known, RowTerm, TokenLevel, sum_of
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowLoss, RowStats, Wanted
@@ -49,7 +49,6 @@ class Driver:
         self.new_sums = new_sums
         self.num_rows = sum(source.num_rows for source, _ in sources)
         self.has_entropy_gradient = all(source.has_entropy_gradient for source, _ in sources)
-        self.filtered: Tensor | None = None  # (2,) shares of `HeadSums.filtered_shares`
 
     def logps(self, *, return_entropy: bool, stores: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of all active rows, (T,) fp32.
@@ -99,7 +98,6 @@ class Driver:
         sums = self.new_sums(wanted)
         for source, index in self.sources:
             self._accumulate(source, term, index, sums, wanted)
-        self.filtered = sums.filtered_shares()
         return sums.finish()
 
     def token_level(
@@ -233,7 +231,6 @@ def linear_driver(
     needs_d_weight: bool = False,
     tolerance: float | None = None,
     buffers: int = 1,
-    adds_terms: bool = False,
 ) -> Driver:
     """Create the driver of an LM head.
 
@@ -248,7 +245,6 @@ def linear_driver(
         needs_d_weight: whether dW will be computed.
         tolerance: fraction of Σ|d-logits| that the gradient GEMMs may skip (sums.py).
         buffers: number of buffers for the logits of a chunk. The second holds a teacher's logits.
-        adds_terms: whether the term will be a sum.
     """
     support = rows.support
     is_mixed = support is not None and support.dense_index is not None
@@ -257,10 +253,11 @@ def linear_driver(
     if support is None or is_mixed:
         index = None if support is None else support.dense_index
         own = rows if index is None else rows.select(index)
+        # Skipping columns of small gradients needs an fp32 dW.
+        spares = needs_d_weight and shard is None and tolerance is None
         options: dict[str, Any] = dict(
-            needs_d_weight=needs_d_weight and shard is None, in_parts=is_mixed or keep_fp32,
-            filters=tolerance is not None, buffers=buffers,
-        )  # fmt: skip
+            in_parts=is_mixed or keep_fp32, spares=spares, buffers=buffers
+        )
         if shard is not None:
             dense = ShardedHead(tensors, own, route, shard, **options)
         elif route.exponentials is not None and not entropy_gradient:
@@ -269,9 +266,7 @@ def linear_driver(
             dense = DenseHead(tensors, own, route, **options)
         sources.append((dense, index))
     if support is not None:
-        sets = sets_of_head(tensors, rows, route)
-        sets.needs_d_logits = adds_terms or entropy_gradient
-        sources.append((sets, support.row_index))
+        sources.append((GatheredSets(tensors, rows, route), support.row_index))
 
     def new_sums(wanted: Wanted) -> HeadSums:
         return HeadSums(

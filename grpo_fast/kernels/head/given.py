@@ -15,7 +15,7 @@ from grpo_fast.kernels.head.sources import Chunk, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.head.support import TokenSets
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, Wanted
+from grpo_fast.kernels.types import ActiveRows, RowStats, Wanted
 
 # Size in bytes of a block of given logits on the CPU. A block of this size stays in the CPU cache,
 # so that the kernel can read it quickly a second time.
@@ -48,9 +48,6 @@ class LogitSums:
             self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
         return self.out
 
-    def filtered_shares(self) -> None:
-        """Return None, because no column of given logits is skipped."""
-
     def finish(self) -> tuple[Tensor, ...]:
         """Return (d-logits,)."""
         return (self.buffer() if self.is_wanted else self.logits.new_empty(0),)
@@ -76,10 +73,6 @@ class GivenLogits(RowSource):
         self.sums = sums
         # Rows without a target have an id that is in no vocabulary.
         self.targets = rows.to_rows(rows.target_ids, fill=-1)
-        self.transform = rows.transform
-        if isinstance(self.transform.temperature, Tensor):
-            temperature = rows.to_rows(self.transform.temperature, fill=1)
-            self.transform = self.transform._replace(temperature=temperature)
 
     def chunks(self, *, stores: bool) -> list[slice]:
         """Return blocks of rows that stay in the cache of a CPU."""
@@ -98,7 +91,7 @@ class GivenLogits(RowSource):
         return tuple(map(self.rows.active, super().collect(parts)))
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
-        return Chunk(index, self.targets[index], self.transform.rows(index))
+        return Chunk(index, self.targets[index], self.rows.transform)
 
     def logits(self, at: Chunk, *, cached: bool) -> Tensor:
         return self.given[at.rows]
@@ -119,8 +112,13 @@ class GivenSets(TokenSets):
         index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
         self.at = index[self.support.rows], self.support.ids
 
-    def raw(self) -> Tensor:
-        return self.given[self.at].to(torch.promote_types(self.given.dtype, torch.float32))
+    def head_rows(self, at: Chunk, *, return_entropy: bool) -> tuple[Tensor, RowStats]:
+        raw = self.given[self.at].to(torch.promote_types(self.given.dtype, torch.float32))
+        stats = self.kernels.row_logps(
+            raw[None], at.target_ids, at.transform, return_entropy=return_entropy,
+            offsets=self.offsets,
+        )  # fmt: skip
+        return raw, stats
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the d-logits of the rows to the gradient."""

@@ -38,6 +38,7 @@ from grpo_fast.kernels.types import (
     ActiveRows,
     Coefficients,
     Exponentials,
+    HeadInputs,
     HeadTensors,
     LogitTransform,
     RowLoss,
@@ -192,9 +193,8 @@ class DenseHead(RowSource):
         tensors: hidden, weight and bias.
         rows: targets, logit transform, and the rows of `hidden` that predict the targets.
         route: the selected kernels.
-        needs_d_weight: whether dW will be computed.
         in_parts: whether dW is a sum in fp32, so that a single chunk must not round it.
-        filters: whether the sums skip columns of small gradients, which needs an fp32 dW.
+        spares: whether a single chunk may use the memory that several chunks need for an fp32 dW.
         buffers: number of fp32 buffers in the workspace. The second holds a teacher's logits.
     """
 
@@ -206,9 +206,8 @@ class DenseHead(RowSource):
         rows: ActiveRows,
         route: Route,
         *,
-        needs_d_weight: bool = False,
         in_parts: bool = False,
-        filters: bool = False,
+        spares: bool = False,
         buffers: int = 1,
     ) -> None:
         super().__init__(rows, route)
@@ -224,7 +223,7 @@ class DenseHead(RowSource):
         self.in_one_pass = route.kernels.head_logps is None
         self.dtype = self._stored_dtype(route)
         d_weight_16_bit = self.on_gpu and not in_parts and self._allows_16_bit_d_weight()
-        self.chunk_rows = self._chunk_rows(needs_d_weight and d_weight_16_bit and not filters)
+        self.chunk_rows = self._chunk_rows(spares and d_weight_16_bit)
         self.max_rows = padded(min(self.chunk_rows, self.num_rows))
         # Whether dW may be rounded if all rows are in one chunk.
         may_round = d_weight_16_bit or not self.on_gpu
@@ -291,7 +290,7 @@ class DenseHead(RowSource):
         at = self._hidden_rows(index)
         h = self.hidden[at] if isinstance(at, slice) else self.hidden.index_select(0, at)
         h = pad_rows(h).contiguous() if stores or self.kernels.head_logps is None else h
-        return Chunk(index, self.rows.target_ids[index], self.rows.transform.rows(index), h)
+        return Chunk(index, self.rows.target_ids[index], self.rows.transform, h)
 
     def _hidden_rows(self, index: slice | Tensor) -> slice | Tensor:
         """Return the rows of `hidden` that predict the targets at these positions."""
@@ -349,12 +348,14 @@ class DenseHead(RowSource):
         head_logps = self.kernels.head_logps
         if head_logps is None:
             return super().logps(at, return_entropy=return_entropy, stores=stores, cached=cached)
-        count = at.target_ids.shape[0]
-        out = self.workspace(at.hidden.shape[0])[:count] if stores else None
-        return head_logps(
-            at.hidden[:count], self.weight, self.bias, at.target_ids, at.transform,
-            return_entropy=return_entropy, logits_out=out,
-        )  # fmt: skip
+        p = self._inputs(at)
+        out = self.workspace(at.hidden.shape[0])[: len(p.hidden)] if stores else None
+        return head_logps(p, return_entropy=return_entropy, logits_out=out)
+
+    def _inputs(self, at: Chunk) -> HeadInputs:
+        """Return the inputs of the kernels that start from hidden states, without padding rows."""
+        h = at.hidden[: at.target_ids.shape[0]]
+        return HeadInputs(h, self.weight, self.bias, at.target_ids, at.transform)
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the gradients of a chunk to dH, dW and db."""
@@ -398,11 +399,9 @@ class ExponentialHead(DenseHead):
     def _fill(self, at: Chunk, **options: Any) -> Exponentials:
         """Write the exponentials of a chunk to the workspace."""
         assert self.kernels.head_exponentials is not None
-        count = at.target_ids.shape[0]
-        out = self.workspace(at.hidden.shape[0])[:count]
-        self._filled = self.kernels.head_exponentials(
-            at.hidden[:count], self.weight, self.bias, at.target_ids, at.transform, out, **options
-        )
+        p = self._inputs(at)
+        out = self.workspace(at.hidden.shape[0])[: len(p.hidden)]
+        self._filled = self.kernels.head_exponentials(p, out, **options)
         return self._filled
 
     def logps(

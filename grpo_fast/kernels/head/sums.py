@@ -46,9 +46,7 @@ from grpo_fast.kernels.types import (
     add_rows_,
     pad_rows,
     padded,
-    scaled_rows,
 )
-from grpo_fast.kernels.workspace import zeros
 
 # If the share of active rows in a chunk is less than this value, the active rows are moved to the
 # front, and the GEMMs read only these rows. With a larger share, the move costs more time than it
@@ -126,9 +124,6 @@ class HeadSums:
         self.d_bias: Tensor | None = None
         # 0-d tensor: NaN if a skipped row has a NaN coefficient, otherwise 0.
         self.skipped_nan: Tensor | None = None
-        # Per chunk: the skipped mass, the mass of all columns (0-d fp64 each), the number of
-        # elements in the kept columns, and the number of all elements.
-        self.filtered: list[tuple[Tensor, Tensor, int, int]] = []
 
     def propagate_nan(self, grad_logps: Tensor) -> None:
         """Record NaN coefficients of skipped rows, so that `finish` can add them to the gradients.
@@ -248,55 +243,28 @@ class HeadSums:
             self.kernels.add_targets_(total, ids, order, by.by_target, h, d, scaled)
             self.d_weight = total
 
-    def add_sets(
-        self,
-        d: Tensor,  # (nnz,)
-        slopes: Tensor | None,  # (R, H)
-        g: Tensor | None,  # (R,)
-        support: SupportRows,
-        rows: Tensor | None,  # (R,) int64
-        head_weight: Callable[..., None],
-    ) -> None:
+    def add_sets(self, d: Tensor, support: SupportRows, kernels: Any) -> None:
         """Add the gradients of the rows that have a token set.
 
         Args:
             d: (nnz,) d-logits of all sets.
-            slopes: (R, H), where dH of a row is g·slopes. Not used if dH is not needed.
-            g: (R,) coefficients.
             support: the token sets.
-            rows: (R,) rows of `hidden`; None: all rows in order.
-            head_weight: the backend's kernel that computes dW from d-logits of token sets.
+            kernels: the backend's module of kernels for token sets.
         """
         if self.wanted.hidden:
-            assert slopes is not None and g is not None
-            if self.d_hidden is not None or self.repeats:
-                # Add the rows instead of copying them, because several targets may share a row of
-                # `hidden`.
-                dh = scaled_rows(slopes, g)
-                if self.d_hidden is None:
-                    self.d_hidden = slopes.new_zeros(self.hidden.shape)
-                if rows is None:
-                    self.d_hidden += dh
-                else:
-                    add_rows_(self.d_hidden, rows, dh)
-            else:
-                if self.kernels is None:
-                    dh = scaled_rows(slopes, g).to(self.hidden_dtype)
-                else:
-                    dh = self.kernels.scaled_hidden(slopes, g, self.hidden_dtype)
-                self._add_hidden(dh, slice(0, len(dh)) if rows is None else rows)
+            dh = kernels.head_hidden(d, self.weight, support)
+            rows = support.hidden_index
+            self._add_hidden(dh, slice(0, len(dh)) if rows is None else rows)
         if self.wanted.weight:
             is_first = self.d_weight is None
             if self.d_weight is None:
-                # On a CPU, use fresh memory pages, which already contain zeros. The kernel then
-                # adds, and writes only the rows of tokens that are in a set.
+                # On a CPU, the kernel adds to zeros, and writes only the rows of tokens that are in
+                # a set.
                 dtype = self.dtype if self.in_parts else self.weight.dtype
-                new = self.weight.new_empty
-                shape = self.weight.shape
-                is_cpu = self.weight.is_cpu
-                self.d_weight = zeros(shape, dtype) if is_cpu else new(shape, dtype=dtype)
+                new = self.weight.new_zeros if self.weight.is_cpu else self.weight.new_empty
+                self.d_weight = new(self.weight.shape, dtype=dtype)
             adds = self.weight.is_cpu or not is_first
-            head_weight(d, self.hidden, rows, support, self.d_weight, add=adds)
+            kernels.head_weight(d, self.hidden, support, self.d_weight, add=adds)
         if self.wanted.bias:
             if self.d_bias is None:
                 self.d_bias = d.new_zeros(len(self.weight))
@@ -362,39 +330,12 @@ class HeadSums:
         """
         if self.tolerance is None:
             return d, self.weight, None
-        vocab = self.weight.shape[0]
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
-        columns, dropped, total = heavy_columns(masses, self.tolerance)
-        if by is not None:
-            # Add the absolute target terms to the total, because the matrix contains 0 in the
-            # targets' columns.
-            total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
-        kept = columns.shape[0]
+        columns = heavy_columns(masses, self.tolerance)
         # Keep all columns if the filter would skip too few of them to save time.
-        if kept >= WORTH_BELOW * vocab:
-            kept = vocab
-            dropped = torch.zeros_like(total)
-        self.filtered.append((dropped, total, count * kept, count * vocab))
-        if kept == vocab:
+        if len(columns) >= WORTH_BELOW * len(self.weight):
             return d, self.weight, None
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
-
-    def filtered_shares(self) -> Tensor | None:
-        """Return two shares over all chunks, (2,) fp32, or None without a tolerance.
-
-        The first is the share of Σ|d-logits| that was skipped. The second is the share of the
-        columns that were kept.
-        """
-        if self.tolerance is None:
-            return None
-        dropped, total = torch.zeros(2, dtype=torch.float64, device=self.hidden.device)
-        for skipped, mass, _, _ in self.filtered:
-            dropped = dropped + skipped
-            total = total + mass
-        elements = sum(x[3] for x in self.filtered)
-        stayed = sum(x[2] for x in self.filtered) / elements if elements else 1.0
-        share = dropped / total.clamp(min=torch.finfo(torch.float64).tiny)
-        return torch.stack([share, torch.full_like(share, stayed)]).float()
 
     def finish(self) -> tuple[Tensor, ...]:
         """Return contiguous (dH, dW, db). A gradient that was not requested is empty."""

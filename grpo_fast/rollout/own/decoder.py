@@ -26,7 +26,7 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import agree
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.layers import SETTINGS, epsilon_of, is_untouched
+from grpo_fast.kernels.cpu.layers import epsilon_of, is_untouched
 from grpo_fast.rollout.own.cache import RolloutCache
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ REQUIRED = {
 }  # fmt: skip
 BIASES = [f"{name}.bias" for name in LINEAR]
 OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *BIASES}
+# Attributes of these types are the settings of a module. They may change its formula.
+SETTINGS = frozenset((bool, int, float, str, type(None)))
 
 _verdicts: dict[Hashable, bool] = {}  # configuration of a trunk -> whether the decoder agrees
 

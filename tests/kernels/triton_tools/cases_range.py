@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.kernels.gpu import exponentials, gradients, linear, support
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import HeadInputs, HeadTensors, LogitTransform
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
 
@@ -36,7 +36,7 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     exact = (hidden.double() * wide).sum(1)
     tensors = hidden, weight, ids, ones, factors
     with only_memory_of(*tensors):
-        p = linear.head_inputs(hidden, weight, None, ids, LogitTransform())
+        p = linear.prepared(HeadInputs(hidden, weight, None, ids, LogitTransform()))
         raw = exponentials.target_logits(p)
     assert (raw - exact).abs().max() <= 1e-4
     out, zeros = torch.empty(hidden.shape), torch.zeros(hidden.shape)
@@ -46,11 +46,9 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     # Use rows of W as `hidden`, so that the offsets of its columns also exceed 2^31.
     rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
     with only_memory_of(*tensors, *(x for x in rows if x is not None)):
-        found = support.head_rows(
-            weight[5:8:2], None, weight, None, rows, LogitTransform(), return_entropy=False,
-            return_slopes=False,
-        )  # fmt: skip
+        tensors = HeadTensors(weight[5:8:2], weight, None)
+        raw, _ = support.head_rows(tensors, rows, LogitTransform(), return_entropy=False)
         back = support.head_hidden(factors, weight, rows)
     own = (wide[[0, 0, 1]] * wide).sum(1)
-    assert (found.raw - own).abs().max() <= 1e-5 * own.abs().max()
+    assert (raw - own).abs().max() <= 1e-5 * own.abs().max()
     assert (back - torch.stack([0.5 * wide[0] + 2 * wide[1], wide[2]])).abs().max() <= 1e-5

@@ -13,7 +13,7 @@ import torch
 from grpo_fast import linear_logps
 from grpo_fast.kernels.gpu import exponentials, linear
 from grpo_fast.kernels.gpu.linear import LinearConfig
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import HeadInputs, LogitTransform
 from grpo_fast.loss import call
 from tests.kernels.formulas import final, statistics
 from tests.kernels.test_head import HEAD_KERNELS, check_gradient, problem, raw_of, weigh
@@ -32,7 +32,7 @@ def blocks(monkeypatch):
 
 def check_logps(given, bar: float = 0.0, **options) -> tuple:
     with only_memory_of(*given[:4], *options.values()):
-        found = linear.head_logps(*given, return_entropy=True, **options)
+        found = linear.head_logps(HeadInputs(*given), return_entropy=True, **options)
     exact = statistics(final(raw_of(*given[:3]), *given[4])[0], given[3])
     for got, want in zip(found, exact, strict=True):
         assert ((got - want).abs() <= 1e-5 + bar * want.abs()).all()
@@ -65,7 +65,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
         check_gradient(weights, units, *given)
         assert torch.equal(weights, expected[2]) and torch.equal(units, expected[1])
         unaligned = torch.full((70, 203), torch.nan, dtype=dtype)[:, 1:201]
-        exponentials.head_exponentials(*given, unaligned)
+        exponentials.head_exponentials(HeadInputs(*given), unaligned)
         assert torch.equal(unaligned, weights) and torch.equal(stats[1], expected[0][1])
 
 
@@ -81,8 +81,10 @@ def test_tiles_with_and_without_a_target(blocks, first):
     ids = torch.full((9,), first)
     ids[5:8] = torch.tensor([-100, 10**12, 150])
     given = hidden, weight, None, ids, LogitTransform()
-    light = linear.head_logps(*given, return_entropy=False)
-    heavy = linear.head_logps(*given, return_entropy=True)  # the entropy needs the long path
+    light = linear.head_logps(HeadInputs(*given), return_entropy=False)
+    heavy = linear.head_logps(
+        HeadInputs(*given), return_entropy=True
+    )  # the entropy needs the long path
     assert all(map(torch.equal, light[:2], heavy))
     inside = (ids >= 0) & (ids < 150)
     found = check_logps((hidden[inside], weight, None, ids[inside], LogitTransform()))
@@ -158,12 +160,11 @@ def test_blocks_without_a_target(monkeypatch, blocks, sorts, computed):
     """
     blocks(32, 32, 16, 4, 2, 32)
     hidden, weight, _, ids = problem(160, 16, 150, torch.float32)
-    temperature = torch.rand(160) + 0.5
     for rows in (slice(1, 63), slice(64, 96), slice(130, 160)):
-        ids[rows], hidden[rows], temperature[rows] = -100, torch.nan, 0.0
+        ids[rows], hidden[rows] = -100, torch.nan
 
     def run():
-        options = {"temperature": temperature, "return_entropy": True, "backend": "triton"}
+        options = {"temperature": 0.8, "return_entropy": True, "backend": "triton"}
         return linear_logps(hidden, weight, ids, **options)
 
     expected, swept, original = run(), [], linear.sweep
@@ -186,4 +187,4 @@ def test_blocks_without_a_target(monkeypatch, blocks, sorts, computed):
 def test_the_memory_check_sees_a_planted_error():
     hidden, weight, bias, ids = problem(67, 19, 301)
     with pytest.raises(Exception, match="out of bounds"), only_memory_of(hidden, weight[:-1], bias):
-        linear.head_logps(hidden, weight, bias, ids, TRANSFORM, return_entropy=True)
+        linear.head_logps(HeadInputs(hidden, weight, bias, ids, TRANSFORM), return_entropy=True)

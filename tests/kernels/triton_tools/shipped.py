@@ -18,8 +18,8 @@ from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.teachers import Divergence
-from grpo_fast.kernels.types import Exponentials, LogitTransform
+from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
+from grpo_fast.kernels.types import Exponentials, HeadInputs, HeadTensors, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -29,21 +29,22 @@ from grpo_fast.objective.losses import OBJECTIVES
 ROWS = 64
 
 
-def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
+def problem(
+    dtype: torch.dtype, vocab: int, hidden_size: int, options: str
+) -> tuple[HeadInputs, bool]:
     """Return the arguments of a head function, and whether `options` requests the entropy.
 
-    `options` may contain "b" (a bias, and a temperature per row), "t" (a temperature per row), "c"
-    (a soft cap) and "e" (the entropy).
+    `options` may contain "b" (a bias), "c" (a soft cap) and "e" (the entropy).
     """
     hidden, weight = (
         torch.empty(ROWS, hidden_size, dtype=dtype),
         torch.empty(vocab, hidden_size, dtype=dtype),
     )
     has_bias = "b" in options
-    by_row = torch.ones(ROWS) if has_bias or "t" in options else 1.0
-    transform = LogitTransform(1.0, 30.0 if "c" in options else None, by_row)
+    transform = LogitTransform(1.0, 30.0 if "c" in options else None)
     bias = weight[:, 0].contiguous() if has_bias else None
-    return (hidden, weight, bias, torch.zeros(ROWS, dtype=torch.long), transform), "e" in options
+    ids = torch.zeros(ROWS, dtype=torch.long)
+    return HeadInputs(hidden, weight, bias, ids, transform), "e" in options
 
 
 def linear(
@@ -55,7 +56,7 @@ def linear(
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, vocab) if store else None
-    linear_triton.head_logps(*arguments, return_entropy=has_entropy, logits_out=out)
+    linear_triton.head_logps(arguments, return_entropy=has_entropy, logits_out=out)
 
 
 def written(
@@ -70,10 +71,10 @@ def written(
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
     v = torch.ones(ROWS)
     stats = (v, v, None) if known else None
-    exponentials.head_exponentials(*arguments, out, return_entropy=has_entropy, known=stats)
+    exponentials.head_exponentials(arguments, out, return_entropy=has_entropy, known=stats)
     if not known:
         exponentials.head_exponentials(
-            *arguments, out, return_entropy=has_entropy,
+            arguments, out, return_entropy=has_entropy,
             loss=(RowTerms(v, v, v, v, v), LossConfig("dapo", beta=0.1, kl_times_ratio=True)),
         )  # fmt: skip
 
@@ -82,7 +83,7 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
     """Compile the three row kernels with every option that adds code."""
     logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
     v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
-    transform = LogitTransform(1.0, 30.0, v)
+    transform = LogitTransform(1.0, 30.0)
     rows_triton.row_logps(logits, target, transform, return_entropy=True)
     rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform)
     if dtype == torch.float32:
@@ -109,7 +110,7 @@ def around_gemms(hidden_size: int) -> None:
     weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16)
     product = torch.empty(ROWS, hidden_size)
     filled = Exponentials((by, by, None), None, None, None, by)
-    gradients.times(by, filled, LogitTransform(1.0, 30.0, by), ROWS)
+    gradients.times(by, filled, LogitTransform(1.0, 30.0), ROWS)
     gradients.write_hidden_(hidden, product, by, by, ids, weight)
     gradients.write_hidden_(torch.empty_like(hidden), product, by, by, ids, weight, hidden)
     scaled = gradients.scaled_hidden(hidden, by, hidden.dtype)
@@ -120,21 +121,22 @@ def around_gemms(hidden_size: int) -> None:
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
     """Compile the kernels for token sets. See `problem` for the meaning of `options`."""
-    (hidden, weight, bias, ids, transform), has_entropy = problem(dtype, 1000, hidden_size, options)
-    v, index = torch.ones(ROWS), ids if "b" in options else None
-    rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
-    support_triton.head_rows(
-        hidden, index, weight, bias, rows, transform, return_entropy=has_entropy, return_slopes=True
+    (hidden, weight, bias, ids, transform, _), has_entropy = problem(
+        dtype, 1000, hidden_size, options
     )
+    v, index = torch.ones(ROWS), ids if "b" in options else None
+    rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids, index)
+    tensors = HeadTensors(hidden, weight, bias)
+    support_triton.head_rows(tensors, rows, transform, return_entropy=has_entropy)
     ends = torch.arange(ROWS + 1)
     rows_triton.row_logps(v[None], ids, transform, return_entropy=has_entropy, offsets=ends)
     of_entropy = v if has_entropy else None
     rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, transform, offsets=ends)
-    support_triton.head_weight(v, hidden, index, rows, weight, add=False)
+    support_triton.head_weight(v, hidden, rows, weight, add=False)
+    support_triton.head_hidden(v, weight, rows)
     if has_entropy:
-        support_triton.head_hidden(v, weight, rows)
         wide = torch.empty(1000, hidden_size)
-        support_triton.head_weight(v, hidden, index, rows, wide, add=True)
+        support_triton.head_weight(v, hidden, rows, wide, add=True)
 
 
 def compared(kind: str, vocab: int) -> None:
@@ -144,10 +146,11 @@ def compared(kind: str, vocab: int) -> None:
     of the vocabulary.
     """
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
-    transforms = LogitTransform(1.0, 30.0, w), LogitTransform(1.0, 30.0)
-    given = z, y, w, Divergence(kind), *transforms
+    transforms = LogitTransform(1.0, 30.0), LogitTransform(1.0, 30.0)
+    term = DivergenceTerm(TeacherHead(z, y), kind)
+    given = z, y, w, term, *transforms
     found = divergence_triton.row_divergence_(*given, out=y)
-    divergence_triton.row_divergence_(z, y, w, Divergence(kind), LogitTransform(), LogitTransform())
+    divergence_triton.row_divergence_(z, y, w, term, LogitTransform(), LogitTransform())
     divergence_triton.row_divergence_(*given, out=y, known=found)
 
 
@@ -182,10 +185,10 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     of_even = bf16, 32000, 896
     yield call(linear, *of_even, "be", store=True)
     yield call(linear, fp16, 32000, 896, "bce", store=True)
-    for options in ("", "b", "be", "c", "te") if arch == "sm_90" else ("",):
+    for options in ("", "b", "be", "c", "e") if arch == "sm_90" else ("",):
         yield call(written, *of_even, options)
     if arch == "sm_90":
-        for options in ("te", "ce", "be", "c"):
+        for options in ("e", "ce", "be", "c"):
             yield call(linear, *of_even, options)
         yield call(written, *of_even, "b", known=True)
     yield call(written, *of_even, "", known=True)

@@ -157,7 +157,7 @@ def target_rows(given: dict[str, Any]) -> int:
 def indexed_rows(given: dict[str, Any]) -> int:
     """Return the bytes moved by a kernel that reads a matrix row for each id and writes once."""
     if "id_ptr" in given:
-        names = "id_ptr", "weight_ptr", "raw_ptr"
+        names = "id_ptr", "weight_ptr", "slope_ptr"
     else:
         names = "index_ptr", "matrix_ptr", "out_ptr"
     ids, matrix, written = (given.get(name) for name in names)

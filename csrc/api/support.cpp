@@ -1,5 +1,5 @@
-// Operators of the LM head restricted to token sets. They compute logits and statistics from hidden
-// states, and dH and dW from the gradient of the logits.
+// Operators of the LM head restricted to token sets. They compute logits, statistics and slopes
+// from hidden states, and dH and dW from the gradient of the logits.
 // grpo_fast/kernels/support_reference.py documents the results.
 //
 // Layout: the sets of all R rows are stored one after another in ids (nnz,). offsets (R + 1,)
@@ -17,6 +17,7 @@
 
 #include "api/chunk.h"
 #include "gemm/gather.h"
+#include "rows/gradient.h"
 
 namespace grpo_fast {
 namespace {
@@ -71,6 +72,31 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
                   "hidden: expected the dtype of weight");
 }
 
+// Returns the position of each row's target in the row's set, (R,), or -1 if the set does not
+// contain it. The second result, 0-d, is an id that occurs twice in a set, or -1 if there is none.
+std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
+                                          int64_t vocabulary) {
+  const SupportSets sets(ids, offsets, vocabulary);
+  const int64_t* targets = checked_vector<int64_t>(target_ids, sets.rows, "target_ids");
+  const Tensor places = empty(ids, sets.rows, ScalarType::Long);
+  const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
+  // last[id] is the last row whose set contained `id`. If this is the current row, its set contains
+  // the id twice.
+  std::vector<int64_t> last(vocabulary, -1);
+  int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
+  *repeated = -1;
+  for (int64_t row = 0; row < sets.rows; ++row) {
+    to[row] = -1;
+    for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
+      const int64_t id = sets.ids[i];
+      if (last[id] == row) *repeated = id;
+      if (id == targets[row]) to[row] = i - sets.offsets[row];
+      last[id] = row;
+    }
+  }
+  return {places, twice};
+}
+
 // The LM head, restricted to the token sets of the rows.
 template <class T>
 struct Head {
@@ -100,13 +126,15 @@ struct Head {
   }
 };
 
-// The results of support_rows in fp32: raw logits (nnz,), lse, logps and entropy. entropy is (0,)
-// unless it is requested.
-using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+// The results of support_rows in fp32: raw logits (nnz,), lse, logps, entropy and slopes. entropy
+// is (0,) unless it is requested. Row r of slopes (R, H) is the derivative of logps[r] with respect
+// to the hidden state of the row. slopes is (0, H) unless it is requested.
+using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
                   Tensor offsets, Tensor places, std::optional<Tensor> index, double logit_scale,
-                  std::optional<double> softcap, double temperature, bool return_entropy) {
+                  std::optional<double> softcap, double temperature, bool return_entropy,
+                  bool return_slopes) {
   check_head(hidden, weight);
   const SupportSets sets(ids, offsets, weight.size(0));
   const Sources sources(index, sets.rows, hidden);
@@ -117,21 +145,30 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   const Tensor raw = empty(weight, sets.numbers), lse = empty(weight, sets.rows);
   const Tensor logps = empty(weight, sets.rows);
   const Tensor entropy = empty(weight, return_entropy ? sets.rows : 0);
+  const Tensor slopes = matrix_like(weight, return_slopes ? sets.rows : 0, depth);
   const RowOutputs to{data<float>(lse), data<float>(logps),
                       return_entropy ? data<float>(entropy) : nullptr};
-  const Matrix<float> z{data<float>(raw), sets.numbers};
+  const std::vector<float> ones(return_slopes ? sets.rows : 0, 1.0f);
+  std::vector<float> d(return_slopes ? sets.numbers : 0);
+  const Matrix<float> z{data<float>(raw), sets.numbers}, dz{d.data(), sets.numbers};
+  const Coefficients at{to.lse, to.logps, nullptr, ones.data(), nullptr};
   with_type<float, Bfloat16, Float16>(weight, "weight", [&](auto element) {
     using T = decltype(element);
     const auto h = gathered<T>(hidden);
     const Head<T> head{gathered<T>(weight), added, sets};
     for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
+      // Compute the slopes right after the logits, while the weight rows are still in cache.
       head.logits(h.row(sources[row]), row, z.data);
       softcap      ? write_statistics<true, true>(chunk, z, row, to)
       : to.entropy ? write_statistics<false, true>(chunk, z, row, to)
                    : write_statistics<false, false>(chunk, z, row, to);
+      if (!return_slopes) return;
+      softcap ? write_gradient<true>(chunk, z, dz, at, row)
+              : write_gradient<false>(chunk, z, dz, at, row);
+      head.hidden(d.data(), row, data<float>(slopes) + row * depth);
     });
   });
-  return {raw, lse, logps, entropy};
+  return {raw, lse, logps, entropy, slopes};
 }
 
 // Returns dH, (R, H) fp32. Each row is the sum of d[i] * weight[ids[i]] over the set of the row,
@@ -205,9 +242,13 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
 
 STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
+      "support_places(Tensor ids, Tensor offsets, Tensor target_ids, int vocabulary)"
+      " -> (Tensor, Tensor)");
+  library.def(
       "support_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor offsets,"
       " Tensor places, Tensor? index, float logit_scale, float? softcap, float temperature,"
-      " bool return_entropy) -> (Tensor, Tensor, Tensor, Tensor)");
+      " bool return_entropy, bool return_slopes)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) -> Tensor");
   library.def(
       "support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets, Tensor? index,"
@@ -215,6 +256,7 @@ STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
+  library.impl("support_places", TORCH_BOX(&grpo_fast::support_places));
   library.impl("support_rows", TORCH_BOX(&grpo_fast::support_rows));
   library.impl("support_hidden", TORCH_BOX(&grpo_fast::support_hidden));
   library.impl("support_weight_", TORCH_BOX(&grpo_fast::support_weight_));

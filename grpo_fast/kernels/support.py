@@ -1,6 +1,6 @@
 """Types for the token sets that a truncating sampler (top-p, top-k) kept.
 
-`Support` is the public type. `SupportRows` is internal.
+`Support` is the public type. `SupportRows` and `HeadRows` are internal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ class Support(NamedTuple):
 
         z = z.masked_fill(~is_kept, -inf)          # z as in linear_logps, before log_softmax
 
-    The cost is proportional to Σ_t |S_t| logits instead of T·V. On a CPU, a logit of a set takes up
-    to 30 times as long as a logit of the full vocabulary, so sets of more than V/30 ids are slower
-    than no support. Compute the old, reference and sampling logps with the same sets as the new
-    logps. There is one set for each of the T targets, in the order of `target_ids.reshape(-1)`. An
-    empty set means no restriction: the row uses the full vocabulary. The set of a target is ignored
-    if the target is masked or -100.
+    The cost is proportional to Σ_t |S_t| logits instead of T·V. Compute the old, reference and
+    sampling logps with the same sets as the new logps. There is one set for each of the T targets,
+    in the order of `target_ids.reshape(-1)`. An empty set means no restriction: the row uses the
+    full vocabulary. The set of a target is ignored if the target is masked or -100.
 
     Attributes:
         ids: (nnz,), int32 or int64. The ids of all sets, one set after another. They are in [0, V).
@@ -106,3 +104,14 @@ def rows_of(offsets: Tensor, count: int) -> Tensor:
     """
     # With `right=True`, the first element of a row belongs to that row, not to the previous one.
     return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
+
+
+class HeadRows(NamedTuple):
+    """Results of an LM head for R rows with a token set: logits, statistics and slopes.
+
+    A slope is the derivative of a row's logp with respect to the hidden state of the row.
+    """
+
+    raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
+    stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows
+    slopes: Tensor | None  # (R, H): derivative of each logp with respect to its row of `hidden`

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import reference
-from grpo_fast.kernels.support import SupportRows, rows_of
-from grpo_fast.kernels.types import HeadTensors, LogitTransform, RowStats, add_rows_, scaled_rows
+from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
+from grpo_fast.kernels.types import HeadTensors, LogitTransform, add_rows_, scaled_rows
 
 # Maximum number of elements of `weight` or `hidden` that are copied at a time, to limit the memory.
 BLOCK_ELEMENTS = 4 << 20
@@ -42,9 +42,18 @@ def target_places(
 
 
 def head_rows(
-    tensors: HeadTensors, rows: SupportRows, transform: LogitTransform, *, return_entropy: bool
-) -> tuple[Tensor, RowStats]:  # logits (nnz,), statistics
-    """Compute the logits of all ids in the sets, and the statistics of every row, at least fp32."""
+    tensors: HeadTensors,
+    rows: SupportRows,
+    transform: LogitTransform,
+    *,
+    return_entropy: bool,
+    return_slopes: bool,
+) -> HeadRows:
+    """Compute the logits of all ids in the sets, and the statistics of every row.
+
+    All results are at least fp32. With `return_slopes`, also compute the slopes, the derivatives of
+    the logps with respect to the hidden states.
+    """
     # 1. Compute the logits block by block.
     hidden, weight, bias = tensors
     dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -57,11 +66,16 @@ def head_rows(
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
     if bias is not None:
         raw += bias[rows.ids].to(dtype)
-    # 2. Compute the statistics.
+    # 2. Compute the statistics and the slopes.
     stats = reference.row_logps(
         raw[None], rows.places, transform, return_entropy=return_entropy, offsets=rows.offsets
     )
-    return raw, stats
+    slopes = None
+    if return_slopes:
+        # Pass a copy of `raw`, because `raw` is returned and row_grad_ overwrites its input.
+        own = raw[None].clone(), rows.places, stats, torch.ones_like(stats[1]), None, transform
+        slopes = head_hidden(reference.row_grad_(*own, offsets=rows.offsets)[0], weight, rows)
+    return HeadRows(raw, stats, slopes)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:

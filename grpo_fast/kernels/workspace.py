@@ -1,4 +1,4 @@
-"""Helpers for memory: the workspace, and copies to the host.
+"""Helpers for memory: the workspace, copies to the host, and tensors of zeros.
 
 The workspace is the buffer for the logits of one chunk. On a CPU, it is reused between calls.
 """
@@ -6,15 +6,51 @@ The workspace is the buffer for the logits of one chunk. On a CPU, it is reused 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
+import mmap
 import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+# From this size in bytes, `zeros` uses fresh memory pages, which Linux has already set to zero. For
+# smaller tensors, it uses torch.zeros.
+ZERO_PAGES_FROM = 8 << 20
+# The Linux constant MADV_POPULATE_WRITE, which Python's mmap module does not define.
+MADV_POPULATE_WRITE = 23
 # By default, the workspace may use 1/32 of a GPU's memory, which is 2.4 GiB on the smallest H100
 # (78 GiB). A typical micro-batch of 8192 rows with 151936 16-bit logits takes 2.3 GiB, so it fits
 # in one chunk.
 GPU_SHARE = 32
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a CPU tensor of zeros.
+
+    A large tensor uses fresh memory pages, which Linux sets to zero. Several threads request the
+    pages at the same time, which is faster than torch.zeros.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < ZERO_PAGES_FROM or sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    x = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    libc = ctypes.CDLL(None)
+
+    def fault_in(start: int) -> None:
+        length = min(ZERO_PAGES_FROM, size - start)
+        address = ctypes.c_void_p(x.data_ptr() + start)
+        # Ignore errors, because old Linux kernels do not support this advice. The pages are then
+        # allocated when they are first written.
+        libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fault_in, range(0, size, ZERO_PAGES_FROM)))
+    return x
 
 
 def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:

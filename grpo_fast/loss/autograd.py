@@ -44,6 +44,9 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,); the divergences in `linear_divergence`
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
+    # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of the vocabulary
+    # columns that were kept
+    filtered: Tensor | None = None
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # For each gradient, the factor by which it must be multiplied; None: all factors are 1.
     units: tuple[Tensor, ...] | None = None
@@ -143,7 +146,7 @@ def driven(
     if divergences is not None:
         loss = loss + weighted_sum(divergences.weights, divergences.values).to(loss.dtype)
         each = spread(divergences.values)
-    return LossResult(loss, spread(logps), spread(entropy), gradients, each)
+    return LossResult(loss, spread(logps), spread(entropy), gradients, driver.filtered, each)
 
 
 def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
@@ -179,8 +182,8 @@ def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
 
 
 Run = Callable[[Call, RowTensors], LossResult]
-# Type of the four outputs of a loss: loss, logps, entropies, divergences.
-LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+# Type of the five outputs of a loss: loss, logps, entropies, metrics of grad_filter, divergences.
+LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class LossFunction(torch.autograd.Function):
@@ -204,7 +207,7 @@ class LossFunction(torch.autograd.Function):
         # Store the gradients as an attribute. With save_for_backward, autograd would keep a second
         # reference and copy the gradients when they become .grad.
         ctx.result = result.gradients, result.units
-        outputs = result.loss, result.logps, result.entropy, result.divergence
+        outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         return outputs
 

@@ -19,9 +19,8 @@ from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.head.terms import saves_time
-from grpo_fast.kernels.route import Route, head_route, rows_route
+from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
-from grpo_fast.kernels.support_reference import target_places
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import checks
@@ -352,6 +351,7 @@ class Call:
             HeadTensors(*tensors), self.rows, route, shard=self.shard,
             entropy_gradient=entropy_gradient, keep_fp32=keep_fp32, needs_d_weight=self.wanted[1],
             tolerance=self.grad_filter, buffers=2 if is_pair else 1,
+            adds_terms=term is not None,
         )  # fmt: skip
 
     @property
@@ -440,6 +440,7 @@ def support_rows(
     expected = f"ids in [0, {vocab_size}) in the rows of the active tokens"
     columns = checks.checked_ids("support.ids", columns, vocab_size, found, expected=expected)
     # 4. Find the position of each target in its set.
+    target_places = kernel_module("support", "cpu" if columns.is_cpu else "torch").target_places
     places, repeated = target_places(columns, bounds, target_ids, vocab_size)
     _check_targets(target_ids, places, repeated, found)
     if found.are_late(places):

@@ -28,6 +28,7 @@ from grpo_fast.objective.metrics import token_metrics
 P = ParamSpec("P")
 R = TypeVar("R")
 untraced: Callable[[Callable[P, R]], Callable[P, R]] = functools.cache(torch.compiler.disable)
+FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
@@ -281,11 +282,14 @@ def loss(run: Run, call: Call, ranks: Agreement = NO_GROUP) -> LossOutput:
     # 3. Compute the loss.
     tensors = call.tensors
     call.tensors = ()
-    value, logps, entropy, divergence = apply_loss(run, call, *tensors)
-    # 4. Add the metric of the divergence, and reshape the outputs to the layout of the call.
+    value, logps, entropy, filtered, divergence = apply_loss(run, call, *tensors)
+    # 4. Add the metrics of grad_filter and of the divergence, and reshape the outputs to the layout
+    # of the call.
     tokens = call.tokens
     assert tokens is not None
     more: dict[str, Tensor] = {}
+    if filtered is not None:
+        more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
         # Inactive tokens have a divergence of 0, so the sum over all tokens is also the sum over
         # the active tokens.

@@ -39,10 +39,8 @@ def head(target_ids=IDS, bias=None, out=X):
 
 
 def sets(index=None, **changes):
-    support = SETS._replace(hidden_index=index, **changes)
-    return rows.head_rows(
-        HeadTensors(HIDDEN, WEIGHT, None), support, TRANSFORM, return_entropy=False
-    )
+    given = HeadTensors(HIDDEN, WEIGHT, None), SETS._replace(hidden_index=index, **changes)
+    return rows.head_rows(*given, TRANSFORM, return_entropy=False, return_slopes=False)
 
 
 def sums(**changes):

@@ -34,20 +34,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request):
-    return request.param
-
-
-@pytest.fixture
-def support_kernels(engine):
-    if engine == "cpu":  # without C++ kernels, the test would use torch
+def support_kernels(request):
+    if request.param == "cpu":  # without C++ kernels, the test would use torch
         assert loader.unavailable("support") is None
-    return route.kernel_module("support", engine)
+    return route.kernel_module("support", request.param)
 
 
-@pytest.fixture
-def kernels(engine):
-    return route.rows_route(engine, torch.empty(0)).kernels
+@pytest.fixture(params=ENGINES)
+def kernels(request):
+    return route.rows_route(request.param, torch.empty(0)).kernels
 
 
 def some_rows() -> SupportRows:
@@ -94,54 +89,51 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
     assert (actual.double() - expected).abs().max() <= tolerance * max(1, expected.abs().max())
 
 
-def of_head(support_kernels, kernels, tensors: HeadTensors, transform: LogitTransform) -> tuple:
-    """Return logits, statistics, and the derivative of each logp with respect to its hidden row.
-
-    The statistics must have the same bits without the entropy.
-    """
+def of_head(support_kernels, tensors: HeadTensors, transform: LogitTransform, **options: bool):
+    options = {"return_entropy": True, "return_slopes": True} | options
     with only_memory_of(*tensors, *ROWS):
-        raw, stats = support_kernels.head_rows(tensors, ROWS, transform, return_entropy=True)
-    again, bare = support_kernels.head_rows(tensors, ROWS, transform, return_entropy=False)
-    assert bare[2] is None
-    assert all(map(torch.equal, (raw, *stats[:2]), (again, *bare[:2])))
-    own = ROWS.places, stats, torch.ones(R), None, transform
-    d = kernels.row_grad_(again[None], *own, offsets=ROWS.offsets)
-    return raw, stats, support_kernels.head_hidden(d[0], tensors.weight, ROWS)
+        return support_kernels.head_rows(tensors, ROWS, transform, **options)
 
 
 # The widths are around the sizes of vectors and blocks. For width 300, the test lowers the maximum
 # width of the Triton kernel to 128, so that the reference implementation is used.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
-def test_a_head(support_kernels, kernels, width, dtype, name, monkeypatch):
-    """Check that logits, statistics and derivatives agree with fp64.
+def test_a_head(support_kernels, width, dtype, name, monkeypatch):
+    """Check that logits, statistics and slopes agree with fp64.
 
-    Sums of 16-bit inputs must be computed in fp32.
+    Sums of 16-bit inputs must be computed in fp32. Requesting slopes or the entropy must not change
+    the bits of the other results.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.support.SUPPORT_COLUMNS", 128)
     transform, tensors = TRANSFORMS[name], tensors_of(width, dtype)
-    raw, stats, dh = of_head(support_kernels, kernels, tensors, transform)
-    exact_raw, exact_stats, _, expected = exact(*tensors, transform, torch.ones(R))
-    assert_close(raw, exact_raw)
-    for got, want in zip(stats, exact_stats, strict=True):
+    found = of_head(support_kernels, tensors, transform)
+    raw, stats, _, slopes = exact(*tensors, transform, torch.ones(R))
+    assert_close(found.raw, raw)
+    for got, want in zip(found.stats, stats, strict=True):
         assert_close(got, want, 4e-6)
-    assert_close(dh, expected, 4e-6)
+    assert_close(found.slopes, slopes, 4e-6)
+    plain = of_head(support_kernels, tensors, transform, return_slopes=False)
+    assert plain.slopes is None and all(map(torch.equal, found.stats, plain.stats))
+    bare = of_head(support_kernels, tensors, transform, return_entropy=False)
+    assert bare.stats[2] is None and torch.equal(bare.slopes, found.slopes)
+    assert all(map(torch.equal, (bare.raw, *bare.stats[:2]), (found.raw, *found.stats[:2])))
 
 
-def test_a_certain_token_keeps_its_digits(support_kernels, kernels):
-    """Check that logps near 0 are accurate, and derivatives for probabilities near 1.
+def test_a_certain_token_keeps_its_digits(support_kernels):
+    """Check that logps near 0 are accurate, and that slopes are accurate for probabilities near 1.
 
-    A set with one id must have a logp of 0 and a derivative of exactly 0.
+    A set with one id must have a logp of 0 and a slope of exactly 0.
     """
     hidden, weight, _ = tensors_of(20)
     tensors = HeadTensors(hidden, weight * 0.01, torch.zeros(V).index_fill(0, TARGETS, 18.0))
-    _, (_, logps, _), dh = of_head(support_kernels, kernels, tensors, LogitTransform())
-    _, (_, exact_logps, _), _, expected = exact(*tensors, LogitTransform(), torch.ones(R))
-    certain = exact_logps.abs() < 1e-5
+    found = of_head(support_kernels, tensors, LogitTransform())
+    _, stats, _, slopes = exact(*tensors, LogitTransform(), torch.ones(R))
+    certain = stats[1].abs() < 1e-5
     assert certain.sum() >= 2
-    assert ((logps - exact_logps).abs() <= 1e-5 * exact_logps.abs())[certain].all()
-    assert (dh - expected).norm(dim=1).le(1e-4 * expected.norm(dim=1))[certain].all()
-    assert logps[0] == 0 and not dh[0].any()
+    assert ((found.stats[1] - stats[1]).abs() <= 1e-5 * stats[1].abs())[certain].all()
+    assert (found.slopes - slopes).norm(dim=1).le(1e-4 * slopes.norm(dim=1))[certain].all()
+    assert found.stats[1][0] == 0 and not found.slopes[0].any()
 
 
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
@@ -246,10 +238,11 @@ def test_many_rows_may_have_one_id(support_kernels):
     assert (out[40] == count).all() and not out[:40].any()
 
 
-@pytest.mark.skipif(IS_INTERPRETER, reason="torch searches the targets")
-def test_where_targets_stand():
-    ids = torch.tensor([5, 2, 7, 7, 2, 0])
-    places = partial(support_reference.target_places, ids, torch.tensor([0, 3, 6]))
+@pytest.mark.skipif(IS_INTERPRETER, reason="only torch and C++ search the targets")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_where_targets_stand(engine):
+    support_kernels, ids = route.kernel_module("support", engine), torch.tensor([5, 2, 7, 7, 2, 0])
+    places = partial(support_kernels.target_places, ids, torch.tensor([0, 3, 6]))
     found, repeated = places(torch.tensor([7, 0]), 8)
     assert found.tolist() == [2, 2] and int(repeated) == -1
     assert places(torch.tensor([5, 5]), 8)[0].tolist() == [0, -1]

@@ -1,6 +1,9 @@
-"""Tests of the workspace of the chunk loop: reuse on the CPU, and size limits."""
+"""Tests of the workspace of the chunk loop: reuse on the CPU, size limits, and fast zeros."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +78,23 @@ def test_none_of_inference_mode_is_kept():
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
     take(8, 8).add_(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_are_zeros_that_can_be_written(dtype):
+    """Check the values of `memory.zeros`, and that its memory is returned to the system."""
+
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    for shape in ((3, 5), (2049, 1025)):
+        x = memory.zeros(shape, dtype)
+        assert x.shape == shape and x.dtype == dtype and not x.any() and x.add_(1).all()
+    before = resident()
+    for _ in range(5):
+        memory.zeros((1 << 12, 1 << 12), torch.float32).add_(1)  # 64 MiB
+    assert resident() - before < 64 << 20
 
 
 def test_what_is_kept_counts_as_memory_of_a_measured_call():

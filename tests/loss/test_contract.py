@@ -13,6 +13,7 @@ import torch
 import grpo_fast
 from benchmarks.kernels.exact import logps_bar
 from grpo_fast.kernels.head import sources
+from grpo_fast.kernels.head import support as head_support
 from tests import oracle_inputs
 from tests.kernels.formulas import torch_threads
 from tests.loss_cases import (
@@ -159,9 +160,10 @@ def test_a_row_does_not_see_its_batch_on_a_gpu(entropy):
     assert torch.equal(logps(slice(None)), whole)
 
 
-@pytest.mark.parametrize("kind", ["plain", "hidden_rows", "sets"])
-def test_any_number_of_threads_gives_the_same_bits(kind):
+@pytest.mark.parametrize("kind", ["plain", "hidden_rows", "gathered", "product"])
+def test_any_number_of_threads_gives_the_same_bits(kind, monkeypatch):
     """Check also 2,000 targets that share 7 rows of `hidden`, and token sets of a sampler."""
+    monkeypatch.setattr(head_support, "GATHERED_COST", 0 if kind == "gathered" else 10**9)
     T, V = 2000, 50
     hidden, weight, ids, *_ = token_problem(torch.float32, T, 64, V)
     leaves, more = [hidden, weight], {}

@@ -7,6 +7,7 @@ import torch
 
 from grpo_fast import linear_logps, logits_logps
 from grpo_fast.kernels import support_reference
+from grpo_fast.kernels.head import support as head_support
 from tests import oracle_inputs
 from tests.loss_cases import (
     EVERYWHERE,
@@ -27,27 +28,32 @@ RULES = {
     "warm": {"temperature": 1.7, "logit_scale": 1.2},
 }  # fmt: skip
 
-# One axis, so that each backend has each function with each kind of sets.
+FORMS = {"gathered": ("linear", 0), "product": ("linear", 10**9), "logits": ("logits", 0)}
+# One axis, so that each backend has each form with each kind of sets.
 WAYS = [
-    pytest.param(*p.values, name, id=f"{p.id}-{name}", marks=p.marks)
+    pytest.param(*p.values, *form, id=f"{p.id}-{name}", marks=p.marks)
     for p in EVERYWHERE
-    for name in ("linear", "logits")
+    for name, form in FORMS.items()
 ]
 
 
 @pairs(
-    backend__function=WAYS, rule=RULES.items(), sets=["none", "mixed", "every row"],
+    backend__function__cost=WAYS, rule=RULES.items(), sets=["none", "mixed", "every row"],
     workspace=["256", "0"], repeats=[False, True], V=VOCABULARIES,
 )  # fmt: skip
-def test_values_and_gradients(backend, function, rule, sets, workspace, repeats, V, monkeypatch):
+def test_values_and_gradients(
+    backend, function, rule, sets, cost, workspace, repeats, V, monkeypatch
+):
     """Check logps, entropies, and the gradients of weighted sums of them.
 
-    With `sets`, some or all rows have a `Support`. With `repeats`, a row of `hidden` predicts
-    several targets. Some rows have no target, and their hidden states and sets may hold anything.
-    The first backward pass reads the cached logits, and the second computes them again. It must
-    give the same bits of dH. The error of a gradient may be three times that of plain torch in
-    fp32.
+    With `sets`, some or all rows have a `Support`, whose ids are gathered or part of a product of
+    all logits (`cost`). With `repeats`, a row of `hidden` predicts several targets. Some rows have
+    no target, and their hidden states and sets may hold anything. The first backward pass reads the
+    cached logits, and the second computes them again. It must give the same bits of dH. The error
+    of a gradient may be three times that of plain torch in fp32.
     """
+    for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
+        monkeypatch.setattr(head_support, name, cost)
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)  # 0 means chunks of 32 rows
     if workspace == "0":
         monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 7 * H)

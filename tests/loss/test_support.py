@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_fast import Support, linear_logps
+from grpo_fast.kernels.head import support as head_support
 from tests import loss_cases
 from tests.loss_cases import (
     ENGINES,
@@ -26,6 +27,8 @@ from tests.loss_cases import (
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+COST = {"gathered": 0, "dense": 10**9}
+FORMS = (*COST, "logits")
 OPTIONS = {
     "plain": options_for("dapo"),
     "bonus": options_for("dapo", entropy_coef=0.2),
@@ -35,19 +38,25 @@ OPTIONS = {
 }
 
 
-@pairs(
-    function=["linear", "logits"],
-    name=OPTIONS,
-    sets=["mixed", "every row"],
-    backend=EVERYWHERE,
-    layout=LAYOUTS,
-)
-def test_losses(function, name, sets, backend, layout):
+def take(form: str, monkeypatch) -> str:
+    """Force the implementation `form` for all sizes.
+
+    Returns:
+        The function that `run` must call for this implementation, "logits" or "linear".
+    """
+    for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
+        monkeypatch.setattr(head_support, name, COST.get(form, 0))
+    return "logits" if form == "logits" else "linear"
+
+
+@pairs(form=FORMS, name=OPTIONS, sets=["mixed", "every row"], backend=EVERYWHERE, layout=LAYOUTS)
+def test_losses(form, name, sets, backend, layout, monkeypatch):
     """Check the losses. No logit outside of the sets gets a gradient, and a NaN is seen.
 
     If every row has a set, no dense gradient is computed, so the code must write the zeros of
     masked rows explicitly.
     """
+    function = take(form, monkeypatch)
     case = make_case(38, support=True, **OPTIONS[name])
     whole = case.kept.all(-1)
     assert (whole & case.mask).any() and not case.mask.all()
@@ -87,13 +96,10 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
     kept[kept.all(-1), 40:] = False
     kept[:, 100:] &= torch.rand(T, V - 100, generator=torch.Generator().manual_seed(0)) < 0.02
     kept.scatter_(-1, ids[:, None], True)
-    all_sets = support_of(kept, EVERYTHING)
 
     def of(part):
         h = hidden[part].clone().requires_grad_()
-        # Keep the order of the ids in a set, which is the order of the terms of dH.
-        columns = [all_sets.ids[slice(*all_sets.offsets[t : t + 2])] for t in part]
-        sets = Support(torch.cat(columns), torch.tensor([0, *map(len, columns)]).cumsum(0))
+        sets = support_of(kept[part], EVERYTHING[part])
         lp = linear_logps(h, weight, ids[part], bias=bias, support=sets, backend=backend)
         return lp.detach(), torch.autograd.grad(lp.sum(), h)[0]
 
@@ -102,12 +108,28 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
         assert torch.equal(whole[part], own)
 
 
+def test_the_form_follows_from_the_sizes(monkeypatch):
+    taken = []
+    for name in ("GatheredSets", "ProductSets"):
+        real = getattr(head_support, name)
+        monkeypatch.setattr(
+            head_support, name, lambda *x, real=real, **k: taken.append(real) or real(*x, **k)
+        )
+    hidden, weight, _, ids, _ = (x.detach() for x in rows())
+    for k in (2, 200):
+        columns = (ids[:, None] + torch.arange(k)) % V
+        support = Support(columns.flatten(), torch.arange(T + 1) * k)
+        linear_logps(hidden, weight, ids, support=support)
+    assert [x.__name__ for x in taken] == ["GatheredSets", "ProductSets"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype):
+def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
     """Check that a 16-bit dW is summed in fp32 and rounded only once, with the torch backend.
 
     The torch backend computes this sum without the C++ kernels.
     """
+    take("gathered", monkeypatch)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()
     weight = torch.randn(3, 2).to(dtype).requires_grad_()
     support = Support(torch.tensor([0, 1] * 300), torch.arange(0, 601, 2))
@@ -131,15 +153,16 @@ def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype):
         (4096, torch.float16), (2048, torch.float32),
     ],
 )  # fmt: skip
-def test_real_sizes(width, dtype, name):
+def test_real_sizes(width, dtype, name, monkeypatch):
     """Check gradients, and that repeated runs have the same bits.
 
     In 16 bits, the limit is based on the rounding error of the exact gradient, which depends on
     the values. Many gradients are below 6e-5, where the spacing of fp16 is constant.
     """
+    function = take("gathered", monkeypatch)
     case = make_case(5, H=width, V=32000, dtype=dtype, support=True, **OPTIONS[name])
-    result, again = (run("linear", case, backend="triton") for _ in range(2))
-    expected = loss_cases.truth("linear", case)
+    result, again = (run(function, case, backend="triton") for _ in range(2))
+    expected = loss_cases.truth(function, case)
     assert (result.logps - expected.logps)[case.mask].abs().max() < 2e-5
     for what, found in result.grads.items():
         exact = getattr(expected, f"{what}_grad")

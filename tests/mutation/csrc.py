@@ -21,6 +21,10 @@ PLANTS = {
          "if (!counts) return write_zeros(chunk.start(d, row), chunk.columns);", ""),
     ],
     "csrc/api/support.cpp": [
+        ("support-csrc-places", "csrc_support", "the target's place is counted from the first row",
+         "to[row] = i - sets.offsets[row];", "to[row] = i;"),
+        ("support-csrc-duplicates", "csrc_support", "an id in two neighbouring rows counts as a duplicate",
+         "if (last[id] == row)", "if (last[id] == row - 1)"),
         ("support-csrc-last-block", "csrc_support", "the last row of dW is not written",
          "std::min(vocabulary, (block + 1) * kVocabularyBlock)", "std::min(vocabulary - 1, (block + 1) * kVocabularyBlock)"),
         ("support-csrc-zeros", "csrc_support", "rows of dW without terms are not written",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader, loss_codegen
-from grpo_fast.kernels.support import SupportRows
+from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
 from grpo_fast.kernels.types import (
     HeadTensors,
@@ -145,22 +145,40 @@ def row_divergence_(
 # ---- LM head restricted to token sets, with the interface of support_reference.py
 
 
+def target_places(
+    ids: Tensor,  # (nnz,) int64 in [0, V)
+    offsets: Tensor,  # (R+1,) int64
+    target_ids: Tensor,  # (R,) int64
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Find the position of each target in its token set, in C++.
+
+    `support_reference.target_places` documents the arguments and results.
+    """
+    operator = loader.operator("support", "support_places")
+    found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
+    return found
+
+
 def head_rows(
     tensors: HeadTensors,  # in fp32, bf16 or fp16
     rows: SupportRows,
     transform: LogitTransform,
     *,
     return_entropy: bool,
-) -> tuple[Tensor, RowStats]:  # logits (nnz,), statistics
+    return_slopes: bool,
+) -> HeadRows:
     """Compute logits and statistics over token sets in C++, like `support_reference.head_rows`.
 
     Each weight row is read from memory once.
     """
-    raw, lse, logps, entropy = loader.operator("support", "support_rows")(
+    raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
         contiguous_rows(tensors.hidden), contiguous_rows(tensors.weight), vector(tensors.bias),
         rows.ids, rows.offsets, rows.places, rows.hidden_index, *transform, return_entropy,
+        return_slopes,
     )  # fmt: skip
-    return raw, (lse, logps, entropy if return_entropy else None)
+    stats = lse, logps, entropy if return_entropy else None
+    return HeadRows(raw, stats, slopes if return_slopes else None)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:

@@ -3,19 +3,28 @@
     raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row
     z = transform(raw) -> lse, logp, entropy
 
-The row kernels (rows.py) compute the gradient d of the logits. `sums_kernel` then reads the weight
-rows a second time to compute dH, as Σ d_j·W[id_j]. The same kernel computes dW from the pairs
-(id, row), sorted by id. Each program writes a part of one row of dW, including the zeros of ids
-that occur in no set.
+The same pass computes the slope, the derivative of logp with respect to hidden. It uses the
+algorithm of flash attention, with the rows of W as keys and values:
 
-Let nnz be the number of ids in the sets of all R rows. The HBM traffic is 2·nnz·H elements of W,
-nnz·H elements of `hidden` and V·H elements of dW. The additional memory is O(nnz). Sums are
-computed in fp32, in a fixed order and without atomics, so every run is bitwise reproducible. The
-results of a row depend only on the row, W and the row's scalars.
+    slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
+
+Here y is the target's position in the set, and f is 1 - tanh², or 1 without a soft cap. The
+backward pass computes dH[t] = g[t]·slope[t], with g = dL/dlogp, without reading W again. If the
+entropy has a gradient, `sums_kernel` reads the weight rows a second time to compute dH from the
+gradient d of the logits, as Σ d_j·W[id_j]. The same kernel computes dW from the pairs (id, row),
+sorted by id. Each program writes a part of one row of dW, including the zeros of ids that occur in
+no set.
+
+Let nnz be the number of ids in the sets of all R rows. The HBM traffic is nnz·H elements of W,
+2·R·H fp32 elements of slopes (written and read), nnz·H elements of `hidden` and V·H elements of dW.
+The additional memory is O(nnz) plus the slopes. Sums are computed in fp32, in a fixed order and
+without atomics, so every run is bitwise reproducible. The results of a row depend only on the row,
+W and the row's scalars.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,9 +34,9 @@ from torch import Tensor
 
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.gpu.launch import ceil_div, is_aligned, launch, outputs
-from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32, finish
-from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import HeadTensors, LogitTransform, RowStats
+from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32, expm1, finish
+from grpo_fast.kernels.support import HeadRows, SupportRows
+from grpo_fast.kernels.types import HeadTensors, LogitTransform
 
 
 class SupportConfig(NamedTuple):
@@ -41,8 +50,8 @@ class SupportConfig(NamedTuple):
     num_warps: int
 
 
-# Maximum hidden size of the token-set kernel. One row of `hidden` must fit into the registers of 16
-# warps.
+# Maximum hidden size of the token-set kernel. One row of `hidden` and one row of slopes must fit
+# into the registers of 16 warps.
 SUPPORT_COLUMNS = 8192
 
 
@@ -70,24 +79,30 @@ def sums_config(*, aligned: bool) -> SupportConfig:
 
 
 @triton.jit
-def load_rows(starts, inside, cols, H, stride):
+def load_columns(start, cols, H, stride):
+    """Load columns of one row as fp32. Columns at or beyond H are 0."""
+    return tl.load(start + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
     """Load columns of the rows that begin at the addresses `starts`, as fp32.
 
     Elements are 0 in rows where `inside` is False, and in columns at or beyond H.
     """
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
 
 
 @triton.jit
 def support_head_kernel(
-    hidden_ptr, index_ptr, weight_ptr, bias_ptr, id_ptr, offset_ptr, place_ptr,
-    raw_ptr, lse_ptr, logps_ptr, entropy_ptr, H, stride_hidden_t, stride_hidden_h,
+    hidden_ptr, index_ptr, weight_ptr, bias_ptr, id_ptr, offset_ptr, place_ptr, raw_ptr,
+    lse_ptr, logps_ptr, entropy_ptr, slope_ptr, H, stride_hidden_t, stride_hidden_h,
     stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits and the statistics of one row.
+    """Compute the logits, the statistics and the slope of one row.
 
     BLOCK_H must be at least H, because one program keeps all columns of the row.
     """
@@ -102,27 +117,33 @@ def support_head_kernel(
     if index_ptr is not None:
         source = tl.load(index_ptr + row)
     inv_temperature = tl.div_rn(1.0, temperature)
-    # 2. Initialise the online softmax.
+    # 2. Initialise the online softmax. `others` accumulates Σ e_j·f_j·W[id_j] over all ids except
+    # the target.
     row_max = tl.full([], FLOOR, tl.float32)
     exp_sum = tl.zeros([], tl.float32)
     exp_z_sum = tl.zeros([], tl.float32)
     z_target = tl.zeros([], tl.float32)
+    f_target = tl.zeros([], tl.float32)
+    others = tl.zeros([BLOCK_H], tl.float32)
     cols = tl.arange(0, BLOCK_H)
-    at_hidden = hidden_ptr + source * stride_hidden_t + cols.to(tl.int64) * stride_hidden_h
-    h = tl.load(at_hidden, mask=cols < H, other=0.0).to(tl.float32)
-    # 3. For BLOCK_K ids at a time, compute the logits and update the softmax sums.
+    h = load_columns(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
+    # 3. For BLOCK_K ids at a time, compute the logits, update the softmax sums, and add the weight
+    # rows to `others`. Step 6 computes the slope from `others`.
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
         ids = tl.load(id_ptr + first + at, mask=inside, other=0).to(tl.int64)
-        w = load_rows(weight_ptr + ids * stride_weight_v, inside, cols, H, stride_weight_h)
+        at_weight = weight_ptr + ids * stride_weight_v
+        w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
         raw = tl.sum(w * h[None, :], 1)
         if bias_ptr is not None:
             raw += tl.load(bias_ptr + ids, mask=inside, other=0.0).to(tl.float32)
         tl.store(raw_ptr + first + at, raw, mask=inside)
-        z, _ = capped_logits(raw, logit_scale, softcap, inv_temperature)
+        z, f = capped_logits(raw, logit_scale, softcap, inv_temperature)
         is_target = at == place
         z_target += tl.sum(tl.where(is_target, z, 0.0), 0)
+        if softcap is not None:
+            f_target += tl.sum(tl.where(is_target, f, 0.0), 0)
         z = tl.where(inside & ~is_target, z, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(z, 0))
         rescale = exp_fp32(row_max - new_max)
@@ -135,6 +156,13 @@ def support_head_kernel(
                 e * tl.maximum(shifted, FLOOR), 0
             )
         exp_sum = exp_sum * rescale + tl.sum(e, 0)
+        if slope_ptr is not None:
+            if softcap is not None:
+                e *= f
+            # Load the tile of W again, which hits L1. If it stayed in registers, a second program
+            # would not fit on the multiprocessor.
+            w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
+            others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
     # 4. Include the target in the maximum, and rescale the sums to the new maximum.
     new_max = tl.maximum(row_max, z_target)
@@ -146,6 +174,17 @@ def support_head_kernel(
     tl.store(logps_ptr + row, lp)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
+    if slope_ptr is not None:
+        # 6. Compute the slope from the weight row of the target and from `others`.
+        at_target = weight_ptr + tl.load(id_ptr + first + place).to(tl.int64) * stride_weight_v
+        by_target = -expm1(lp)
+        if softcap is not None:
+            by_target *= f_target
+        # `others` excludes the target, so nothing cancels when p_y is close to 1.
+        d = by_target * load_columns(at_target, cols, H, stride_weight_h)
+        d -= exp_fp32(row_max - lse) * others
+        d *= logit_scale * inv_temperature
+        tl.store(slope_ptr + row * H + cols, d, mask=cols < H)
 
 
 @triton.jit
@@ -171,7 +210,9 @@ def sums_kernel(
         at = start + tl.arange(0, BLOCK_R)
         factor = tl.load(factor_ptr + first + at, mask=at < count, other=0.0)
         row = tl.load(index_ptr + first + at, mask=at < count, other=0).to(tl.int64)
-        x = load_rows(matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h)
+        x = load_rows(
+            matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h, ""
+        )
         total += tl.sum(x * factor[:, None], 0)
     to = out_ptr + segment * stride_out_t + cols
     if ADD:
@@ -185,25 +226,31 @@ def head_rows(
     transform: LogitTransform,
     *,
     return_entropy: bool,
-) -> tuple[Tensor, RowStats]:  # logits (nnz,), statistics
-    """Compute fp32 logits and statistics over token sets, like `support_reference.head_rows`."""
+    return_slopes: bool,
+) -> HeadRows:
+    """Compute fp32 logits and statistics over token sets, like `support_reference.head_rows`.
+
+    The other results are bitwise identical with and without slopes.
+    """
     hidden, weight, bias = tensors
-    width = weight.shape[1]
+    count, width = len(rows.places), weight.shape[1]
     # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
     # registers.
     if width > SUPPORT_COLUMNS:
-        return support_reference.head_rows(tensors, rows, transform, return_entropy=return_entropy)
+        return support_reference.head_rows(
+            tensors, rows, transform, return_entropy=return_entropy, return_slopes=return_slopes
+        )  # fmt: skip
     config = support_config(width, weight.dtype, aligned=is_aligned(weight))
-    stats = outputs(rows.places, return_entropy)
-    raw = torch.empty(len(rows.ids), dtype=torch.float32, device=weight.device)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
+    stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
+    slopes = new((count, width)) if return_slopes else None
     launch(
-        support_head_kernel, len(rows.places), hidden, rows.hidden_index, weight, bias, rows.ids,
-        rows.offsets,
-        rows.places, raw, *stats, width, hidden.stride(0),
+        support_head_kernel, count, hidden, rows.hidden_index, weight, bias, rows.ids,
+        rows.offsets, rows.places, raw, *stats, slopes, width, hidden.stride(0),
         hidden.stride(1), weight.stride(0), weight.stride(1), *transform,
         BLOCK_K=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
-    return raw, stats
+    return HeadRows(raw, stats, slopes)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, H) fp32

@@ -24,7 +24,7 @@ from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.head.shards import ShardedHead
 from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
-from grpo_fast.kernels.head.support import GatheredSets
+from grpo_fast.kernels.head.support import GatheredSets, sets_of_head
 from grpo_fast.kernels.head.terms import RowTerm, Step, saves_time
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherHead
@@ -69,7 +69,7 @@ class Divergences(RowTerm):
                 support=source.support._replace(row_index=None),
             )  # fmt: skip
             tensors = HeadTensors(self.teacher.hidden, self.teacher.weight, self.teacher.bias)
-            term.teacher_sets = GatheredSets(tensors, rows, self.route)
+            term.teacher_sets = sets_of_head(tensors, rows, self.route)
         return term
 
     def mask(self, flops: float) -> Tensor | None:

@@ -24,7 +24,7 @@ from grpo_fast.kernels.head.given import GivenLogits, GivenSets, LogitSums
 from grpo_fast.kernels.head.shards import ShardedHead, VocabularyShard
 from grpo_fast.kernels.head.sources import DenseHead, ExponentialHead, RowSource
 from grpo_fast.kernels.head.sums import HeadSums, should_gather
-from grpo_fast.kernels.head.support import GatheredSets
+from grpo_fast.kernels.head.support import sets_of_head
 from grpo_fast.kernels.head.terms import Known, RowTerm, TokenLevel, sum_of
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowLoss, RowStats, Wanted
@@ -49,6 +49,7 @@ class Driver:
         self.new_sums = new_sums
         self.num_rows = sum(source.num_rows for source, _ in sources)
         self.has_entropy_gradient = all(source.has_entropy_gradient for source, _ in sources)
+        self.filtered: Tensor | None = None  # (2,) shares of `HeadSums.filtered_shares`
 
     def logps(self, *, return_entropy: bool, stores: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of all active rows, (T,) fp32.
@@ -98,6 +99,7 @@ class Driver:
         sums = self.new_sums(wanted)
         for source, index in self.sources:
             self._accumulate(source, term, index, sums, wanted)
+        self.filtered = sums.filtered_shares()
         return sums.finish()
 
     def token_level(
@@ -231,6 +233,7 @@ def linear_driver(
     needs_d_weight: bool = False,
     tolerance: float | None = None,
     buffers: int = 1,
+    adds_terms: bool = False,
 ) -> Driver:
     """Create the driver of an LM head.
 
@@ -245,6 +248,7 @@ def linear_driver(
         needs_d_weight: whether dW will be computed.
         tolerance: fraction of Σ|d-logits| that the gradient GEMMs may skip (sums.py).
         buffers: number of buffers for the logits of a chunk. The second holds a teacher's logits.
+        adds_terms: whether the term will be a sum.
     """
     support = rows.support
     is_mixed = support is not None and support.dense_index is not None
@@ -266,7 +270,9 @@ def linear_driver(
             dense = DenseHead(tensors, own, route, **options)
         sources.append((dense, index))
     if support is not None:
-        sources.append((GatheredSets(tensors, rows, route), support.row_index))
+        sets = sets_of_head(tensors, rows, route)
+        sets.needs_d_logits = adds_terms or entropy_gradient
+        sources.append((sets, support.row_index))
 
     def new_sums(wanted: Wanted) -> HeadSums:
         return HeadSums(

@@ -15,7 +15,7 @@ from grpo_fast.kernels.head.sources import Chunk, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.head.support import TokenSets
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, RowStats, Wanted
+from grpo_fast.kernels.types import ActiveRows, Wanted
 
 # Size in bytes of a block of given logits on the CPU. A block of this size stays in the CPU cache,
 # so that the kernel can read it quickly a second time.
@@ -47,6 +47,9 @@ class LogitSums:
         if self.out is None:
             self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
         return self.out
+
+    def filtered_shares(self) -> None:
+        """Return None, because no column of given logits is skipped."""
 
     def finish(self) -> tuple[Tensor, ...]:
         """Return (d-logits,)."""
@@ -112,13 +115,8 @@ class GivenSets(TokenSets):
         index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
         self.at = index[self.support.rows], self.support.ids
 
-    def head_rows(self, at: Chunk, *, return_entropy: bool) -> tuple[Tensor, RowStats]:
-        raw = self.given[self.at].to(torch.promote_types(self.given.dtype, torch.float32))
-        stats = self.kernels.row_logps(
-            raw[None], at.target_ids, at.transform, return_entropy=return_entropy,
-            offsets=self.offsets,
-        )  # fmt: skip
-        return raw, stats
+    def raw(self) -> Tensor:
+        return self.given[self.at].to(torch.promote_types(self.given.dtype, torch.float32))
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the d-logits of the rows to the gradient."""

@@ -194,16 +194,22 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
     return masses
 
 
-def heavy_columns(masses: Tensor, tolerance: float) -> Tensor:
-    """Return the indices of the columns that the filter keeps, (n,) in ascending order.
+def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the columns that the filter keeps.
 
     Args:
         masses: (V,) Σ|d-logits| of each column.
         tolerance: share of the sum of all masses that may be skipped.
+
+    Returns:
+        The indices of the kept columns, (n,) in ascending order; the sum of the masses of the
+        skipped columns, 0-d; and the sum of all masses, 0-d.
     """
     # If a mass is NaN, the total is NaN, and no column satisfies the comparison below. No column is
     # skipped then, so the NaN stays visible in the gradients.
     lightest, order = masses.sort()
     summed = lightest.cumsum(0)
-    out = int((summed <= tolerance * summed[-1]).sum())
-    return order[out:].sort().values
+    total = summed[-1]
+    out = int((summed <= tolerance * total).sum())
+    dropped = summed[out - 1] if out else torch.zeros_like(total)
+    return order[out:].sort().values, dropped, total

@@ -46,7 +46,9 @@ from grpo_fast.kernels.types import (
     add_rows_,
     pad_rows,
     padded,
+    scaled_rows,
 )
+from grpo_fast.kernels.workspace import zeros
 
 # If the share of active rows in a chunk is less than this value, the active rows are moved to the
 # front, and the GEMMs read only these rows. With a larger share, the move costs more time than it
@@ -71,6 +73,8 @@ class ChunkGradients(NamedTuple):
 
     matrix: Tensor  # (padded C, V); token sets: (nnz,) d-logits of all sets
     coefficients: Coefficients | None = None
+    # (R, H) and (R,) of R token sets, with dH = slopes·g; None: dH is computed from the matrix
+    slopes: tuple[Tensor, Tensor] | None = None
 
 
 class HeadSums:
@@ -124,6 +128,9 @@ class HeadSums:
         self.d_bias: Tensor | None = None
         # 0-d tensor: NaN if a skipped row has a NaN coefficient, otherwise 0.
         self.skipped_nan: Tensor | None = None
+        # Per chunk: the skipped mass, the mass of all columns (0-d fp64 each), the number of
+        # elements in the kept columns, and the number of all elements.
+        self.filtered: list[tuple[Tensor, Tensor, int, int]] = []
 
     def propagate_nan(self, grad_logps: Tensor) -> None:
         """Record NaN coefficients of skipped rows, so that `finish` can add them to the gradients.
@@ -154,7 +161,7 @@ class HeadSums:
         has_columns = d_logits.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
             return
-        d, by = d_logits
+        d, by, _ = d_logits
         if keep is not None and should_gather(keep, count):
             # 1. Use only the active rows if the smaller GEMMs save more time than the copy costs.
             # On a GPU, one copy of the rows is faster than moving them in blocks.
@@ -243,25 +250,31 @@ class HeadSums:
             self.kernels.add_targets_(total, ids, order, by.by_target, h, d, scaled)
             self.d_weight = total
 
-    def add_sets(self, d: Tensor, support: SupportRows, kernels: Any) -> None:
+    def add_sets(self, d_logits: ChunkGradients, support: SupportRows, kernels: Any) -> None:
         """Add the gradients of the rows that have a token set.
 
         Args:
-            d: (nnz,) d-logits of all sets.
+            d_logits: the d-logits of all sets, and the slopes, if the forward pass computed them.
             support: the token sets.
             kernels: the backend's module of kernels for token sets.
         """
+        d, _, slopes = d_logits
         if self.wanted.hidden:
-            dh = kernels.head_hidden(d, self.weight, support)
+            if slopes is None:
+                dh = kernels.head_hidden(d, self.weight, support)
+            elif self.kernels is None:
+                dh = scaled_rows(*slopes)
+            else:
+                dh = self.kernels.scaled_hidden(*slopes, self.hidden_dtype)
             rows = support.hidden_index
             self._add_hidden(dh, slice(0, len(dh)) if rows is None else rows)
         if self.wanted.weight:
             is_first = self.d_weight is None
             if self.d_weight is None:
-                # On a CPU, the kernel adds to zeros, and writes only the rows of tokens that are in
-                # a set.
+                # On a CPU, use fresh memory pages, which already contain zeros. The kernel then
+                # adds, and writes only the rows of tokens that are in a set.
                 dtype = self.dtype if self.in_parts else self.weight.dtype
-                new = self.weight.new_zeros if self.weight.is_cpu else self.weight.new_empty
+                new = zeros if self.weight.is_cpu else self.weight.new_empty
                 self.d_weight = new(self.weight.shape, dtype=dtype)
             adds = self.weight.is_cpu or not is_first
             kernels.head_weight(d, self.hidden, support, self.d_weight, add=adds)
@@ -330,12 +343,39 @@ class HeadSums:
         """
         if self.tolerance is None:
             return d, self.weight, None
+        vocab = self.weight.shape[0]
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
-        columns = heavy_columns(masses, self.tolerance)
+        columns, dropped, total = heavy_columns(masses, self.tolerance)
+        if by is not None:
+            # Add the absolute target terms to the total, because the matrix contains 0 in the
+            # targets' columns.
+            total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
+        kept = columns.shape[0]
         # Keep all columns if the filter would skip too few of them to save time.
-        if len(columns) >= WORTH_BELOW * len(self.weight):
+        if kept >= WORTH_BELOW * vocab:
+            kept = vocab
+            dropped = torch.zeros_like(total)
+        self.filtered.append((dropped, total, count * kept, count * vocab))
+        if kept == vocab:
             return d, self.weight, None
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
+
+    def filtered_shares(self) -> Tensor | None:
+        """Return two shares over all chunks, (2,) fp32, or None without a tolerance.
+
+        The first is the share of Σ|d-logits| that was skipped. The second is the share of the
+        columns that were kept.
+        """
+        if self.tolerance is None:
+            return None
+        dropped, total = torch.zeros(2, dtype=torch.float64, device=self.hidden.device)
+        for skipped, mass, _, _ in self.filtered:
+            dropped = dropped + skipped
+            total = total + mass
+        elements = sum(x[3] for x in self.filtered)
+        stayed = sum(x[2] for x in self.filtered) / elements if elements else 1.0
+        share = dropped / total.clamp(min=torch.finfo(torch.float64).tiny)
+        return torch.stack([share, torch.full_like(share, stayed)]).float()
 
     def finish(self) -> tuple[Tensor, ...]:
         """Return contiguous (dH, dW, db). A gradient that was not requested is empty."""

@@ -13,6 +13,7 @@ import grpo_fast
 from grpo_fast import LossConfig, Support
 from grpo_fast.kernels.gpu import exponentials, gradients, linear, rows, support
 from grpo_fast.kernels.head import sources
+from grpo_fast.kernels.head import support as head_support
 from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.loss.call import Call
 from grpo_fast.objective.coefficients import RowTerms
@@ -65,8 +66,10 @@ def test_programs_for_several_rows_change_no_bit(monkeypatch):
 def test_a_support(launched, monkeypatch):
     """Check which kernels a call with `support` launches.
 
-    If the weight is frozen, no kernel for dW runs.
+    If the weight is frozen, no kernel for dW runs. The weight may be read a second time only if the
+    entropy has a gradient.
     """
+    monkeypatch.setattr(head_support, "GATHERED_COST_GPU", 0)
     g = torch.Generator().manual_seed(3)
     hidden = torch.randn(8, 8, generator=g).requires_grad_()
     weight, ids = torch.randn(23, 8, generator=g), torch.randint(23, (8,), generator=g)
@@ -81,10 +84,10 @@ def test_a_support(launched, monkeypatch):
         )  # fmt: skip
         return [x for x in launched if x != "scale"]
 
-    frozen = ["support_head", "row_grad", "sums"]
+    frozen = ["support_head", "row_grad", "scaled_hidden"]
     assert call(weight) == frozen
-    for entropy_coef in (0.0, 0.1):
-        assert call(weight.requires_grad_(), entropy_coef) == [*frozen, "sums"]
+    assert call(weight.requires_grad_()) == [*frozen, "sums"]
+    assert call(weight, 0.1) == [*frozen[:2], "sums", "sums"]
     launched.clear()
     logits = (hidden @ weight.T).detach()
     grpo_fast.logits_logps(logits, ids, support=sets, backend="triton")

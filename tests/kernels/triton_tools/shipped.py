@@ -127,14 +127,16 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids, index)
     tensors = HeadTensors(hidden, weight, bias)
-    support_triton.head_rows(tensors, rows, transform, return_entropy=has_entropy)
+    support_triton.head_rows(
+        tensors, rows, transform, return_entropy=has_entropy, return_slopes=True
+    )
     ends = torch.arange(ROWS + 1)
     rows_triton.row_logps(v[None], ids, transform, return_entropy=has_entropy, offsets=ends)
     of_entropy = v if has_entropy else None
     rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, transform, offsets=ends)
     support_triton.head_weight(v, hidden, rows, weight, add=False)
-    support_triton.head_hidden(v, weight, rows)
     if has_entropy:
+        support_triton.head_hidden(v, weight, rows)
         wide = torch.empty(1000, hidden_size)
         support_triton.head_weight(v, hidden, rows, wide, add=True)
 

@@ -47,9 +47,9 @@ def _print_lines(*lines: str) -> None:
         typer.echo(escape_control(line))
 
 
-def launched_rank() -> int:
+def _launched_rank() -> str:
     """Return the rank that the launcher assigned, which is known even without a process group."""
-    return int(os.environ.get("RANK", "0"))
+    return os.environ.get("RANK") or "0"
 
 
 def key_values(example: str) -> Any:
@@ -99,8 +99,8 @@ def refuse(
     if debug:
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
     shown = "; ".join([start + str(error), *getattr(error, "__notes__", ())])
-    rank = launched_rank()
-    shown = f"rank {rank}: {shown}" if rank else shown
+    rank = _launched_rank()
+    shown = shown if rank == "0" else f"rank {rank}: {shown}"
     hint = "  (--debug shows where)" if debug is False else ""
     typer.echo(f"grpo-fast: {escape_control(shown)}{hint}", err=True)
     sys.exit(code)
@@ -138,7 +138,7 @@ def train(
         if recipe in recipe_names() and not says_where:
             usual = config.output_dir
             config.output_dir = str(free_folder(usual))
-            if config.output_dir != usual and launched_rank() == 0:
+            if config.output_dir != usual and _launched_rank() == "0":
                 typer.echo(f"{usual} holds another run; this run goes to {config.output_dir}")
         try:
             loop.train(config)
@@ -146,7 +146,7 @@ def train(
             # The first signal has stopped the run. Restore the default action of SIGINT, so that a
             # second Ctrl-C ends the process at once, even while Python shuts down.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if stopped.code != SAVED and launched_rank() == 0:
+            if stopped.code != SAVED and _launched_rank() == "0":
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
             raise
 

@@ -26,8 +26,7 @@ ADVICE = {
     "end of completions": "give the engine the trainer's EOS ids and no other stop words",
     "prompt tokens": "send token ids, or tokenize the text once (add_special_tokens=False)",
     "dtype": "use one dtype (vLLM: --dtype; here: model.dtype)",
-    "attention": "if the model's own forward pass agrees with the engine, report this as a bug of "
-    "grpo_fast; otherwise choose a different attention backend in the engine",
+    "attention": "only the trainer's forward pass differs, so report this as a bug of grpo_fast",
     "stale weights": "wait for the weight update before sampling, and check that it arrives",
     "LoRA adapter": "load the adapter in the engine, or merge it before the weights are sent",
 }

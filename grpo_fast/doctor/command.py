@@ -107,5 +107,5 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     if urls:
         server = {"engine": "vllm-server", "vllm.urls": json.dumps(urls), "vllm.patience": PATIENCE}
         rest = [f"rollout.{key}={value}" for key, value in server.items()] + rest
-    config = read_words(RunConfig, rest, fields)
+    config = read_words(RunConfig, rest, fields, DoctorSettings.model_fields)
     return next(iter(models), None), own, config

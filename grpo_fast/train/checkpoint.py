@@ -40,7 +40,7 @@ from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, requir
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
 from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config.recipes import load_saved
 from grpo_fast.train.folder import check_regular, sync, written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
@@ -219,7 +219,7 @@ def _find(config: RunConfig) -> Path | None:
     if (run / "summary.json").exists() or not (run / "config.yaml").is_file():
         folder.check_folder(run)
     # The folder has an unfinished run without checkpoints, which starts over.
-    was = load_recipe(str(run / "config.yaml"))
+    was = load_saved(run / "config.yaml")
     folder.check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
     return None
 

@@ -45,11 +45,11 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import yaml
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from grpo_fast.attention.hybrid import recurrent_layers
@@ -61,7 +61,7 @@ from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.rollout.own.model import positions
 from grpo_fast.train import ranks
 from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
-from grpo_fast.train.config.recipes import load_recipe, recipe_names
+from grpo_fast.train.config.recipes import read_recipe, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
 
 if TYPE_CHECKING:
@@ -301,6 +301,12 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def _gigabytes(value: Any) -> Any:
+    if isinstance(value, str):  # the name of a GPU
+        raise ValueError("expected GB of memory, such as gpu=80")
+    return value
+
+
 class PlanSettings(Section):
     """Settings of the command `grpo-fast plan`. All other arguments are settings of the run.
 
@@ -310,7 +316,7 @@ class PlanSettings(Section):
             leave.
     """
 
-    gpu: float | None = Field(None, gt=0, lt=1e9)
+    gpu: Annotated[float | None, BeforeValidator(_gigabytes)] = Field(None, gt=0, lt=1e9)
     prompt: Positive | None = None
 
 
@@ -355,7 +361,7 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
     lines = [
         f"{model}: {count}M parameters in {total / 1e9:.3g} GB{where} {share}",
         f"a group has a prompt of {prompt:,} tokens and {size} completions of {length:,}",
-        "columns: tokens of the largest micro-batch, longest prompt, groups in a micro-batch",
+        "tokens: largest micro-batch; prompt: longest of one group; groups: in one micro-batch",
         "fixed GB  kB/token      tokens      prompt  groups  settings",
     ]
     for changes in OPTIONS:
@@ -369,15 +375,15 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
 
 
 def _run_config(model: str, words: Sequence[str]) -> RunConfig:
-    if model in recipe_names() or model.endswith((".yaml", ".yml")):
-        return load_recipe(model, words)
     settings: dict[str, Any] = {
         "model": {"path": model, "autocast": "bfloat16"},  # as in the recipes
         "data": {"task": "gsm8k", "path": "openai/gsm8k"},
         "rewards": [{"name": "gsm8k_correct"}],
         "rollout": {"group_size": 16, "max_new_tokens": 512},
     }
-    return read_words(RunConfig, words, settings)
+    if model in recipe_names() or model.endswith((".yaml", ".yml")):
+        settings = read_recipe(model)
+    return read_words(RunConfig, words, settings, PlanSettings.model_fields)
 
 
 def _empty_model(model: ModelConfig, data: DataConfig, name: str) -> PreTrainedModel:

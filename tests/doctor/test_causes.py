@@ -76,6 +76,35 @@ def test_a_cause_is_named(policy, planted, monkeypatch):
     assert len({cause.name for cause in found.tried}) == len(left)
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Models that an engine configures differently: the family, the fields of the trainer's
+# configuration, and the fields that differ in the engine. The doctor must not name a cause.
+SERVED = {
+    "theta": ("llama", {"rope_parameters": {**ROPE, "rope_theta": 5e5}}, {"rope_parameters": ROPE}),
+    "scaling": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}},
+                {"rope_parameters": ROPE}),
+    "window": ("mistral", {}, {"sliding_window": None}),
+    "softcap": ("gemma2", {}, {"final_logit_softcapping": None}),
+    "softcap of attention": ("gemma2", {}, {"attn_logit_softcapping": None}),
+    "scale": ("granite", {}, {"logits_scaling": 1.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", SERVED)
+def test_a_different_configuration_has_no_name(planted):
+    family, own, changes = SERVED[planted]
+    policy = policy_of(family, **own)
+    server = policy_of(family, **{**own, **changes})
+
+    class Differing(FaultyEngine):
+        def update(self, policy, version):
+            server.lm.load_state_dict(policy.lm.state_dict())
+            super().update(server, version)
+
+    found, names = found_by(policy, Differing())
+    assert names == [] and not found.ok
+
+
 def test_an_adapter_that_is_not_loaded():
     from peft import LoraConfig, get_peft_model
 

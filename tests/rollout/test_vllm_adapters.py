@@ -80,9 +80,10 @@ def checked(policy: Policy, *servers: StandIn, **options: float) -> VLLMServers:
     return engine
 
 
-def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch):
+def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch, spied):
     engine = checked(policy, server)
-    for version in range(3):
+    writes = spied(transfer, "write_adapter")
+    for version in (0, 1, 0):
         change(policy)
         for _ in range(2):  # a version of the adapter is sent once
             engine.update(policy, version)
@@ -95,7 +96,7 @@ def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch
     assert server.calls[UPDATE] == server.calls[FINISH] == 1 and server.versions == [
         engine.names[0]
     ]
-    assert server.calls[LOAD] == 3 and server.calls[UNLOAD] == 2
+    assert len(writes) == server.calls[LOAD] == 3 and server.calls[UNLOAD] == 2
     assert list(server.adapters) == [engine.names[1]]  # the server has unloaded the older versions
 
 
@@ -112,7 +113,7 @@ def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
     assert servers[1].calls[UPDATE] == 1 and servers[1].calls[LOAD] == 2
 
 
-def test_of_several_ranks_the_first_one_sends_the_adapter(policy, server):
+def test_of_several_ranks_the_first_one_sends_the_adapter(policy, server, caplog):
     first, second = checked(policy, server), checked(policy, server)
     second.run, second.rank = first.run, 1  # both engines are ranks of one run
     late = threading.Timer(0.2, first.update, (policy, 0))
@@ -121,6 +122,10 @@ def test_of_several_ranks_the_first_one_sends_the_adapter(policy, server):
     late.join()
     assert difference(policy, generate(policy, second)) < CLOSE
     assert server.calls[LOAD] == 1
+    first.update(policy, 1)
+    server.faults["/v1/models"] = [500]
+    second.update(policy, 1)  # looks again after the error
+    assert not server.faults["/v1/models"] and "is left out" not in caplog.text
 
 
 def test_another_policy_is_sent_whole(policy, server):
@@ -165,12 +170,14 @@ def two_adapters() -> Policy:
     ("build_policy", "message"),
     [
         (adapted, None),
-        (two_adapters, "cannot apply the adapter second"),
-        (lambda: adapted(rank_pattern={"q_proj": 9}), "cannot apply .*0.self_attn.q_proj"),
-        (lambda: adapted(modules_to_save=["norm"]), "cannot apply .*modules_to_save"),
-        (lambda: adapted(target_modules=["embed_tokens"]), "cannot apply model.embed_tokens"),
+        (two_adapters, "cannot apply the adapter second, because only one is sent"),
+        (lambda: adapted(rank_pattern={"q_proj": 9}),
+         "cannot apply .*0.self_attn.q_proj, whose rank 9 is above --max-lora-rank 8"),
+        (lambda: adapted(modules_to_save=["norm"]), "cannot apply .*modules_to_save.* trained"),
+        (lambda: adapted(target_modules=["embed_tokens"]),
+         "cannot apply model.embed_tokens, which vLLM would ignore"),
     ],
-)
+)  # fmt: skip
 def test_adapters_that_a_server_takes(caplog, build_policy, message):
     assert transfer.takes_adapter(build_policy(), LIMITS, "") == (message is None)
     assert re.search(message or "^$", caplog.text)

@@ -21,6 +21,7 @@ ERRORS = EngineError, ValueError, NonFiniteLogits
 URL = "http://127.0.0.1:8000"
 EOS_ID = 1
 IDS = [3, 4, 5, 6, 7, 12]  # as many tokens as the requests of these tests allow
+OTHERS = {0: [8] * 6, 2: [9] * 6}  # the ids of the completions 0 and 2
 
 
 def tokens(ids: list[Any], logprob: Any = -1.0) -> dict[str, Any]:
@@ -35,8 +36,8 @@ def tokens(ids: list[Any], logprob: Any = -1.0) -> dict[str, Any]:
 def completions(policy: Policy, change: dict[str, Any]) -> list[Completion]:
     """Check a response with three completions. `change` replaces fields of the second one."""
     fields = {**tokens(IDS), "weight_versions": [{"version": "now"}], "sampling_mask": None}
-    choices = [{"index": i, **fields} for i in (2, 0, 1)]
-    choices[2] |= change
+    others = [{"index": i, **fields, **tokens(OTHERS[i])} for i in (2, 0)]
+    choices = [*others, {"index": 1, **fields, **change}]
     request = Request([[3]], Sampling(max_new_tokens=6, top_k=5), 3, 0)
     return VLLMRequest(policy, request, 3, "now").completions({"choices": choices}, URL)
 
@@ -92,7 +93,7 @@ def test_a_wrong_completion_is_refused(policy, message):
 )  # fmt: skip
 def test_a_valid_completion_is_taken(policy, change):
     found = completions(policy, change)
-    assert [one.ids for one in found] == [IDS, change.get("token_ids", IDS), IDS]
+    assert [one.ids for one in found] == [OTHERS[0], change.get("token_ids", IDS), OTHERS[2]]
     assert found[1].finish_reason == ("eos" if EOS_ID in found[1].ids else "length")
     assert found[1].weight_version == 3 and found[1].logps.shape == (len(found[1].ids),)
     assert (found[1].support is None) == ("sampling_mask" not in change)
@@ -146,6 +147,9 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a byte of a header now and then": (UPDATE, slowly(OK + b"A: " + b"b" * 999)),
     "a redirect": (GENERATE, raw(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n")),
     "control characters": (GENERATE, raw(b'HTTP/1.1 400 No\r\n\r\n{"error": "\\u001b[2J"}')),
+    "world_size 0": ("/get_world_size", answer({"world_size": 0})),
+    "world_size -1": ("/get_world_size", answer({"world_size": -1})),
+    "world_size 65536": ("/get_world_size", answer({"world_size": 1 << 16})),
     "no weight_version": ("/weight_info", answer({})),
     "a weight_info of 500": ("/weight_info", 500),
     "logprobs_mode of control characters": (INFO, answer(CONTROL)),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout.vllm import servers
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import Server, build, check_model, run
@@ -148,6 +149,14 @@ def test_a_key_that_a_gateway_quotes_is_not_shown(server, monkeypatch, answer, m
     assert "SEC" not in str(error.value)
 
 
+def test_a_response_without_end_is_refused(server, monkeypatch):
+    monkeypatch.setattr(servers, "MAX_BYTES", 1 << 20)
+    blanks = Raw(lambda put: put(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (1 << 22)))
+    server.faults["/weight_info"] = blanks
+    with pytest.raises(ServerError, match="/weight_info: .*at most 1048576 bytes, got more"):
+        run(client(server).call("GET", "/weight_info"))
+
+
 def test_an_error_does_not_wait_for_running_calls():
     """Check that the first error is raised while an earlier call still runs.
 
@@ -177,11 +186,12 @@ def test_a_call_from_a_notebook_sends_the_key_and_uses_no_proxy(server, monkeypa
     monkeypatch.setenv("VLLM_API_KEY", "word\n")  # a key read from a file may end with a newline
     keys = []
     monkeypatch.setattr(server.http.RequestHandlerClass, "respond", lambda self: (
-        keys.append(self.headers["Authorization"]), self.say(200, {"weight_version": "1"})
+        keys.append((self.headers["Authorization"], self.headers["Accept-Encoding"])),
+        self.say(200, {"weight_version": "1"})
     ))  # fmt: skip
 
     async def cell():
         return run(client(server).call("GET", "/weight_info"))
 
     assert asyncio.run(cell()) == [{"weight_version": "1"}]
-    assert keys == ["Bearer word"]
+    assert keys == [("Bearer word", "identity")]

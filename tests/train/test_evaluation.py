@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,16 @@ def test_greedy_strict_and_lenient(evaluated):
     assert metrics["eval_rewards/gsm8k_format"] == 0.5
     assert metrics["eval_n"] == 4 and metrics["eval_samples"] == 1
     assert [prompts for prompts, _ in evaluated.calls] == [["q0", "q1", "q2"], ["q3"]]
+
+
+def test_the_first_sample_is_shown_with_its_verdict(evaluated):
+    def line(reply, answer):
+        return evaluated({"q0": [reply]}, examples(answer), EvalConfig()).lines[1]
+
+    assert line("It is 5", "5") == (
+        "first sample: 'It is 5'; strict: no answer, wrong; lenient: '5', right; gold: '5'"
+    )
+    assert line("y" * 300, None) == f"first sample: '… {'y' * 200}'"
 
 
 def test_sampled_standard_error_is_over_questions(evaluated):
@@ -226,8 +237,26 @@ def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="no model in .*; `grpo-fast export .* OUT` writes"):
         Source.of(str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.yaml").write_text("kl: {into: reward}")
+    with pytest.raises(ValueError, match="kl: unknown key") as error:
+        Source.of(str(tmp_path))
+    assert "another version of grpo_fast" in error.value.__notes__[0]
+    (tmp_path / "model").rmdir()
     (tmp_path / "config.json").write_text("{}")  # now it is a model's folder
     assert Source.of(str(tmp_path)).run is None
+
+
+def test_a_recipes_code_needs_leave(model, recipe, tmp_path, monkeypatch):
+    code = "def score(prompts, completions, answers):\n    return [0.25] * len(prompts)\n"
+    (tmp_path / "planted_eval.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["eval", model, f"recipe={recipe}", "samples=1"]
+    text = Path(recipe).read_text()
+    Path(recipe).write_text(text.replace("gsm8k_format", "'planted_eval:score'"))
+    assert refused(invoke(*words), "planted_eval:score", "own.yaml", "--allow-code")
+    assert "rewards/score                 0.2500" in invoke(*words, "--allow-code").output
+    assert refused(invoke("eval", model, "recipe=gsm8k-tinny"), "gsm8k-tinny", "nearest")
 
 
 def test_results_are_written_and_one_model_is_evaluated(model, recipe, tmp_path):
@@ -289,7 +318,7 @@ def test_an_evaluation_says_how_it_asked_its_speed_and_a_sample(models, question
     assert lines[2:4] == ["  | [user] 0+2?", "  | [assistant]"]
     assert " tokens in " in lines[4] and lines[4].endswith("tokens/s")
     assert "first sample: " in lines[5] and lines[5].endswith("; gold: '2'")
-    assert "; strict: " in lines[5]
+    assert "; strict: " in lines[5] and lines[5].count(", wrong; ") == 2
     assert lines[6].startswith("greedy (n=4") and " ± " in result.output
 
 

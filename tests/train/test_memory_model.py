@@ -229,7 +229,6 @@ def test_the_head_s_workspace_is_that_of_the_requested_gpu():
         ("qwen2.5-7b", ["gpu=8", "model.tiled=2"], "model.tiled: unknown key; nearest: tiled_mlp"),
         ("./nowhere", ["gpu=8"], "MODEL: expected a recipe"),
         ("sort", ["gpu=8", "prompt=62"], "prompt: expected at most 61 with completions of 4 (64"),
-        ("sort", ["gpu=H100"], "gpu: Input should be a valid number, got 'H100'"),
     ],
 )
 def test_plans_that_are_refused(model, settings, message, monkeypatch):

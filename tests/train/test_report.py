@@ -58,6 +58,9 @@ def test_folder_of_a_run(tmp_path):
     wanted = {"after": after, "nan": None, "t": 2.0, "folder": str(out)}
     assert summary.items() >= wanted.items()
     assert load_recipe(str(out / "config.yaml"), []) == config(output_dir=str(out))
+    shown = report._stream.getvalue()
+    report.finish({})  # without an evaluation, no line is printed
+    assert report._stream.getvalue() == shown
 
 
 def test_a_resumed_run_deletes_the_tables_of_later_steps(tmp_path):

@@ -7,19 +7,21 @@ from inspect import cleandoc
 
 import pytest
 
+from grpo_fast.doctor.command import read
 from grpo_fast.errors import nearest_name
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.config.words import described, dotted_keys, other_names, own_words, quoted
 from grpo_fast.train.evaluation.command import Source, read_settings
-from grpo_fast.train.plan import PlanSettings
+from grpo_fast.train.plan import PlanSettings, plan
 from tests.command_line import invoke, refused
 
 READERS = {
     "train": lambda words: load_recipe("sort", words),
-    "eval": lambda words: read_settings(Source("m", "m", None), ["task=sort", *words], False),
-    "plan": lambda words: own_words(PlanSettings, words),
+    "eval": lambda words: read_settings(Source("m", "m", None), words, False),
+    "plan": lambda words: plan("qwen2.5-7b", words),
+    "doctor": lambda words: read(["m", *words]),
 }
 
 
@@ -48,12 +50,22 @@ IN_REWARD = "advantages=gae critic.kl_in_reward=true"
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in SHORT_NAMES.items()),
         ("eval", "sample=4", "sample: unknown key; nearest: eval.samples"),
+        ("eval", "dat=x.jsonl task=jsonl", "dat: unknown key; nearest: data"),
+        ("eval", "recipie=sort", "recipie: unknown key; nearest: recipe"),
+        ("plan", "promt=3", "promt: unknown key; nearest: prompt"),
+        ("plan", "gpus=3", "gpus: unknown key; nearest: gpu"),
+        ("doctor", "smaples=4", "smaples: unknown key; nearest: samples"),
+        ("doctor", "treshold=1", "treshold: unknown key; nearest: threshold"),
         # The value is invalid. The message must name the nearest valid value.
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
         ("train", "log.progress=ture", "log.progress: Input should be a valid boolean, got 'ture'"),
+        ("train", "model.gradient_checkpointing=tru",
+         "Input should be true, false or 'offload', got 'tru'; nearest: true"),
+        ("train", "data.task=null", "'gsm8k' or 'jsonl', got null"),
+        ("train", "loss.kl_estimator=K3", "or null, got 'K3'; nearest: k3"),
         ("eval", "task=jsonlx", "data.task: Input should be 'sort', 'open', 'gsm8k' or 'jsonl'"),
         # The argument does not have the form key=value.
-        *((reader, "steps", "got 'steps'") for reader in READERS),
+        *((reader, "steps", "got 'steps'") for reader in ("train", "eval", "plan")),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
@@ -74,10 +86,13 @@ IN_REWARD = "advantages=gae critic.kl_in_reward=true"
         ("train", "optim.lr=.nan", "optim.lr: Input should be a finite number, got nan"),
         ("train", "advantage_options.esp=1", "esp: expected one of ['clip_high', 'clip_low']"),
         ("train", "data.path=x", "data.path: expected none for task sort, got 'x'"),
+        ("plan", "gpu=H100", "gpu: expected GB of memory, such as gpu=80, got 'H100'"),
         ("plan", "gpu=0", "gpu: Input should be greater than 0, got 0"),
         ("plan", f"prompt={10**18}", "prompt: Input should be less than 9007199254740992"),
         ("eval", "k=1,a", "eval.k.1: Input should be a valid integer"),
         # The number is out of bounds.
+        ("train", "rollout.group_size=1000000 rollout.prompts_per_step=1000000",
+         "rollout.group_size: expected at most 1048576 completions in a step"),
         ("train", "rollout.max_new_tokens=1000000000000", "rollout.max_new_tokens: "),
         ("train", "data.digits=1000000000000", "data.digits: "),
         ("train", "seed=1180591620717411303424", "seed: "),
@@ -108,9 +123,10 @@ IN_REWARD = "advantages=gae critic.kl_in_reward=true"
         ("train", "critic={}", "advantages=centered conflicts with critic"),
         ("train", "advantages=gae", "advantages=gae conflicts with critic=null"),
         ("train", f"{PPO} advantage_options.eps=1", "advantages=gae conflicts with advantage_opt"),
-        *(("train", f"{IN_REWARD} loss.{words}", "critic.kl_in_reward=true conflicts with loss.")
-          for words in ("beta=0", "beta=1 loss.kl_estimator=exact", "beta=1 loss.loss_type=dro",
-                        "beta=1 loss.kl_times_ratio=true")),
+        *(("train", f"{IN_REWARD} loss.beta=1 {word}",
+           f"critic.kl_in_reward=true conflicts with {word}: ")
+          for word in ("loss.beta=0", "loss.kl_estimator=exact", "loss.loss_type=dro",
+                       "loss.kl_times_ratio=true")),
         ("train", f"{IN_REWARD} loss.beta=0.1", "reference.kind=none conflicts with "),
         ("train", "reference.kind=synced model.lora={}", "reference.kind=synced conflicts with"),
         ("train", "model.path=x", "model.path: expected a model, or config (model=PATH replaces"),
@@ -218,6 +234,8 @@ def test_a_file_that_does_not_exist_is_named_before_a_hub_is_asked(tmp_path, mon
         result = invoke("train", "gsm8k-tiny", f"data={data}", f"output_dir={tmp_path / 'r'}")
         assert refused(result, "data.path: ", "found nothing at", data.rpartition("/")[2])
     assert not (tmp_path / "r").exists()
+    monkeypatch.setenv("RANK", "")  # no launcher has set a rank
+    assert refused(invoke("train", "nofile.yaml"), "grpo-fast: recipe: no such file")
 
 
 def test_numbers_are_those_of_yaml_1_2():
@@ -299,6 +317,8 @@ def test_a_configuration_of_another_library(settings, words, others, tmp_path):
     assert all(any(each in line for line in comments) for each in others), comments
     assert "run_name" not in str(comments) and "seed" not in str(comments)
     load_recipe("own-data", found)
+    path.write_text("reference: {kind: frozen, path: x}")
+    assert "reference.path=x (see reference.kind)" in invoke("config", "--from", str(path)).output
     path.write_text("- 1")
     assert refused(invoke("config", "--from", str(path)), "expected a mapping of keys, got list")
 

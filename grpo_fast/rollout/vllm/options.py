@@ -24,7 +24,7 @@ class VLLMOptions(BaseModel):
         urls: Servers for engine: vllm-server, each as http://host:port.
         transfer: How servers receive weights. auto is nccl if the policy is on a GPU, otherwise
             gloo.
-        address: Address of the trainer's machine at which the servers can reach it.
+        address: IPv4 address or name of the trainer's machine at which the servers can reach it.
         timeout: Seconds for one of three tries to sample a step, and for one transfer of weights.
         patience: Seconds to wait for a server that does not respond.
         tolerance: Mean gap to the policy after a transfer, in nats a token. null allows rounding of

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import re
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
 PAUSE_S = 1.0  # seconds between two checks of a server that is gone
 CONNECTIONS = 256  # maximum number of connections to one server
+MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
 PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # ids whose log-probs are compared after a transfer
 GENERATE = "/inference/v1/generate"
@@ -119,7 +121,10 @@ class Server:
         self.key = os.environ.get("VLLM_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):  # httpx's error would quote the key
             raise ValueError("VLLM_API_KEY: expected printable ASCII characters (not shown)")
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        # Request no compression, because the body is read and counted as raw bytes.
+        headers = {"Accept-Encoding": "identity"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         limits = httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0)
         self.client = httpx2.AsyncClient(
             base_url=url, headers=headers, timeout=None, trust_env=False, limits=limits
@@ -143,11 +148,18 @@ class Server:
             ValueError: the server refuses the request.
         """
         where = f"{self.url}{path}"
+        content = bytearray()
         try:
             # The timeout of httpx applies to each read, so a server that sends one byte now and
             # then would never time out. This timeout limits the whole exchange.
-            async with asyncio.timeout_at(self.deadline):
-                response = await self.client.request(method, path, json=body)
+            async with (
+                asyncio.timeout_at(self.deadline),
+                self.client.stream(method, path, json=body) as response,
+            ):
+                async for piece in response.aiter_raw():
+                    content += piece
+                    most = f"at most {MAX_BYTES} bytes"
+                    require(len(content) <= MAX_BYTES, "response", most, "more")
         except TimeoutError as error:
             raise ServerError(f"{where}: no answer within rollout.vllm.timeout") from error
         except (httpx2.HTTPError, OSError, ValueError) as error:
@@ -155,11 +167,12 @@ class Server:
         status = response.status_code
         if status == 200:
             with suppress(ValueError, RecursionError):
-                answer = response.json()
+                answer = json.loads(content)
                 if isinstance(answer, dict):
                     return answer
         # Replace the key before the text is cut. Otherwise, a part of the key may remain.
-        text = response.text.replace(self.key, "***") if self.key else response.text
+        text = content.decode(errors="replace")
+        text = text.replace(self.key, "***") if self.key else text
         if status == 200:
             return text
         message = f"{where}: {status} {escape_control(' '.join(text[:500].split()))}"
@@ -310,6 +323,8 @@ class Server:
         # 1. Open a port to which the server's workers connect.
         address = self.options.address
         workers = await self.read("/get_world_size", "world_size", int)
+        fits = 0 < workers < 1 << 16
+        require(fits, f"{self.url}/get_world_size", "a number of workers", workers, BadAnswer)
         try:
             listener = socket.create_server((address, 0))
         except OSError as error:
@@ -533,8 +548,9 @@ class VLLMServers(Engine):
                     await server.compare(self.names, self.expected)
                 server.include(self.names)
             elif server.reported == base:
-                if adapter is None or adapter in str(await server.call("GET", "/v1/models")):
-                    server.include(self.names)
+                with suppress(EngineError):  # the next look may succeed
+                    if adapter is None or adapter in str(await server.call("GET", "/v1/models")):
+                        server.include(self.names)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             server.exclude(error)
 

@@ -141,7 +141,7 @@ def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: s
     """Return whether a server can add the policy's adapter to its weights at run time.
 
     If the server loads adapters, but cannot apply some of the trained weights, log the first of
-    them. vLLM itself refuses an adapter whose peft options it does not support.
+    them with the reason. vLLM itself refuses an adapter whose peft options it does not support.
 
     Args:
         policy: the policy.
@@ -152,17 +152,21 @@ def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: s
     if limits is None or not modules:
         return False
     # 1. Find trained weights that are not part of the adapter.
-    refused = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
+    trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
+    refused = [f"{name}, which is trained but not part of the adapter" for name in trained]
     # 2. Find modules that vLLM would ignore, because its model has no module with the same name, or
     #    whose rank is too large. Only one adapter is sent.
     known = weights_of(policy.lm, merged=False)
-    targets = limits["target_modules"]
+    targets, most = limits["target_modules"], limits["max_lora_rank"]
     for name, module in modules.items():
+        rank = max(module.r.values())
+        if rank > most:
+            refused.append(f"{name}, whose rank {rank} is above --max-lora-rank {most}")
         is_target = targets is None or name.rpartition(".")[2] in targets
-        is_known = module.lora_A and f"{name}.weight" in known
-        if not (is_target and is_known) or max(module.r.values()) > limits["max_lora_rank"]:
-            refused.append(name)
-        refused += [f"the adapter {other}" for other in module.active_adapters[1:]]
+        if not (is_target and module.lora_A and f"{name}.weight" in known):
+            refused.append(f"{name}, which vLLM would ignore")
+        others = module.active_adapters[1:]
+        refused += [f"the adapter {other}, because only one is sent" for other in others]
     if refused:
         said = "all servers receive merged weights, because %s cannot apply %s (%s)"
         log.warning(said, url, refused[0], "see LoRA adapters in grpo_fast/rollout/README.md")

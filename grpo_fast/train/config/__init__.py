@@ -422,6 +422,7 @@ class LossSettings(
 
 # ------------------------------------------------------------------------------ The whole run
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
+MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 
 
 class LogConfig(Section):
@@ -542,6 +543,8 @@ class RunConfig(Section):
         is_weighted = any(reward.weight for reward in self.rewards)
         require(is_weighted, "rewards", "a weight that is not 0", came)
         count = self.rollout.prompts_per_step * self.rollout.group_size
+        most = f"at most {MOST_COMPLETIONS} completions in a step"
+        require(count <= MOST_COMPLETIONS, "rollout.group_size", most, count)
         expected = f"a number that divides the {count} completions of a step"
         require(count % self.minibatches == 0, "minibatches", expected, self.minibatches)
         fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)
@@ -558,9 +561,9 @@ class RunConfig(Section):
         loss = self.loss
         config = self.loss_config()
         kind = self.reference.kind
-        # A reward needs the KL of the sampled token, without a ratio.
-        has_kl = loss.beta and OBJECTIVES[config.loss_type].reference
-        is_sampled = config.kl_estimator not in EXACT and not loss.kl_times_ratio
+        in_reward = self.kl_in_reward
+        reward = "critic.kl_in_reward=true"
+        sampled = "a reward needs the KL of the sampled token, without a ratio"
         corrections = config.corrections
         of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
         is_custom = of_sampler and corrections != LossConfig.corrections
@@ -570,11 +573,13 @@ class RunConfig(Section):
              "gae needs the section critic={}, which no other mode reads"),
             (is_gae and self.advantage_options, mode, "advantage_options",
              "the options of gae are in the section critic"),
-            (self.kl_in_reward and not (has_kl and is_sampled), "critic.kl_in_reward=true",
-             f"loss.loss_type={config.loss_type} beta={loss.beta or 0:g} "
-             f"kl_estimator={config.kl_estimator} kl_times_ratio={loss.kl_times_ratio or False}",
-             "it needs beta > 0, a loss with a KL, no exact estimator and no kl_times_ratio"),
-            (kind == "none" and (config.uses_reference or self.kl_in_reward), "reference.kind=none",
+            (in_reward and not loss.beta, reward, "loss.beta=0", "the KL needs a weight above 0"),
+            (in_reward and not OBJECTIVES[config.loss_type].reference, reward,
+             f"loss.loss_type={config.loss_type}", "this loss has no KL with the weight beta"),
+            (in_reward and config.kl_estimator in EXACT, reward,
+             f"loss.kl_estimator={config.kl_estimator}", sampled),
+            (in_reward and loss.kl_times_ratio, reward, "loss.kl_times_ratio=true", sampled),
+            (kind == "none" and (config.uses_reference or in_reward), "reference.kind=none",
              f"loss.beta={loss.beta or 0:g}", "set reference.kind to frozen or synced"),
             (kind == "synced" and self.model.lora is not None, "reference.kind=synced",
              "model.lora", "the reference is the model without its adapter"),

@@ -46,6 +46,19 @@ def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:
     return read_words(RunConfig, words, read_recipe(name_or_path))
 
 
+def load_saved(path: Path) -> RunConfig:
+    """Return the configuration that a run saved in a file.
+
+    Raises:
+        ValueError: the file cannot be read. A different version of the package may have written it.
+    """
+    try:
+        return load_recipe(str(path))
+    except ValueError as error:
+        error.add_note(f"if another version of grpo_fast wrote {path}, use that version")
+        raise
+
+
 def save_config(config: BaseModel, path: str | Path) -> None:
     """Write a configuration, including defaults, to a YAML file that `load_recipe` can read."""
     write_yaml(config.model_dump(mode="json"), path)

@@ -19,6 +19,7 @@ from grpo_fast.errors import nearest_hint, nearest_name, require
 
 QUOTED = 200  # maximum number of characters of a value in an error message
 DEEPEST_KEY = 16  # maximum number of parts in a dotted key
+YAML_WORDS = {"None": "null", "True": "true", "False": "false"}
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -118,7 +119,10 @@ def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 # --------------------------------------------------------------------- Parsing of key=value words
 def read_words(
-    kind: type[Config], words: Iterable[str], settings: dict[str, Any] | None = None
+    kind: type[Config],
+    words: Iterable[str],
+    settings: dict[str, Any] | None = None,
+    also: Iterable[str] = (),
 ) -> Config:
     """Build a configuration from nested settings and `key=value` words that change them.
 
@@ -127,6 +131,7 @@ def read_words(
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
         settings: nested settings, which are changed in place. None means empty settings.
+        also: further keys that the command accepts. Error messages suggest them, too.
 
     Raises:
         ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
@@ -134,7 +139,7 @@ def read_words(
     # Apply all changes before the validation, because some changes are only valid together.
     settings = {} if settings is None else settings
     apply_words(settings, words)
-    return validated(kind, settings)
+    return validated(kind, settings, also)
 
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
@@ -231,12 +236,13 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 # --------------------------------------------------------------------------------- Error messages
-def validated(kind: type[Config], settings: Any) -> Config:
+def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Config:
     """Validate nested settings and return them as a configuration.
 
     Args:
         kind: class of the configuration.
         settings: nested settings.
+        also: further keys that the command accepts. Error messages suggest them, too.
 
     Raises:
         ValueError: a setting is invalid. The message has one line for each invalid setting.
@@ -244,11 +250,11 @@ def validated(kind: type[Config], settings: Any) -> Config:
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        lines = [_explain(each, kind) for each in error.errors(include_url=False)]
+        lines = [_explain(each, kind, also) for each in error.errors(include_url=False)]
         raise ValueError("\n  ".join(dict.fromkeys(lines))) from None
 
 
-def _explain(error: Any, kind: type[BaseModel]) -> str:
+def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     """Format a pydantic error as one line with the dotted key, expected value and actual value."""
     where = quoted(".".join(map(str, error["loc"])), str)
     listed = ".".join("0" if isinstance(part, int) else part for part in error["loc"])
@@ -259,6 +265,7 @@ def _explain(error: Any, kind: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
         above = listed.rpartition(".")[0]
         known = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == above]
+        known += [] if above else also
         return f"{where}: unknown key" + nearest(where, known, keys)
     # 2. Describe an invalid value. The message of a section's validator already begins with the
     # name of the field, so add only the name of the section.
@@ -269,8 +276,11 @@ def _explain(error: Any, kind: type[BaseModel]) -> str:
         return f"{where}.{message}".removeprefix(".")
     if isinstance(value, (dict, BaseModel)):
         return f"{where}: {message}"
-    choices = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected")))
-    shown = str(value).lower() if isinstance(value, bool) else quoted(value)
+    choices = []
+    if error["type"] == "literal_error":
+        message = re.sub(r"\b(None|True|False)\b", lambda word: YAML_WORDS[word[0]], message)
+        choices = re.findall(r"null|true|false|(?<=')[\w-]+(?=')", message)
+    shown = quoted(value, json.dumps if value is None or isinstance(value, bool) else repr)
     return f"{where}: {message}, got {shown}{nearest_hint(str(value), choices)}"
 
 

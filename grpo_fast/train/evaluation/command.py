@@ -17,7 +17,7 @@ from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rewards.columns import usable
 from grpo_fast.train import folder
 from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config.recipes import load_recipe, load_saved
 from grpo_fast.train.config.words import apply_words, own_words, split_word, validated
 from grpo_fast.train.evaluation.evaluate import evaluate
 from grpo_fast.train.evaluation.questions import asking_lines
@@ -65,7 +65,7 @@ class Source(NamedTuple):
         require(fits, "model", "a model or a run", f"{model!r}: no such folder")
         file = folder / "config.yaml"
         if file.is_file() and (folder / "model").is_dir():
-            return cls(model, str(folder / "model"), load_recipe(str(file)))
+            return cls(model, str(folder / "model"), load_saved(file))
         is_run = file.is_file() or (folder / "state.json").is_file()
         expected = "a model, or a run that has ended and saved its model (log.save_model: true)"
         remedy = f"`grpo-fast export {model} OUT` writes the model of a run or checkpoint"
@@ -108,18 +108,22 @@ def read_settings(
     if "eval.samples" in keys and "eval.k" not in keys:
         settings["eval"]["k"] = []
     apply_words(settings, words)
-    # 3. Check that the questions have a source, and choose the rewards.
+    # 3. Validate the settings, and choose the rewards. A missing source of questions is refused
+    # last, because its key may be misspelled, and the validation names the nearest key.
     data = settings["data"]
     expected = "a file, a folder, a hub id or a section of keys"
     require(isinstance(data, dict), "data", expected, repr(data))
     task = str(data.get("task"))
     exists = os.path.isdir(source.path)
     came = "nothing" if exists else f"nothing, and no folder {source.name!r} exists here"
-    fits = task not in FILES or data.get("path")
-    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
+    fits = task not in FILES or bool(data.get("path"))
+    if not fits:
+        data["path"] = "."
     if run is None:
         settings.setdefault("rewards", DEFAULT_REWARDS.get(task, ["exact_match"]))
-    return own, validated(RunConfig, settings)
+    config = validated(RunConfig, settings, EvalSettings.model_fields)
+    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
+    return own, config
 
 
 def _with_section(word: str) -> str:

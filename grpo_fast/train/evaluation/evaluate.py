@@ -119,10 +119,15 @@ def evaluate(
 
 
 def _sample_line(scorer: Scorer, text: str) -> str:
-    """Format the end of a sample as one line, with the answers that were found in it."""
-    found = {"strict": scorer.strict(text), "lenient": scorer.lenient(text), "gold": scorer.gold}
-    answers = [f"{name}: {shown_answer(answer)!r}" for name, answer in found.items()]
-    return "; ".join([f"first sample: {text[-SHOWN_SAMPLE:]!r}", *answers])
+    """Format the end of a sample as one line, with its answers and whether they are correct."""
+    shown = text if len(text) <= SHOWN_SAMPLE else f"… {text[-SHOWN_SAMPLE:]}"
+    parts = [f"first sample: {shown!r}"]
+    if scorer.gold is not None:
+        for name, answer in (("strict", scorer.strict(text)), ("lenient", scorer.lenient(text))):
+            read = "no answer" if answer is None else repr(shown_answer(answer))
+            parts.append(f"{name}: {read}, {'right' if scorer.is_right(answer) else 'wrong'}")
+        parts.append(f"gold: {shown_answer(scorer.gold)!r}")
+    return "; ".join(parts)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -216,7 +216,8 @@ class RunReport(AbstractContextManager[Any]):
             plot_runs([self.folder], self.folder / "curves.png")
         except Exception as error:  # a failed picture must not end the run
             self.note(f"no curves.png: {reason(error)}")
-        self.note(final_line(summary.get("before") or {}, summary.get("after") or {}))
+        if line := final_line(summary.get("before") or {}, summary.get("after") or {}):
+            self.note(line)
 
     def close(self) -> None:
         """Close the log file. A second call has no effect."""

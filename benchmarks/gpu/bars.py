@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import predict
 from benchmarks.gpu.parts import STEPS
-from benchmarks.gpu.predict import CARDS, Case, estimates
+from benchmarks.gpu.predict import CARDS, Case, estimate
 from benchmarks.kernels.shapes import MODELS, Shape
 
 OURS = "grpo_fast (auto)"
@@ -117,7 +117,7 @@ def ratio(
     case = Case(operation, shape)
     value = results.value(case, "ratio_to_limit")
     title = f"{title}, {title_of(shape)}"
-    return Bar(title, wanted, estimates(card)[case].ratio, value, predict.command(case))
+    return Bar(title, wanted, estimate(card, case).ratio, value, predict.command(case))
 
 
 def over_peer(results: Results, shape: Shape, peer: str, wanted: float) -> Bar:
@@ -139,7 +139,7 @@ def sparse(card: str, results: Results, inactive: str) -> Bar:
     case = dense._replace(active=0.2, inactive=inactive)
     pair = [results.value(c, "ratio_to_limit") for c in (dense, case)]
     value = pair[0] / pair[1] if pair[0] and pair[1] else None
-    guess = estimates(card)[dense].ours_ms / estimates(card)[case].ours_ms
+    guess = estimate(card, dense).ours_ms / estimate(card, case).ours_ms
     title = f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}"
     return Bar(title, 2.0, guess, value, predict.command(case), at_least=True)
 
@@ -148,7 +148,7 @@ def copy_share(card: str, results: Results, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
     ratio = results.value(case, "ratio_to_limit")
     title = f"{operation}, share of a copy's speed"
-    guess = 1 / estimates(card)[case].ratio
+    guess = 1 / estimate(card, case).ratio
     value = None if ratio is None else 1 / ratio
     return Bar(title, 0.8, guess, value, predict.command(case), at_least=True)
 
@@ -156,7 +156,7 @@ def copy_share(card: str, results: Results, operation: str) -> Bar:
 def peak(card: str, results: Results, shape: Shape) -> Bar:
     """Return a bar for the peak memory. Its bound is the prediction, rounded up to 0.05 GiB."""
     case = Case("linear_grpo_loss", shape)
-    planned = estimates(card)[case].workspace_mib / 1024
+    planned = estimate(card, case).workspace_mib / 1024
     value = results.value(case, "workspace_mib")
     title = f"peak besides inputs and gradients, {title_of(shape)}"
     wanted = math.ceil(20 * planned) / 20

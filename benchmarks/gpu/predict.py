@@ -60,6 +60,19 @@ def estimates(card: str) -> dict[Case, Estimate]:
     return found
 
 
+def estimate(card: str, case: Case) -> Estimate:
+    """Return the prediction for a case on a card.
+
+    Raises:
+        ValueError: predictions.json has none.
+    """
+    found = estimates(card)
+    if case not in found:
+        expected = f"a prediction for {label(case)} on {card}"
+        raise ValueError(f"{FILE.name}: expected {expected}, got none")
+    return found[case]
+
+
 def row_candidates(card: str) -> dict[str, float]:
     """Return the predicted ms of each row kernel that strides over rows, keyed by configuration."""
     return json.loads(FILE.read_text())["cards"][card]["row_candidates_ms"]

@@ -91,6 +91,8 @@ def main(arguments: list[str]) -> int:
         report["row_candidates"][line_of(config)] = found
         if options.out:  # after each candidate, because the session ends the command at its limit
             write(Path(options.out), report)
+        if "CUDA error" in reason:  # every later call in this process would fail, too
+            return 1
     return 0
 
 

@@ -205,7 +205,7 @@ def verify(
     """Run a provider once. Return its row of the report, and its step if its result is correct."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
-        reason = provider.missing(device, dtype)
+        reason = provider.missing(device, dtype, problem.shape)
         if provider.role == "peer" and problem.support_ids is not None:
             reason = "computes over all ids"
         if reason:

@@ -18,10 +18,10 @@ single provider are not compared with anything. Such a run shows whether a long 
 memory.
 
 All providers are timed in one process in interleaved rounds, on a CPU in fp32, and on a GPU in bf16
-with gradient checkpointing. The reported memory is the peak during
-one step minus the memory in use before the step. On a CPU, it is computed from the allocation
-events of torch.profiler, and on a GPU from the statistics of torch's allocator. The command prints
-a table, and `--json` writes all results to a file.
+with gradient checkpointing. The reported memory is the peak during one step minus the memory in use
+before the step. On a CPU, it is computed from the allocation events of torch.profiler, and on a GPU
+from the statistics of torch's allocator. The command prints a table, and `--json` writes all
+results to a file.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ _NUMBER_IN_TEXT = re.compile(
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
 )
 _ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # removed only at the ends, because 5*3 must not become 53
-_LATEX = (("{,}", ","), (r"^\circ", ""), (r"^{\circ}", ""), (r"\(", ""), (r"\)", ""), (r"\$", "$"),
-          (r"\%", "%"), (r"\,", ""))  # fmt: skip
+_LATEX = (("{,}", ","), (r"\left", ""), (r"\right", ""), (r"^\circ", ""), (r"^{\circ}", ""),
+          (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""), (r"\$", "$"), (r"\%", "%"),
+          (r"\,", ""), (r"\!", ""))  # fmt: skip
 _WRAPPER = re.compile(
     r"\\(?:boxed|fbox|mbox|text(?:bf|rm|it)?|math(?:rm|bf|it|sf))\s?"
     r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -52,6 +53,9 @@ _WRAPPER = re.compile(
 _THOUGHT = re.compile(r"[<\[](/?)(?:think|thinking|thought|reasoning)[>\]]", re.I)
 _OPEN_TAG = re.compile("<answer>", re.I)
 _CLOSE_TAG = re.compile("</answer>", re.I)
+_LINK = re.compile(
+    r"[\s$;)]{0,9}+(?:,|\bor\b|\band\b)[\s$]{0,9}(?:(?:or|and)\b[\s$]{0,9})?(?:[A-Za-z] ?= ?)?"
+)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 # What stands before or after a number that is a part of an expression, as in `x^2` and `2\pi`.
 _BEFORE_PART = re.compile(r"(?:[\^_√]|\^\{|_\{|\}\{|sqrt\{|frac\{)-?\Z")
@@ -115,15 +119,27 @@ def last_latex(text: str) -> str | None:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    r"""Return the position and content of the last \boxed{…} with balanced braces, or None."""
-    opened: list[re.Match[str]] = []  # the open boxes and braces
-    box = None
+    r"""Return the position and content of the last \boxed{…} with balanced braces, or None.
+
+    If several boxes are linked, as in `\boxed{2} or \boxed{3}`, the content lists them all.
+    """
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
+    opened: list[int] = []  # start of each open box, and -1 for each other open brace
+    boxes: list[tuple[int, int]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
-            opened.append(brace)
-        elif opened and (start := opened.pop())[0] != "{":
-            box = start.start(), text[start.end() : brace.start()]
-    return box
+            opened.append(-1 if brace[0] == "{" else brace.start())
+        elif opened and (place := opened.pop()) >= 0:
+            boxes.append((place, brace.start()))
+    contents: list[str] = []
+    place = len(text)
+    for start, end in reversed(boxes):
+        if contents and not _LINK.fullmatch(text, end + 1, place):
+            break
+        contents.insert(0, text[text.index("{", start) + 1 : end])
+        place = start
+    return (place, ", ".join(contents)) if contents else None
 
 
 def last_number(text: str) -> str | None:

@@ -151,9 +151,6 @@ def read_file(path: Path) -> Rows:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = list(read(path, file))
-    except csv.Error as error:
-        remedy = 'end a text in quotes with ", and write "" for a quote in it'
-        raise ValueError(f"{path}: not rows of csv ({error}); {remedy}") from None
     except (UnicodeError, OSError) as error:
         expected = "a readable file of UTF-8 text"
         raise ValueError(f"data.path: expected {expected}, got {path}: {reason(error)}") from None
@@ -183,19 +180,25 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a csv file. All cells are texts, and empty cells are None."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
     header = file.readline()
-    delimiter = max(",;\t|", key=header.count)
+    is_tabbed = path.suffix.lower() == ".tsv" and "\t" in header
+    delimiter = "\t" if is_tabbed else max(",;\t|", key=header.count)
     file.seek(0)
     # Without strict=True, a quote that is never closed would swallow the rest of the file.
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-    names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-    require(len({*names}) == len(names), f"{path}:1", "different names of columns", names)
-    remedy = f"put a text with {delimiter!r} or a line break in quotes"
-    expected = f"{len(names)} fields, as in the first line ({remedy})"
-    for row in reader:
-        place = f"{path}:{reader.line_num}"
-        fits = None not in row and None not in row.values()
-        require(fits, place, expected, reprlib.repr(row))
-        yield place, {name: text or None for name, text in row.items()}
+    try:
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
+        is_unique = len({*names}) == len(names)
+        require(is_unique, f"{path}:1", "different names of columns", reprlib.repr(names))
+        for row in reader:
+            place = f"{path}:{reader.line_num}"
+            fits = None not in row and None not in row.values()
+            remedy = f"put a text with {delimiter!r} or a line break in quotes"
+            expected = f"{len(names)} fields, as in the first line ({remedy})"
+            require(fits, place, expected, reprlib.repr(row))
+            yield place, {name: text or None for name, text in row.items()}
+    except csv.Error as error:
+        remedy = 'end a text in quotes with ", and write "" for a quote in it'
+        raise ValueError(f"{path}:{reader.line_num + 1}: not a row ({error}); {remedy}") from None
 
 
 def _datasets(source: str, function: str, *arguments: object, **options: object) -> Splits:
@@ -209,11 +212,11 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
     """
     try:
         import datasets
-
-        loaded = getattr(datasets, function)(*arguments, **options)
     except ImportError:
         needs = "needs the package `datasets` (pip install 'grpo_fast[train]')"
         raise ValueError(f"data.path: loading {source!r} {needs}") from None
+    try:
+        loaded = getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         # DatasetGenerationError only says that an error occurred. Its cause says which one.
         is_vague = type(error).__name__ == "DatasetGenerationError"

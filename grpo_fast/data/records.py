@@ -23,8 +23,11 @@ ANSWERS = (
 SOLUTIONS = ("solution", "output", "response")  # the gold answer may be marked inside them
 TESTS = ("tests", "test_list", "test", "input_output")
 # Columns that belong to a question. A row is refused if its prompt does not contain them.
-PARTS = {"context", "passage", "article", "document", "story", "body", "table", "hint", "input",
-         "choices", "options", "system", "system_prompt", "tools", "image", "images"}  # fmt: skip
+PARTS = {
+    "context", "passage", "article", "paragraph", "document", "story", "premise", "body", "table",
+    "hint", "input", "choices", "options", "system", "system_prompt", "tools", "image", "images",
+}  # fmt: skip
+OPTION = re.compile(r"(?:op|option_?|choice_?)[a-j]|(?-i:[A-J])", re.I)  # a column per choice
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
@@ -96,8 +99,11 @@ def parse_record(
 def find(fields: Fields, names: Iterable[str]) -> str | None:
     """Return the first of the given names that has a value in the row, as the row writes it."""
     written = {key.lower().replace(" ", "_"): key for key in fields}
-    keys = (name if name in fields else written.get(name.lower(), name) for name in names)
-    return next((key for key in keys if _value(fields, key) is not None), None)
+    for name in names:
+        for key in (name, written.get(name.lower().replace(" ", "_"), name)):
+            if _value(fields, key) is not None:
+                return key
+    return None
 
 
 def column_of(fields: Fields, names: Iterable[str]) -> Any:
@@ -185,7 +191,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _check_parts(fields: Fields, prompt: str, where: str) -> None:
     """Refuse a question that lacks its context, its choices, an image or its system message."""
     for key, value in fields.items():
-        if key.lower() in PARTS and value and value != "[]":
+        is_part = key.lower() in PARTS or OPTION.fullmatch(key)
+        if is_part and value and value != "[]":
             template = f"{{{key}}}\\n\\n{{question}}"
             remedy = f'add \'data.prompt_template="{template}"\', or leave it out: "{{question}}"'
             fits = str(value) in prompt
@@ -205,6 +212,7 @@ def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
     fits = isinstance(answer, str) or (answer is None and not gsm8k)
     require(fits, where, "a non-empty text in field 'answer'", repr(answer))
     # Skywork-OR1 writes answers as '["4"]'. No completion would equal this text.
-    is_list = (answer or "").startswith('["')
+    text = (answer or "").strip()
+    is_list = text.endswith("]") and text[:1] == "[" and text[1:].lstrip().startswith('"')
     require(not is_list, where, "one answer as text, not a JSON list of texts", repr(answer))
     return answer

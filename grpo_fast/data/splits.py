@@ -202,7 +202,7 @@ def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _parsed(rows: Rows, data: Any) -> list[Example]:
-    """Return an example for each row. Log how many rows are skipped."""
+    """Return an example for each row. Log how many rows are skipped or have no answer."""
     examples: list[Example] = []
     is_gsm8k = data.task == "gsm8k"
     for place, row in rows:
@@ -214,8 +214,12 @@ def _parsed(rows: Rows, data: Any) -> list[Example]:
             continue
         if not (data.drop_unusable and _has_no_answer(example)):
             examples.append(example)
-    if skipped := len(rows) - len(examples):
+    skipped = len(rows) - len(examples)
+    without = sum(map(_has_no_answer, examples))
+    if skipped:
         log.warning("data: %d rows without a prompt or an answer are skipped", skipped)
+    if 0 < without < len(examples):
+        log.warning("data: %d rows have no answer; data.drop_unusable=true skips them", without)
     return examples
 
 

@@ -47,7 +47,7 @@ from grpo_fast.rewards.isolated import built_in
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 LONGEST = 400  # largest number of characters of an answer; longer ones are compared as text
-MOST_BRACKETS = 20  # in an answer; others are compared as text, because a parser would recurse
+DEEPEST = 10  # largest nesting of brackets; other answers are compared as text
 EXPRESSIONS = "mathematics.py:same_expressions"  # worker with math-verify, which may take forever
 _SAID = re.compile(r"\b(?:answer|option|choice)(?: is|\**:)[\s:*]*", re.I)
 _CHOICE = re.compile(
@@ -75,6 +75,8 @@ _RELATION = re.compile(r"[<>≠≤≥]|\\(?:[lg]eq?|[lg]t|neq?)\b")
 _BLANKS = re.compile(r"\s+|(?<!\\)\\[ ,!;:]|\\q?quad|~")
 _SIGNS = str.maketrans({"√": r"\sqrt ", "∞": r"\infty ", "·": r"\cdot ", "²": "^2", "³": "^3",
                         "\u2212": "-", "\u2013": "-", "\uff0d": "-"})  # fmt: skip
+_PLAIN = ((r"\left", ""), (r"\right", ""), (r"\%", "%"), (r"\$", ""), (r"\(", ""), (r"\)", ""),
+          (r"\[", ""), (r"\]", ""))  # fmt: skip
 
 
 class Scorer(NamedTuple):
@@ -173,8 +175,8 @@ def likely_answer(final: str, gold: str) -> str | None:
 
 def is_expression(answer: str) -> bool:
     """Return True if an answer that is not a number looks like mathematics, not like words."""
-    is_short = len(answer) <= LONGEST and sum(map(answer.count, "([{")) <= MOST_BRACKETS
-    return is_short and not _WORD.search(answer) and bool(_MATHEMATICS.search(answer))
+    fits = len(answer) <= LONGEST and not _WORD.search(answer)
+    return fits and bool(_MATHEMATICS.search(answer))
 
 
 # --------------------------------------------------------------------------------- compare answers
@@ -221,7 +223,7 @@ def compare(answer: str, gold: str, *, loose: bool = False, seconds: int = 5) ->
     for i, number in enumerate((said, expected)):
         if number is not None:
             texts[i] = f"{number:f}" if isinstance(number, Decimal) else str(number)
-        elif not is_expression(texts[i]):
+        elif not is_expression(texts[i]) or not _is_shallow(texts[i]):
             return 0.0
     return _same_expressions(texts[0], texts[1], seconds)
 
@@ -252,10 +254,22 @@ def _normal(text: str, loose: bool = False) -> str:
     """Return an answer without dollar signs, LaTeX for text, and blanks that do not matter."""
     if len(text) <= LONGEST:
         text = _WRAPPED.sub(r"\1", text).translate(_SIGNS)
+        for latex, plain in _PLAIN:
+            text = text.replace(latex, plain)
         if loose:
             text = _SAID.split(text)[-1]
         text = _BLANKS.sub(" ", text)
     return " ".join(unwrapped(text.strip("$ \t\r\n").removesuffix(".")).split()).strip("$ ")
+
+
+def _is_shallow(text: str) -> bool:
+    """Return True if all braces are closed, and no more than DEEPEST brackets are nested."""
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if not 0 <= depth <= DEEPEST:
+            return False
+    return depth == 0
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from benchmarks import command, measure
+from benchmarks.gpu import predict, row_candidates
 from benchmarks.gpu import report as gpu_report
-from benchmarks.gpu import row_candidates
 from benchmarks.kernels import runner
 from benchmarks.kernels.exact import relative_l2
 from benchmarks.kernels.operations import OPERATIONS
@@ -174,12 +174,14 @@ def test_a_wrong_tree_layout_is_seen(monkeypatch, wrong):
     assert error >= 1
 
 
-def test_a_provider_that_fails_or_is_absent_is_listed():
+def test_a_provider_that_fails_is_absent_or_lacks_memory_is_listed():
     def fail(problem):
         return differentiate(problem, lambda: torch.zeros(()) + undefined)  # noqa: F821
 
     row, step = verified(Provider("broken", "peer", fail))
     assert (row["status"], step) == ("failed", None) and "NameError" in row["reason"]
+    row, step = verified(Provider("huge", "peer", fail, wide_logits=1e12))
+    assert (row["status"], step) == ("missing", None) and "GiB are free" in row["reason"]
     absent = Provider("absent", "peer", fail, needs="no_such_package")
     assert absent.missing("cpu", FP32) == "no_such_package is not installed"
 
@@ -370,6 +372,36 @@ def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_pa
     ]  # fmt: skip
     for config, line in zip(row_candidates.CANDIDATES, lines, strict=True):
         assert eval(line, vars(rows)) == config
+
+
+def test_no_candidate_is_timed_after_a_cuda_error(monkeypatch, tmp_path):
+    calls = []
+
+    def call():
+        calls.append(1)
+        if len(calls) > 1:  # the first call computes the expected logps
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return torch.zeros(4)
+
+    monkeypatch.setattr(row_candidates, "call_of", lambda *_: call)
+    monkeypatch.setattr(row_candidates.measure, "header", lambda *_: {})
+    file = tmp_path / "rows.json"
+    assert row_candidates.main(["--out", str(file)]) == 1 and len(calls) == 2
+    [found] = json.loads(file.read_text())["row_candidates"].values()
+    assert found["reason"].startswith("RuntimeError: CUDA error")
+
+
+def test_a_damaged_file_of_results_is_named(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text('{"cases": [')
+    with pytest.raises(ValueError, match="expected a JSON file of a benchmark, got .*results.json"):
+        files.load(file)
+
+
+def test_a_case_without_a_prediction_is_named():
+    case = predict.Case("linear_logps", Shape(1, 2, 3))
+    with pytest.raises(ValueError, match="a prediction for linear_logps 1,2,3 on H100"):
+        predict.estimate("H100", case)
 
 
 def test_benchmarks_import_nothing_from_the_tests():

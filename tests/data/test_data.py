@@ -76,6 +76,8 @@ def test_columns_without_a_value_are_skipped():
     row = {"answer": math.nan, "Final Answer": None, "truth": {"a": [1, {"b": 2}]}}
     names = ["answer", "final_answer", "truth.c", "truth.a.5", "truth.a.1.b"]
     assert column_of(row, names) == 2 and column_of(row, names[:4]) is None
+    assert column_of({"answer": None, "Answer": "5"}, ["answer"]) == "5"
+    assert column_of({"Gold Answer": "5"}, ["gold answer"]) == "5"
 
 
 # -------------------------------------------------------------------------------------------- Files
@@ -145,6 +147,13 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
 def test_missing_and_unreadable_sources(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="expected at least one row"):
         load(path=str(write_lines(tmp_path / "e.jsonl")))
+
+    def decode(*_):
+        raise ImportError("no decoder of audio")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=decode))
+    with pytest.raises(ValueError, match="could not load 'a/b' from the hub.*no decoder of audio"):
+        load(path="a/b")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="needs the package `datasets`"):
         load(task="gsm8k", path="openai/gsm8k")

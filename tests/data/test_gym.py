@@ -153,9 +153,16 @@ def test_an_answer_that_a_scorer_cannot_read_has_score_0():
     assert score(entry, "[1, 2]", entry["answer"], "") == [0.0, 1.0, 0.0]
 
 
-SMALL = ["x**2 + 3**4", "(x**2 + 1)**3", "2**-3", "9**99", "x**(1/2)"]
-LARGE = ["9**9**9", "9**(9**9)", "9**1000", "((9**99)**99)**9", "2**(9*9)"]
+SMALL = [
+    "x**2 + 3**4", "(x**2 + 1)**3", "2**-3", "9**99", "x**(1/2)", "x**0.5", "x**2.0", "2**(3-1)",
+    "x**((1/2))", "x**(n+1)", "log(x,2)", "2^3",
+]  # fmt: skip
+LARGE = [
+    "9**9**9", "9**(9**9)", "9**1000", "((9**99)**99)**9", "2**(9*9)", "9**sqrt(10**18)",
+    "9**Abs(99999999)", "9**exp(99)", "9^9^9",
+]  # fmt: skip
 CODE = [
+    "I.sin(2)", "E.sqrt(9)", "x.y", "S.pi", "1 << 99",
     "().__class__", "exec(chr(49))", "(lambda: 1)()", "'a'*9", "x[0]", "[i for i in y]",
     "sqrt(f'{x}')", "sin(x, y=1)", "(x := 2)", "print(1)", "1 if x else 2",
 ]  # fmt: skip
@@ -172,6 +179,11 @@ CODE = [
 def test_only_text_with_arithmetic_is_evaluated(text, said):
     with nullcontext() if said is None else pytest.raises(ValueError, match=said):
         check_arithmetic(text)
+
+
+def test_two_numbers_without_an_operator_are_refused():
+    with pytest.raises(SyntaxError):
+        check_arithmetic("5 5")
 
 
 def test_a_data_set_whose_own_answer_fails_in_the_worker_is_refused():

@@ -76,6 +76,10 @@ READ = [
     ("empty columns", {"prompt": None, "question": "q", "answer": None, "ground_truth": "1",
                        "tools": None, "context": ""}, "q", "1"),
     ("an empty box", {"question": "q", "answer": r"\boxed{}"}, "q", r"\boxed{}"),
+    ("a text that begins with a list", {"question": "q", "answer": '["a"] is first'}, "q",
+     '["a"] is first'),
+    ("names in two cases", {"prompt": None, "Prompt": "q", "answer": None, "Answer": "5"}, "q",
+     "5"),
     ("a currency", {"question": "q", "answer": "$1,080"}, "q", "$1,080"),
     ("a question alone", {"question": "q"}, "q", None),
     ("no JSON", {"prompt": '[{"no JSON'}, '[{"no JSON', None),
@@ -89,6 +93,10 @@ REFUSED = [
     ("Alpaca's input", {"instruction": "i", "input": "x"}, f"field 'input': expected {MISSING}"),
     ("MMLU's choices", {"question": "q", "choices": ["w", "x"], "answer": 1}, "field 'choices'"),
     ("MathQA's options", {"Problem": "q", "options": "a ) 38 , b ) 27", "correct": "a"}, MISSING),
+    ("MedMCQA's options", {"question": "q", "opa": "w", "opb": "x", "cop": 1}, "field 'opa'"),
+    ("C-Eval's options", {"question": "q", "A": "w", "B": "x", "answer": "B"}, "field 'A'"),
+    ("a premise", {"question": "q", "premise": "p", "answer": "B"}, "field 'premise'"),
+    ("a paragraph", {"question": "q", "Paragraph": "p", "answer": "B"}, "field 'Paragraph'"),
     ("Orca's system message", {"system_prompt": "s", "question": "q"}, MISSING),
     ("xlam's tools", {"query": "q", "tools": "[{}]", "answers": "[]"}, "field 'tools'"),
     ("images", {"question": "q", "images": ["x.png"], "answer": "1"}, "field 'images'"),
@@ -114,6 +122,7 @@ REFUSED = [
      "data.prompt_template: expected none for messages", {"prompt_template": "plain"}),
     ("an empty answer", {"question": "q", "answer": " "}, "data.drop_unusable=true skips"),
     ("Skywork-OR1's answer", {"question": "q", "answer": '["4"]'}, "expected one answer as text"),
+    ("a list with blanks", {"question": "q", "answer": ' [ "4"]'}, "expected one answer as text"),
     ("an empty prompt", {"question": None, "answer": "1"}, "expected a prompt, got an empty field"),
     ("a number as a prompt", {"prompt": 3.5}, "a non-empty text or a list of chat messages"),
     ("an answer of GSM8K without its mark", {"question": "q", "answer": "18"},
@@ -202,6 +211,7 @@ def test_rows_that_are_skipped_are_counted(tmp_path, caplog):
     assert "3 judged by code_tests" in shown  # rows with tests need no answer
     path.write_text("\n".join(map(json.dumps, [rows[0], rows[2], rows[3]])))
     assert "1 without an answer" in invoke("data", str(path)).stdout
+    assert "1 rows have no answer; data.drop_unusable=true skips them" in caplog.text
 
 
 def test_a_text_with_a_bos_gets_no_second_one():

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -236,8 +237,8 @@ def judge_by_engine(plants: list[Plant], jobs: int) -> list[str]:
                 print(f"left out: every bug of {engine}: {reason}")
                 continue
             chosen = [plant for plant in plants if plant.engine == engine]
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                outcomes += pool.apply(judge, (chosen, jobs, Path(name)))
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                outcomes += pool.submit(judge, chosen, jobs, Path(name)).result()
     return outcomes
 
 

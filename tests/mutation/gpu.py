@@ -6,6 +6,10 @@ A bug that is planted in the C++ kernels and detected by the same test is not pl
 # Each entry has five fields: name, key of suites.SUITES, description of the fault, original text,
 # and replacement.
 PLANTS = {
+    "grpo_fast/kernels/gpu/coefficients.py": [
+        ("triton-nan-hidden", "triton_nan", "the NaN of an active row has no gradient",
+         "tl.where(lp != lp, lp, g)", "g"),
+    ],
     "grpo_fast/kernels/gpu/epilogue.py": [
         ("triton-clean-tile", "triton_linear", "a target in the right half of a tile counts as an ordinary column",
          "(target < start + COLS)", "(target < start + COLS // 2)"),

@@ -27,6 +27,7 @@ SUITES = {
     "csrc_layers": "tests/kernels/test_layers_cpu.py tests/kernels/test_modules_cpu.py",
     "csrc_linear": "tests/kernels/test_head.py",
     "csrc_nan": "tests/loss/test_nan_is_seen.py -k cpu",
+    "triton_nan": "tests/loss/test_nan_is_seen.py -k 'triton and every_loss and (grpo or dro)'",
     "devices": "tests/kernels/test_gpu_device.py",
     "triton_range": "tests/kernels/triton_tools/cases_range.py -k transposed",
     "csrc_sums": "tests/loss/test_chunks.py tests/kernels/test_grad_filter.py tests/loss/test_contract.py -k fused",

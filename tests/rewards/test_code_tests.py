@@ -194,6 +194,14 @@ def test_tests_of_another_form_get_a_sentence(tests, said):
         unit_tests.check(tests)
 
 
+def test_tests_that_use_several_names_of_the_answer_are_logged(caplog):
+    unit_tests.warn_once.cache_clear()
+    unit_tests.check("assert f(1) == 2")
+    assert not caplog.records
+    unit_tests.check("assert same(f(1), 2)")
+    assert "some tests use several names of the answer" in caplog.text
+
+
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": 1}, {"seconds": float("nan")}])
 def test_limits_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match="code_tests: expected 0 < seconds"):

@@ -54,6 +54,11 @@ def test_the_table(gold, prompt, text, strict, lenient):
     assert scorer.is_right(scorer.lenient(text)) == bool(lenient)
 
 
+def test_an_empty_gold_answer_is_refused():
+    with pytest.raises(ValueError, match="expected a gold answer that is not empty"):
+        REWARDS["math_equal"](completions=["1"], answers=[" "])
+
+
 def test_there_are_200_pairs_of_data_sets():
     assert sum(len(right) + len(wrong) for _, right, wrong in MARKED + FREE) >= 200
 
@@ -121,6 +126,7 @@ def test_the_final_part(text, prefill, final):
         ("#### Conclusion\nIt is Paris.", "#### Conclusion\nIt is Paris."), ("Paris", "Paris"),
         ("#### Step\nso \\boxed{x^2}", "x^2"), ("<answer> B </answer>", "B"), ("15/2", "15/2"),
         ("<think>\\boxed{3}</think>\\boxed{4}", "4"), ("#### 1\\frac{1}{2}", "1\\frac{1}{2}"),
+        ("\\boxed{2} or \\boxed{3}", "2, 3"), ("\\boxed{10,\\!000}", "10000"),
         ("####: 5", "5"), ("<think>hm</think>\nParis", "Paris"),
         ("#### 18\nThe answer is: 18", "18"),
     ],

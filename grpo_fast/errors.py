@@ -77,7 +77,9 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
         # rejects NaN, and integers that are too large for a float.
         if abs(value) <= FP32_MAX and holds(value):
             return
-    came = kind_of(value) if hasattr(value, "shape") else reprlib.repr(value)
+    came = kind_of(value)
+    if name.endswith("temperature") and (isinstance(value, (list, tuple)) or _shape_of(value)):
+        came += "; call once for each temperature"
     raise argument_error(name, expected, came)
 
 
@@ -111,8 +113,18 @@ def nearest_hint(word: str, known: Iterable[str]) -> str:
 
 
 def kind_of(x: object) -> str:
-    """Describe a value in an error message: by its shape if it has one, otherwise by its repr."""
-    return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
+    """Describe a value in an error message: by its shape if it has one, otherwise by its repr.
+
+    An array without a dimension is described by its repr. A long repr is abbreviated.
+    """
+    shape = _shape_of(x)
+    return f"shape {shape}" if shape else reprlib.repr(x)
+
+
+def _shape_of(x: object) -> tuple[int, ...]:
+    """Return the shape of an array, or () if x is a number or another object."""
+    shape = getattr(x, "shape", ())  # the attribute of a class, such as torch.Tensor, is no tuple
+    return tuple(shape) if isinstance(shape, tuple) else ()
 
 
 class RunError(RuntimeError):

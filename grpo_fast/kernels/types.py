@@ -6,12 +6,15 @@ chunk.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.support import SupportRows
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Values = TypeVar("Values", Tensor, Tensor | None)  # None stays None
 Context = Any  # an autograd context, on which torch and our functions set attributes
@@ -40,7 +43,8 @@ class LogitTransform(NamedTuple):
     @classmethod
     def of(cls, logit_scale: float, softcap: float | None, temperature: float) -> LogitTransform:
         """Return the transform with numbers of the type float, which Triton kernels expect."""
-        return cls(float(logit_scale), softcap and float(softcap), float(temperature))
+        softcap = None if softcap is None else float(softcap)
+        return cls(float(logit_scale), softcap, float(temperature))
 
 
 class ActiveRows(NamedTuple):
@@ -100,7 +104,9 @@ class HeadInputs(NamedTuple):
     bias: Tensor | None  # (V,)
     target_ids: Tensor  # (T,) int64
     transform: LogitTransform
-    descriptors: Any = None  # dict of the GPU's tensor descriptors, set by `linear.prepared`
+    # The tensor descriptors (TMA) of a GPU call, keyed by matrix and tile size. `linear.prepared`
+    # sets an empty dict.
+    descriptors: dict[tuple[int, int, int], Any] | None = None
 
 
 class RowLoss(NamedTuple):
@@ -275,6 +281,13 @@ def pad_rows(x: Tensor) -> Tensor:
     """Append rows of zeros, so that the number of rows is a multiple of ROW_MULTIPLE."""
     missing = padded(x.shape[0]) - x.shape[0]
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
+
+
+def is_sharded(x: object) -> TypeGuard[DTensor]:
+    """Return whether x is a DTensor, without importing torch.distributed.tensor."""
+    # Look for an attribute that only DTensors have, because importing torch.distributed.tensor is
+    # slow.
+    return type(x) is not Tensor and hasattr(type(x), "full_tensor")
 
 
 def detached(x: Tensor) -> Tensor:

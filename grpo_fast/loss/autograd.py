@@ -86,8 +86,7 @@ def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
     term = call.divergence
     divergences = None
     if term is not None:
-        weights = term.coef * weights
-        divergences = Divergences(term, weights, route, has_gradient=any(wanted))
+        divergences = Divergences(term, term.coef * weights, route, has_gradient=any(wanted))
     driver = call.driver(
         tensors, route, entropy_gradient=call.config is not None and call.config.entropy_coef != 0,
         keep_fp32=is_half,

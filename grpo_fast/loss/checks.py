@@ -25,10 +25,10 @@ from torch import Tensor
 from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.kernels.gpu.launch import is_capturing
 from grpo_fast.kernels.route import BACKENDS
+from grpo_fast.kernels.types import is_sharded
 from grpo_fast.kernels.workspace import copy_to_host_async
-from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
-from grpo_fast.objective.config import TEMPERATURE, LossConfig
+from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # ---- Tables
@@ -51,11 +51,11 @@ TOTALS = f"a number > 0 (at least {LEAST_TOTAL:g})"
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "logit_scale": ("a finite number, not 0", lambda x: x != 0),
     "softcap": ("None or a finite number > 0", lambda x: x > 0),
-    "temperature": (TEMPERATURE, lambda x: x > 0),
+    "temperature": ("a finite number > 0", lambda x: x > 0),
     "grad_filter": ("None or a number in (0, 1)", lambda x: 0 < x < 1),
     "beta": ("a number in (0, 1)", lambda x: 0 < x < 1),
     "coef": ("a finite number >= 0", lambda x: x >= 0),
-    "teacher.floor": ("a number in (0, 1)", lambda x: 0 < x < 1),
+    "floor": ("a number in (0, 1)", lambda x: 0 < x < 1),
     "num_items_in_batch": (TOTALS, lambda x: x >= LEAST_TOTAL),
     "num_completions_in_batch": (TOTALS, lambda x: x >= LEAST_TOTAL),
 }
@@ -280,12 +280,15 @@ def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
 
 
 def options(**given: object) -> None:
-    """Check words and numbers by the tables WORDS and NUMBERS."""
+    """Check words and numbers by the tables WORDS and NUMBERS.
+
+    The name of a number may begin with "teacher.".
+    """
     for name, value in given.items():
         if name in WORDS:
             choice(name, value, WORDS[name])
             continue
-        expected, holds = NUMBERS[name]
+        expected, holds = NUMBERS[name.removeprefix("teacher.")]
         if value is not None or not expected.startswith("None"):
             number(name, value, expected, holds)
 

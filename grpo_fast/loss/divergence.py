@@ -200,9 +200,8 @@ def _checked_teacher(
     require(fits, "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
-    checks.options(
-        logit_scale=teacher.logit_scale, softcap=teacher.softcap, temperature=teacher.temperature
-    )
+    numbers = ("logit_scale", "softcap", "temperature")
+    checks.options(**{f"teacher.{name}": getattr(teacher, name) for name in numbers})
     return teacher._replace(hidden=hidden)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -22,11 +22,13 @@ from grpo_fast.errors import argument_error, require
 from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.route import head_route
-from grpo_fast.kernels.types import Context
+from grpo_fast.kernels.types import Context, is_sharded
 from grpo_fast.kernels.workspace import workspace_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from grpo_fast.loss.call import Call
 
 Parameter = TypeVar("Parameter", Tensor, Tensor | None)
 # Names of device-mesh dimensions that indicate tensor parallelism.
@@ -34,13 +36,6 @@ TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")
 TEXT_BYTES = 1024  # length of the uint8 tensor that carries one message
 OK = b"+"
 ERROR = b"-"
-
-
-def is_sharded(x: object) -> TypeGuard[DTensor]:
-    """Return whether x is a DTensor, without importing torch.distributed.tensor."""
-    # Look for an attribute that only DTensors have, because importing torch.distributed.tensor is
-    # slow.
-    return type(x) is not Tensor and hasattr(type(x), "full_tensor")
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
@@ -164,7 +159,7 @@ class Agreement:
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
-    def check_agreement(self, call: Any) -> None:
+    def check_agreement(self, call: Call) -> None:
         """Check that all ranks make the same `Call`. This method is a collective call.
 
         The ranks compare a checksum of the text of all options that are not tensors.
@@ -179,7 +174,7 @@ class Agreement:
         head_route(call.backend, weight, is_shard=True)  # raises if the backend is not available
         target_ids = call.rows.target_ids
         term = call.divergence
-        of_term = term and (*term[1:], getattr(term.teacher, "transform", None))
+        of_term = None if term is None else (*term[1:], getattr(term.teacher, "transform", None))
         text = repr((call.transform, call.return_entropy, call.config, of_term))
         facts = {
             "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",

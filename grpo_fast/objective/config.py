@@ -17,13 +17,11 @@ CHOICES: dict[str, Collection[str]] = {
     "importance_sampling_level": LEVELS, "cispo_bound": ("raw", "offset"),
     "aggregation": AGGREGATIONS,
 }  # fmt: skip
-TEMPERATURE = "one finite number > 0 for all tokens (call once for each temperature)"
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("epsilon_low", "epsilon_high", "beta", *VESPO_PARAMS), "a finite number >= 0",
      lambda x: x >= 0),
-    (("sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap", "kl_clamp",
-      "kl_input_clamp"), "a finite number > 0", lambda x: x > 0),
-    (("temperature",), TEMPERATURE, lambda x: x > 0),
+    (("temperature", "sapo_temperature_pos", "sapo_temperature_neg", "delta", "softcap",
+      "kl_clamp", "kl_input_clamp"), "a finite number > 0", lambda x: x > 0),
     (("entropy_coef",), "a finite number", lambda x: True),
     (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
     (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),

@@ -259,8 +259,19 @@ def test_the_head_takes_one_temperature():
     for temperature in (torch.tensor(0.5), torch.full((5,), 0.5)):
         found = made(hidden, weight, ids, temperature=temperature)
         assert all(map(torch.equal, found, expected))
-    with pytest.raises(ValueError, match="temperature: expected one .* got numbers from 0.5 to 2"):
-        made(hidden, weight, ids, temperature=torch.tensor([0.5, 1.0, 2.0, 1.0, 0.5]))
+    several = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.5])
+    for said, wrong in (
+        ("one .* got numbers from 0.5 to 2.0", several),
+        ("one .* got numbers from nan to nan", several * torch.nan),
+        (r".* of input_ids, got shape \(0,\)", torch.empty(0)),
+        (r".* of input_ids, got shape \(5, 1\)", torch.full((5, 1), 0.5)),
+        (".* floating-point number.* in torch.bool", torch.ones(5, dtype=torch.bool)),
+        ("a tensor without a gradient", torch.full((5,), 0.5, requires_grad=True)),
+    ):
+        with pytest.raises(ValueError, match=f"temperature: expected {said}"):
+            made(hidden, weight, ids, temperature=wrong)
+    with pytest.raises(ValueError, match=r"temperature: expected one .* got shape \(0,\)"):
+        made(hidden[:0], weight, ids[:0], temperature=torch.empty(0))
 
 
 @pytest.fixture

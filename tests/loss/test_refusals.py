@@ -53,7 +53,7 @@ def assert_refused(name: str, function, *arguments, said: str = "", **keywords) 
 # ---- LossConfig
 VESPO = ("k_pos", "k_neg", "lambda_pos", "lambda_neg")
 WRONG = {  # values that every loss refuses
-    "temperature": (0.0, -1.0, NAN, INF, "1", None, torch.ones(5, 7)),
+    "temperature": (0.0, -1.0, NAN, INF, "1", None, torch.ones(5, 7), torch.Tensor),
     "epsilon_low": (-0.1, NAN, INF, None), "epsilon_high": (-0.1, NAN, INF, "0.2"),
     "beta": (-0.1, NAN, INF), "delta": (0.0, -1.0, NAN), "softcap": (0.0, -5.0, NAN),
     "kl_clamp": (0.0, -1.0, NAN, INF, "1"), "kl_input_clamp": (0.0, -1.0, NAN, INF, "1"),
@@ -327,7 +327,9 @@ NAMED = torch.arange(ROWS) // 2
 LOGPS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
     (EVERY, "target_ids", [IDS.float(), IDS[:3], IDS + 23, IDS - 100]),
     (EVERY, "temperature", [0.0, -1.0, NAN, INF]),
-    (EVERY, f"call once for each temperature), got shape ({ROWS},)", [torch.ones(ROWS)]),
+    (EVERY, "temperature: expected a finite number > 0, got tensor(0.5000)", [torch.tensor(0.5)]),
+    (EVERY, f"temperature: expected a finite number > 0, got shape ({ROWS},); call once for each",
+     [torch.ones(ROWS)]),
     (EVERY, "softcap", [0.0, -1.0]),
     (EVERY, "logit_scale", [NAN]),
     (EVERY, "backend", ["cuda", "best"]),
@@ -346,10 +348,7 @@ LOGPS_ROWS: list[tuple[tuple[str, ...], str, list]] = [
         OFFSETS.where(OFFSETS != 9, 2), OFFSETS.clamp(min=1), OFFSETS.clamp(max=3 * ROWS - 1),
         OFFSETS[:-1], OFFSETS.int(), OFFSETS.tolist())]),
 ]  # fmt: skip
-ARGUMENT = {
-    "no id twice": "support",
-    f"call once for each temperature), got shape ({ROWS},)": "temperature",
-}
+ARGUMENT = {"no id twice": "support"}
 LOGPS_CALLS = [
     pytest.param(f, said, x, id=f"{f}-{said}-{i}")
     for functions, said, values in LOGPS_ROWS

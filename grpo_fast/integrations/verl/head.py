@@ -67,10 +67,7 @@ class FastLinearForPPO(nn.Module):
             Log-probabilities and entropies in fp32, each with the shape of `input_ids`.
         """
         if isinstance(temperature, Tensor):
-            low, high = (float(x) for x in temperature.aminmax())
-            expected = "one temperature for all rows (sample the whole batch with one)"
-            require(low == high, "temperature", expected, f"numbers from {low:g} to {high:g}")
-            temperature = low
+            temperature = one_temperature(temperature, tuple(input_ids.shape))
         dtype = compute_dtype(hidden_states)
         hidden = hidden_states.to(dtype)
         weight = vocab_weights.to(dtype)
@@ -80,6 +77,27 @@ class FastLinearForPPO(nn.Module):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
             )
+
+
+def one_temperature(temperature: Tensor, shape: tuple[int, ...]) -> float:
+    """Return the number in a tensor of equal temperatures.
+
+    Args:
+        temperature: One number, or one number for each row.
+        shape: The shape of `input_ids`.
+    """
+    has_numbers = temperature.numel() > 0 and temperature.is_floating_point()
+    has_shape = temperature.numel() == 1 or tuple(temperature.shape) == shape
+    expected = f"one floating-point number, or a tensor of them with the shape {shape} of input_ids"
+    came = f"shape {tuple(temperature.shape)} in {temperature.dtype}"
+    require(has_numbers and has_shape, "temperature", expected, came)
+    is_constant = not (temperature.requires_grad and torch.is_grad_enabled())
+    came = "one that requires grad; pass temperature.detach()"
+    require(is_constant, "temperature", "a tensor without a gradient", came)
+    expected = "one temperature for all rows (sample the whole batch with one)"
+    low, high = torch.stack(temperature.aminmax()).tolist()  # waits for the GPU once
+    require(low == high, "temperature", expected, f"numbers from {low!r} to {high!r}")
+    return float(low)
 
 
 def check_head(model: object) -> None:

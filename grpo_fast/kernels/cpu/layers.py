@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor, autograd, nn
 
 from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import agree, draw, in_fresh_thread
@@ -212,7 +211,7 @@ def _in_transform() -> bool:
     The C++ operators would ignore the batch dimension and the tangents.
     """
     # `torch.func` wraps tensors, and custom operators do not handle the wrappers.
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return torch._C._are_functorch_transforms_active() or autograd.forward_ad._current_level >= 0
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -240,7 +239,7 @@ def _run(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Ten
     return forward(*inputs)[0]
 
 
-class _Fused(torch.autograd.Function):
+class _Fused(autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *inputs: Tensor | None) -> Any:
         outputs, saved = forward(*inputs)
@@ -249,7 +248,7 @@ class _Fused(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if _in_transform() or any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
             expected = "the fast CPU layers expect one plain gradient, got batched ones or tangents"
@@ -261,13 +260,17 @@ class _Fused(torch.autograd.Function):
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
-    verdicts: dict[Hashable, bool] = {}
+    """Replace layers of a CPU model with fast layers, except modules with a patched forward.
+
+    Call this function after the weights are loaded. Modules on the meta device keep their forward.
+    """
+    verdicts: dict[Hashable, tuple[bool, object]] = {}
 
     def install() -> None:
         for module in model.modules():
-            # Skip a module whose `forward` attribute was set by the user, and a module on a GPU.
-            if "forward" in vars(module) or not all(p.is_cpu for p in module.parameters()):
+            # Skip a module whose `forward` attribute was set by the user, and a module whose
+            # weights are not on the CPU.
+            if "forward" in vars(module) or {x.is_cpu for x in module.parameters()} != {True}:
                 continue
             # The module keeps its forward if a comparison raises an error. For example, FSDP2's
             # classes cannot be copied.
@@ -280,18 +283,19 @@ def fast_layers(model: nn.Module) -> None:
             in_fresh_thread(install)
 
 
-def _layer_of(module: Any, verdicts: dict[Hashable, bool]) -> Callable[..., Any] | None:
+def _layer_of(module: Any, verdicts: dict[Hashable, Any]) -> Callable[..., Any] | None:
     """Return the fast layer of a module, or None if its attributes or its results do not fit.
 
-    `verdicts` stores the results of comparisons. Two norms or MLPs share a comparison if they have
-    the same classes, sizes and objects as attributes. All these objects belong to modules of one
-    model, so Python does not use their ids again.
+    `verdicts` stores the results of comparisons. Two norms or MLPs share a comparison if they and
+    their activations have the same classes, settings and objects as attributes, and if the weights
+    of the norms have the same size.
     """
     kind = type(module)
-    tensors = *module.named_parameters(), *module.named_buffers()
-    # Leave out the linear layers of an MLP, which the fast layer calls. A learnable activation may
-    # equal SiLU with its initial weights, but training changes them.
-    own = {name for name, _ in tensors if name.partition(".")[0] not in MLP}
+    # Leave out the linear layers of an MLP, which the fast layer calls.
+    parts = [(n, m) for n, m in module.named_modules() if n.partition(".")[0] not in MLP]
+    # Include entries that are None, because they may be set later. A learnable activation may equal
+    # SiLU with its initial weights, but training changes them.
+    own = [x for _, m in parts for x in (*m._parameters, *m._buffers)]
     # A decorated forward has the global variables of the decorator's module, which do not include
     # the rotary function. Such an attention module keeps its forward.
     rotate: Any = getattr(kind.forward, "__globals__", {}).get(ROTARY)
@@ -299,17 +303,19 @@ def _layer_of(module: Any, verdicts: dict[Hashable, bool]) -> Callable[..., Any]
         return _linear_layer
     if kind.__name__.endswith("Attention") and rotate is not None:
         return _attention if _rotates_halves(rotate) else None
-    if own == {"weight"} and not module._modules and module.weight.dim() == 1:
+    if own == ["weight"] and not module._modules and module.weight.dim() == 1:
         layer: Callable[..., Any] = _norm_layer
     elif not own and module._modules.keys() == {*MLP, "act_fn"} and is_untouched(module.act_fn):
         layer = partial(_swiglu_mlp, module.act_fn)
     else:
         return None
-    fields = [(type(m), *x) for m in module.modules() for x in vars(m).items()]
-    key = *((m, n, id(x)) for m, n, x in fields if n not in FIELDS), *map(len, module.parameters())
+    fields = [(n, type(m), *x) for n, m in parts for x in vars(m).items() if x[0] not in FIELDS]
+    sizes = [x.shape for x in module.parameters(recurse=False)]
+    # Equal numbers may be different objects. The repr distinguishes 1, 1.0 and True.
+    key = *((*f, repr(x) if type(x) in (int, float, str) else id(x)) for *f, x in fields), *sizes
     if key not in verdicts:
-        verdicts[key] = _fits(module, layer)
-    return layer if verdicts[key] else None
+        verdicts[key] = _fits(module, layer), fields  # keep the objects, so that ids stay unique
+    return layer if verdicts[key][0] else None
 
 
 def _fits(module: Any, layer: Callable[..., Any]) -> bool:
@@ -317,13 +323,12 @@ def _fits(module: Any, layer: Callable[..., Any]) -> bool:
     weights = [draw(len(x), seed=9) for x in module.parameters(recurse=False)]  # of a norm
     width = len(weights[0]) if weights else 8
     # Replace the linear layers of an MLP by small ones, which have no hooks.
-    children: dict[str, Any] = {"act_fn": module._modules.get("act_fn")}
-    children |= {x: partial(F.linear, weight=draw(8, 8, seed=i)) for i, x in enumerate(MLP)}
+    small = {x: partial(F.linear, weight=draw(8, 8, seed=i)) for i, x in enumerate(MLP)}
 
     def run(forward: Callable[..., Any], x: Tensor, *weights: Tensor) -> Any:
         twin = copy.copy(module)  # so that the parameters of the original module do not change
         own = dict(zip(module._parameters, weights, strict=True))
-        vars(twin).update(_parameters=own, _modules=children, training=True)
+        vars(twin).update(_parameters=own, _modules=module._modules | small, training=True)
         return forward(twin, x)
 
     x = torch.cat([scale * draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
@@ -344,10 +349,9 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
 def is_untouched(module: nn.Module) -> bool:
     """Return whether a module has no hooks and no `forward` that the user patched."""
     # A fused layer does not call its submodules, so it would skip their hooks.
-    kinds = ("forward", "forward_pre", "backward", "backward_pre")
-    is_hooked = any(vars(module)[f"_{kind}_hooks"] for kind in kinds)
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    is_hooked = any(vars(module)[x] for x in hooks) or nn.modules.module._has_any_global_hook()
     forward = vars(module).get("forward")
-    is_hooked = is_hooked or nn.modules.module._has_any_global_hook()
     return not is_hooked and (forward is None or getattr(forward, "func", None) is _forward)
 
 
@@ -405,7 +409,6 @@ def _with_our_rotary(forward: Any) -> Callable[..., Any]:
         return (rotary if can_rotate(q, k, *angles) else theirs)(q, k, *angles)
 
     names = {**forward.__globals__, ROTARY: rotate}
-    rest = forward.__name__, forward.__defaults__, forward.__closure__
-    ours = type(forward)(forward.__code__, names, *rest)
+    ours = type(forward)(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours

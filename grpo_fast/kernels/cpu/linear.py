@@ -30,7 +30,7 @@ from grpo_fast.kernels.types import (
 
 
 def _rows(
-    p: HeadInputs,
+    p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
     out: Tensor | None,
     known: RowStats | None,
     *,
@@ -48,7 +48,7 @@ def _rows(
 
 
 def head_logps(
-    p: HeadInputs,  # in fp32 or bf16
+    p: HeadInputs,  # (T, H), (V, H) and (V,) in fp32 or bf16, (T,)
     *,
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V) fp32
@@ -74,7 +74,7 @@ def head_logps(
 
 
 def head_exponentials(
-    p: HeadInputs,  # in fp32 or bf16
+    p: HeadInputs,  # (T, H), (V, H) and (V,) in fp32 or bf16, (T,)
     out: Tensor,  # (T, V) fp32 or POSITIVE16, any row stride
     *,
     return_entropy: bool = False,

@@ -80,7 +80,7 @@ def target_logits(p: HeadInputs) -> Tensor:
 
 
 def head_exponentials(
-    p: HeadInputs,  # in bf16
+    p: HeadInputs,  # (T, H), (V, H) and (V,) in bf16, (T,)
     out: Tensor,  # (T, V) bf16, contiguous last dimension, any row stride
     *,
     return_entropy: bool = False,

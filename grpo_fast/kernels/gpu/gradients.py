@@ -135,8 +135,7 @@ def times(
     by_row, by_target = (torch.empty(rows, dtype=torch.float32, device=lse.device) for _ in "rt")
     launch(
         times_kernel, ceil_div(rows, BLOCK_T), vector(grad_logps), filled.raw_target, lse, logps,
-        by_row, by_target, lse.shape[0], rows, *transform, BLOCK_T=BLOCK_T,
-        num_warps=4,
+        by_row, by_target, lse.shape[0], rows, *transform, BLOCK_T=BLOCK_T, num_warps=4,
     )  # fmt: skip
     return by_row, by_target
 

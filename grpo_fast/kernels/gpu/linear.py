@@ -320,6 +320,7 @@ def tiles(p: HeadInputs, matrix: Tensor, rows: int, columns: int) -> TensorDescr
     """Return a tensor descriptor (TMA) of a matrix whose tiles have rows x columns elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    assert p.descriptors is not None
     key = id(matrix), rows, columns
     if key not in p.descriptors:
         p.descriptors[key] = TensorDescriptor.from_tensor(matrix, [rows, columns])
@@ -343,7 +344,7 @@ def slice_count(p: HeadInputs) -> int:
 
 
 def sweep(
-    p: HeadInputs,
+    p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
     partial: Tensor | None,  # (3, S, T) or (4, S, T)
     out: Tensor | None = None,  # (T, V)
     raw_target: Tensor | None = None,  # (T,)
@@ -410,7 +411,7 @@ def sweep(
 
 
 def statistics(
-    p: HeadInputs,
+    p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
     *,
     return_entropy: bool,
     out: Tensor | None = None,
@@ -448,7 +449,7 @@ def statistics(
 
 
 def head_logps(
-    p: HeadInputs,
+    p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
     *,
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)

@@ -97,9 +97,9 @@ def load_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
 
 @triton.jit
 def support_head_kernel(
-    hidden_ptr, index_ptr, weight_ptr, bias_ptr, id_ptr, offset_ptr, place_ptr, raw_ptr,
-    lse_ptr, logps_ptr, entropy_ptr, slope_ptr, H, stride_hidden_t, stride_hidden_h,
-    stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
+    hidden_ptr, index_ptr, weight_ptr, bias_ptr, id_ptr, offset_ptr, place_ptr, raw_ptr, lse_ptr,
+    logps_ptr, entropy_ptr, slope_ptr, H, stride_hidden_t, stride_hidden_h, stride_weight_v,
+    stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute the logits, the statistics and the slope of one row.
@@ -239,16 +239,16 @@ def head_rows(
     if width > SUPPORT_COLUMNS:
         return support_reference.head_rows(
             tensors, rows, transform, return_entropy=return_entropy, return_slopes=return_slopes
-        )  # fmt: skip
+        )
     config = support_config(width, weight.dtype, aligned=is_aligned(weight))
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     slopes = new((count, width)) if return_slopes else None
     launch(
         support_head_kernel, count, hidden, rows.hidden_index, weight, bias, rows.ids,
-        rows.offsets, rows.places, raw, *stats, slopes, width, hidden.stride(0),
-        hidden.stride(1), weight.stride(0), weight.stride(1), *transform,
-        BLOCK_K=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
+        rows.offsets, rows.places, raw, *stats, slopes, width, hidden.stride(0), hidden.stride(1),
+        weight.stride(0), weight.stride(1), *transform, BLOCK_K=config.block_k,
+        BLOCK_H=config.block_h, num_warps=config.num_warps,
     )  # fmt: skip
     return HeadRows(raw, stats, slopes)
 

@@ -82,9 +82,8 @@ def test_tiles_with_and_without_a_target(blocks, first):
     ids[5:8] = torch.tensor([-100, 10**12, 150])
     given = hidden, weight, None, ids, LogitTransform()
     light = linear.head_logps(HeadInputs(*given), return_entropy=False)
-    heavy = linear.head_logps(
-        HeadInputs(*given), return_entropy=True
-    )  # the entropy needs the long path
+    # The entropy needs the long path.
+    heavy = linear.head_logps(HeadInputs(*given), return_entropy=True)
     assert all(map(torch.equal, light[:2], heavy))
     inside = (ids >= 0) & (ids < 150)
     found = check_logps((hidden[inside], weight, None, ids[inside], LogitTransform()))

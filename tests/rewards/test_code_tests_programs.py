@@ -1,5 +1,6 @@
 """Tests of `code_tests` with the programs of cheats.yaml and solutions.yaml."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_the_code_of_cheats_is_valid():
     for code in map(code_of, CHEATS["cheats"].values()):
         if "```" not in code:
             compile(code, "<cheat>", "exec")
+
+
+def test_two_threads_do_not_parse_tests_at_once(monkeypatch):
+    inside, most = [], []
+
+    def prepared(text):
+        inside.append(text)
+        most.append(len(inside))
+        time.sleep(0.02)  # another thread would enter in the meantime
+        inside.remove(text)
+        raise ValueError("refused")
+
+    monkeypatch.setattr(worker.os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr(worker.unit_tests, "prepared", prepared)
+    worker.code_tests(completions=["x"] * 8, tests=[f"assert f() == {i}" for i in range(8)])
+    assert most == [1] * 8
 
 
 def judged(right, wrong, tests):

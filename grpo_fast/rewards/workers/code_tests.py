@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,9 @@ import unit_tests  # noqa: E402
 
 del sys.path[:2]
 
+# CPython 3.11 counts the depth of a syntax tree for all threads together. It sometimes raises a
+# SystemError if two threads build trees at once.
+PARSING = threading.Lock()
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 # Limit in bytes. It is constant, because a limit that depended on the tests would reveal something
 # about them.
@@ -142,7 +146,8 @@ def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:
     Raises:
         ValueError: the tests pass a value to the answer that is not plain data.
     """
-    prepared = unit_tests.prepared(tests)
+    with PARSING:
+        prepared = unit_tests.prepared(tests)
     blocks = code_of(text, prepared["names"].values())
     if TYPING.search("".join(blocks)):
         blocks.insert(0, "from typing import *")

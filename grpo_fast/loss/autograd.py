@@ -104,7 +104,7 @@ def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
 def driven(
     call: Call, driver: Driver, tokens: Tokens | None, divergences: Divergences | None
 ) -> LossResult:
-    """Compute a loss and its gradients with a driver. If `tokens` is None, it is a divergence only.
+    """Compute a loss and its gradients with a driver. Without `tokens`, it is the divergence.
 
     A token-level loss needs one pass, because each row's gradient depends only on that row. Other
     losses first compute the logps of all rows, and then the gradients in a second pass.

@@ -538,7 +538,7 @@ class VLLMServers(Engine):
     async def _bring(self, server: Server, weights: Mapping[str, Tensor] | None) -> None:
         """Send the current weights to a server, compare it with the policy, and include it.
 
-        Other ranks than 0 send nothing. They look whether the server has the weights from rank 0.
+        Ranks other than 0 send nothing. They check whether the server has the weights of rank 0.
         """
         base, adapter = self.names
         try:
@@ -548,7 +548,7 @@ class VLLMServers(Engine):
                     await server.compare(self.names, self.expected)
                 server.include(self.names)
             elif server.reported == base:
-                with suppress(EngineError):  # the next look may succeed
+                with suppress(EngineError):  # the next check may succeed
                     if adapter is None or adapter in str(await server.call("GET", "/v1/models")):
                         server.include(self.names)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout

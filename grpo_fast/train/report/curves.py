@@ -43,8 +43,6 @@ PANELS: dict[str, dict[str, str]] = {
 ALWAYS = ("Reward", "Accuracy on held-out prompts")  # panels drawn even if the values are constant
 STYLE = Path(__file__).with_name("pictures.mplstyle")  # defines the colors C0 to C7
 INK = "#3b4252"
-GRID = "#e3e6eb"
-COLORS = 8
 
 
 def read_metrics(run: str | Path) -> Rows:

@@ -112,9 +112,9 @@ def cases() -> dict[str, Callable[[], object]]:
         num_items_in_batch=float(ROWS), backend="triton",
     )  # fmt: skip
 
-    def loss(loss_type: str, **more: Any) -> None:
+    def loss(loss_type: str) -> None:
         config = CONFIGS[loss_type]
-        out = linear_grpo_loss(hidden, weight, ids, advantages, config, **options, **more)
+        out = linear_grpo_loss(hidden, weight, ids, advantages, config, **options)
         out.loss.backward()
         hidden.grad = weight.grad = None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.kernels.shapes import Shape, name_of
 
@@ -51,10 +51,17 @@ class Estimate(NamedTuple):
 
 
 @functools.cache
+def predictions(card: str) -> dict[str, Any]:
+    """Return all predictions for a card, as the file stores them."""
+    found: dict[str, Any] = json.loads(FILE.read_text())["cards"][card]
+    return found
+
+
+@functools.cache
 def estimates(card: str) -> dict[Case, Estimate]:
     """Return the predictions for a card, in the order of the report."""
     found = {}
-    for row in json.loads(FILE.read_text())["cards"][card]["cases"]:
+    for row in predictions(card)["cases"]:
         case = Case(row["operation"], Shape(*row["shape"]), row["active"], row["inactive"])
         found[case] = Estimate(*(row[name] for name in Estimate._fields))
     return found
@@ -75,7 +82,7 @@ def estimate(card: str, case: Case) -> Estimate:
 
 def row_candidates(card: str) -> dict[str, float]:
     """Return the predicted ms of each row kernel that strides over rows, keyed by configuration."""
-    return json.loads(FILE.read_text())["cards"][card]["row_candidates_ms"]
+    return predictions(card)["row_candidates_ms"]
 
 
 def command(case: Case) -> str:

@@ -114,8 +114,7 @@ class Run:
                 if latest.result()["approx_kl"] > config.max_approx_kl:
                     break
             if config.shuffle != "off":
-                seed = f"{config.seed}/shuffle/{number}/{epoch}"
-                batch.shuffle(seed)
+                batch.shuffle(f"{config.seed}/shuffle/{number}/{epoch}")
             for minibatch in range(config.minibatches):
                 with explained_memory(batch):
                     updates.append(self._update(number, batch, minibatch))

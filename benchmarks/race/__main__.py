@@ -29,7 +29,17 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.options import new_parser, positive
-from benchmarks.race.runs import TASKS, TRAINERS, Evaluator, Job, Task, read_examples, sweep, work
+from benchmarks.race.runs import (
+    RECOMPUTING,
+    TASKS,
+    TRAINERS,
+    Evaluator,
+    Job,
+    Task,
+    read_examples,
+    sweep,
+    work,
+)
 from benchmarks.report.files import write
 from benchmarks.report.tables import text_table
 from grpo_fast.train.evaluation.evaluate import mean_and_error
@@ -45,7 +55,8 @@ def main(words: Sequence[str] | None = None, tasks: dict[str, Task] = TASKS) -> 
     parser = new_parser(__doc__, "benchmarks.race")
     parser.add_argument("--model", required=True, help="folder of the pretrained model")
     parser.add_argument("--tasks", nargs="+", choices=list(tasks), default=list(tasks))
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
+    trainers = [*TRAINERS, RECOMPUTING]
+    parser.add_argument("--trainers", nargs="+", choices=trainers, default=list(TRAINERS))
     parser.add_argument("--seeds", type=positive(int), default=1)
     parser.add_argument("--threads", type=positive(int), default=2)
     parser.add_argument("--steps", type=positive(int), help="steps of a run (default: the task's)")
@@ -120,7 +131,7 @@ class Race:
         print(f"{run}: step {point['step']}, {times}", flush=True)
 
     def job(self, trainer: str, seed: int, rows: int, weights: Path) -> Job:
-        config = self.task.config(self.options.model, self.data, seed)
+        config = self.task.config(self.options.model, self.data, seed, trainer)
         return Job(trainer, config, self.options.threads, rows, weights)
 
     @functools.cached_property

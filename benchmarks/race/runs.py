@@ -34,6 +34,9 @@ from grpo_fast.train.loop import make_step
 from grpo_fast.train.models.loading import load_policy
 
 TRAINERS = ("grpo_fast", "FastGRPOTrainer", "TRL")
+# grpo_fast with the settings that take the least memory. It runs only if `--trainers` names it.
+RECOMPUTING = "grpo_fast-recomputing"
+LESS_MEMORY = ("model.gradient_checkpointing=true", "tokens_per_microbatch=512")
 ROWS = (1, 2, 4, 8, 16)  # rows per forward pass that are tried for TRL
 SHOTS = 18  # worked examples of the task `examples`
 BATCH = 64  # answers that the evaluator samples at a time
@@ -65,7 +68,7 @@ class Task(NamedTuple):
     questions: int
     words: tuple[str, ...] = ()
 
-    def config(self, model: str, data: Path, seed: int) -> RunConfig:
+    def config(self, model: str, data: Path, seed: int, trainer: str = "grpo_fast") -> RunConfig:
         """Return the configuration of a run of our trainer, which the other trainers follow."""
         sizes = (
             f"model.path={model}", f"data.path={data}", f"seed={seed}", f"steps={self.steps}",
@@ -73,7 +76,8 @@ class Task(NamedTuple):
             f"rollout.max_new_tokens={self.length}", f"optim.lr={self.lr}",
             f"eval.every={self.every}", "tokens_per_microbatch=1024",
         )  # fmt: skip
-        return load_recipe("capitals", [*sizes, *self.words])
+        more = LESS_MEMORY if trainer == RECOMPUTING else ()
+        return load_recipe("capitals", [*sizes, *self.words, *more])
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the task as they are stored."""
@@ -176,7 +180,7 @@ class Job(NamedTuple):
     """The work of one process.
 
     Attributes:
-        trainer: one of TRAINERS.
+        trainer: one of TRAINERS, or RECOMPUTING.
         config: configuration of the run.
         threads: number of threads.
         rows: rows of TRL's forward pass.
@@ -229,7 +233,7 @@ def work(pipe: Any, job: Job) -> None:
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.config.seed)
     logging.disable(logging.WARNING)
-    (run_ours if job.trainer == "grpo_fast" else run_trl)(pipe, job)
+    (run_ours if job.trainer in ("grpo_fast", RECOMPUTING) else run_trl)(pipe, job)
 
 
 def run_ours(pipe: Any, job: Job) -> None:

@@ -40,7 +40,7 @@ QUACK = "quack.cross_entropy"
 # take 40 MB, so the second read of a row hits an L2 cache of 50 MB. With 32 warps, Triton 3.6
 # spills 6 registers at 8192 columns on sm_90.
 # KeptRows with 14 and 16 blocks keep 38 and 43% of a row in registers. More blocks would spill.
-CANDIDATES = [
+CANDIDATES: list[Candidate] = [
     RowConfig(16384, 32, 1, "evict_first"),
     RowConfig(8192, 16, 1, "evict_first"),
     KeptRows(2048, 16, kept=0, stages=6, given=False),
@@ -85,6 +85,7 @@ def quack_row_loss_(
 
 def call_with(config: Candidate, call: Callable[[], Tensor]) -> Tensor:
     """Call the row kernel with a configuration, or another kernel in its place."""
+    patch: Any
     if isinstance(config, RowConfig):
         patch = mock.patch.object(rows, "row_config", lambda vocab: config)
     else:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -344,13 +345,16 @@ def test_reports_are_no_uncommitted_changes(tmp_path, monkeypatch):
 
 
 def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_path):
-    """Check that each candidate gets its configuration, and the report of all four."""
+    """Check that each candidate gets its configuration or kernel, and the report of all five."""
+    from benchmarks.gpu import row_kernels
     from grpo_fast.kernels.gpu import rows
 
-    first, wrong, bad, last = row_candidates.CANDIDATES
+    wrong, bad, *right = row_candidates.CANDIDATES
 
     def call():
         config = rows.row_config(64)
+        if isinstance(rows.row_loss_, partial):
+            replaced.extend(rows.row_loss_.args)
         if config == bad:
             raise RuntimeError("out of resources")
         return torch.zeros(4) + (1.0 if config == wrong else 0.0)
@@ -359,19 +363,19 @@ def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_pa
     monkeypatch.setattr(row_candidates, "call_of", lambda *_: call)
     monkeypatch.setattr(row_candidates.measure, "header", lambda *_: {"commit": "abc"})
     monkeypatch.setattr(row_candidates.measure, "interleaved", lambda *_, **__: times)
-    file = tmp_path / "rows.json"
+    file, replaced = tmp_path / "rows.json", []
     assert row_candidates.main(["--out", str(file)]) == 0
+    assert replaced == right
     timed = {"shipped": 4.0, "candidate": 1.0}
     reasons = {"reason": "wrong: not timed"}, {"reason": "RuntimeError: out of resources"}
     found = json.loads(file.read_text())
     lines = [row_candidates.line_of(config) for config in row_candidates.CANDIDATES]
-    assert found["row_candidates"] == dict(zip(lines, (timed, *reasons, timed), strict=True))
+    assert found["row_candidates"] == dict(zip(lines, (*reasons, *[timed] * 3), strict=True))
     assert [row[2:] for row in gpu_report.candidate_rows("H100", [found])] == [
-        ("1.00", "0.25×"), ("wrong: not timed", ""), ("RuntimeError: out of resources", ""),
-        ("1.00", "0.25×"),
+        ("wrong: not timed", ""), ("RuntimeError: out of resources", ""), *[("1.00", "0.25×")] * 3,
     ]  # fmt: skip
     for config, line in zip(row_candidates.CANDIDATES, lines, strict=True):
-        assert eval(line, vars(rows)) == config
+        assert eval(line, vars(rows) | vars(row_kernels)) == config
 
 
 def test_no_candidate_is_timed_after_a_cuda_error(monkeypatch, tmp_path):

@@ -24,8 +24,10 @@ from tests.loss_cases import (
     LAYOUTS,
     LOSS_LEVELS,
     SETS,
+    Case,
     compute_sets,
     cu_seqlens_of,
+    exact_logps,
     kept_ids,
     make_case,
     moved,
@@ -33,6 +35,7 @@ from tests.loss_cases import (
     options_for,
     relative_l2,
     run,
+    truth,
     worst_row,
 )
 from tests.pairs import pairs
@@ -249,19 +252,12 @@ def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
         assert (entropy.detach().cpu().double() - H64).abs().max() <= bar
 
 
-def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
-    h, w = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
-    given = moved((h, w, ids, advantages, config), on_device(backend))
-    more = {"old_logps": old, "cu_seqlens": cu_seqlens_of([len(ids)]), "backend": backend}
-    grpo_fast.linear_grpo_loss(*given, **moved(more, on_device(backend))).loss.backward()
-    return h.grad, w.grad
-
-
-def exact_of(hidden, weight, ids, advantages, options, old=None):
-    """Compute loss and gradients with the fp64 oracle. All tokens form one completion."""
+def case_of(inputs, **options):
+    """Return a `Case` in which all tokens of `problem` form one completion."""
+    hidden, weight, ids, advantages, _ = inputs
     mask = torch.ones(1, len(ids), dtype=torch.bool)
-    own = hidden[None], weight, ids[None], advantages[None], options
-    return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
+    own = hidden[None], weight, None, ids[None], mask, advantages[None], None, None
+    return Case(*own, options=options)
 
 
 # On a GPU, use sizes (N, H, V) just below, at and above the block sizes of the kernels. The blocks
@@ -271,35 +267,32 @@ GPU_SIZES = [(1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257
              (257, 128, 2049), (130, 896, 4104), (65, 60, 50257)]  # fmt: skip
 WAYS = [pytest.param(*p.values, (96, 256, 700), id=p.id, marks=p.marks) for p in BACKENDS]
 WAYS += [pytest.param("triton", x, id=f"gpu-{x}", marks=pytest.mark.gpu) for x in GPU_SIZES]
+WAYS = WAYS if HAS_GPU else WAYS[: len(BACKENDS)]
 
 
-@pairs(
-    backend__size=WAYS if HAS_GPU else WAYS[: len(BACKENDS)], dtype=DTYPES, chunks=[1, 3],
-    off_policy=[False, True], softcap=[None, 20.0],
-)  # fmt: skip
+@pairs(backend__size=WAYS, dtype=DTYPES, chunks=[1, 3], off_policy=[False, True],
+       softcap=[None, 20.0])  # fmt: skip
 def test_gradients_against_fp64_overall_and_worst_row(
     off_policy, chunks, dtype, backend, size, softcap, monkeypatch
 ):
     N, H, V = size
-    hidden, weight, ids, advantages, _ = problem(dtype, N, H, V)
+    case = case_of(problem(dtype, N, H, V), loss_type="dapo", softcap=softcap)
     if chunks > 1:
         rows = -(-N // chunks // 32) * 32
         monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: rows)
-    old, options = None, {"loss_type": "dapo", "softcap": softcap}
     if off_policy:
-        raw = hidden.double() @ weight.double().T
-        lp64, _ = oracle_inputs.logps_and_entropy(raw, ids, softcap=softcap)
         g = torch.Generator().manual_seed(9)
-        old = (lp64 - 0.11 * torch.randn(len(ids), generator=g).clamp(-1, 1)).float()
-    d_hidden, d_weight = loss_gradients(
-        hidden, weight, ids, advantages, old, grpo_fast.LossConfig(**options), backend
-    )
-    exact = exact_of(hidden, weight, ids, advantages, options, old)
+        apart = 0.11 * torch.randn(1, N, generator=g).clamp(-1, 1)
+        case = case.but(old=(exact_logps(case)[0] - apart).clamp(max=0).float())
+    found, true = run("linear", case, backend=backend), truth("linear", case)
+    assert (found.logps.double() - true.logps).abs().max() <= logps_bar(H, on_device(backend))
     bar = GRADIENT_BAR[dtype] * (2 if backend == "triton" and dtype == torch.float32 else 1)
-    for found, true in ((d_hidden, exact.hidden_grad[0]), (d_weight, exact.weight_grad)):
-        assert relative_l2(found, true) <= bar
+    for name, grad in found.grads.items():
+        exact = getattr(true, f"{name}_grad")
+        assert relative_l2(grad, exact) <= bar, name
         if V > 2:
-            assert worst_row(found, true) <= bar
+            rows = (grad[0], exact[0]) if name == "hidden" else (grad, exact)
+            assert worst_row(*rows) <= bar, name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -309,16 +302,13 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     The tolerance is 1.05 times the error of one rounding. Sums in bf16 would have 2.8 times the
     error of one rounding.
     """
-    hidden, weight, ids, advantages, _ = problem(torch.bfloat16, 1024, 16, 64)
+    case = case_of(problem(torch.bfloat16, 1024, 16, 64), loss_type="reinforce")
     # Use advantages of one sign, so that the running sum is much larger than each term.
-    advantages = 1.0 + 0.1 * advantages
+    case = case.but(advantages=1.0 + 0.1 * case.advantages)
     monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: 32)
-    _, d_weight = loss_gradients(
-        hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
-    )
-    exact = exact_of(hidden, weight, ids, advantages, {"loss_type": "reinforce"})
-    stored = exact.weight_grad.to(torch.bfloat16)
-    assert relative_l2(d_weight, exact.weight_grad) <= 1.05 * relative_l2(stored, exact.weight_grad)
+    d_weight = run("linear", case, backend=backend).grads["weight"]
+    exact = truth("linear", case).weight_grad
+    assert relative_l2(d_weight, exact) <= 1.05 * relative_l2(exact.to(torch.bfloat16), exact)
 
 
 @pytest.mark.parametrize("all_active", [True, False])

@@ -70,7 +70,7 @@ STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion,
 # peers took 115 s, and the long step took 82 s. It is assumed that 10 s compile a CuTe-DSL kernel,
 # and that the exact results of 114,688 rows take 10 s.
 EXPECTED = {
-    "small": 30, "steps": 55, "support": 25, "tests": 110, "rows": 35, "frozen": 35, "heads": 45,
+    "small": 30, "steps": 55, "support": 25, "tests": 100, "rows": 45, "frozen": 35, "heads": 45,
     "hybrid": 20, "longest": 30,
 }  # fmt: skip
 
@@ -107,8 +107,8 @@ def parts() -> dict[str, Part]:
         "profile": own(1, 20, "kernel_times"),
         "steps": steps(1, 65, STEPS[1:]),
         "support": bench(1, 30, *SUPPORT),
-        "tests": tests(1, 110),
-        "rows": own(1, 35, "row_candidates"),
+        "tests": tests(1, 100),
+        "rows": own(1, 45, "row_candidates"),
         "frozen": bench(2, 40, *FROZEN),
         "heads": bench(2, 50, *HEADS),
         "hybrid": trees(2, 25, "--hybrid"),

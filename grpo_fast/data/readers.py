@@ -168,8 +168,9 @@ def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
+            found = f"{path}: not a JSON list" if is_list else f"{path}:{number}: not a JSON object"
             remedy = "write one object per line, or a list of objects"
-            raise ValueError(f"{path}:{number}: not a JSON object ({error}); {remedy}") from None
+            raise ValueError(f"{found} ({error}); {remedy}") from None
         if is_list:
             yield from ((f"{path}[{place}]", row) for place, row in enumerate(value, start=1))
         else:
@@ -179,21 +180,18 @@ def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
 def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a csv file. All cells are texts, and empty cells are None."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
-    header = file.readline()
-    is_tabbed = path.suffix.lower() == ".tsv" and "\t" in header
-    delimiter = "\t" if is_tabbed else max(",;\t|", key=header.count)
-    file.seek(0)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     # Without strict=True, a quote that is never closed would swallow the rest of the file.
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     try:
-        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        is_unique = len({*names}) == len(names)
-        require(is_unique, f"{path}:1", "different names of columns", reprlib.repr(names))
+        names = reader.fieldnames or []
+        fits = len({*names}) == len(names)
+        require(fits, f"{path}:1", "different names of columns", reprlib.repr(names))
         for row in reader:
             place = f"{path}:{reader.line_num}"
-            fits = None not in row and None not in row.values()
             remedy = f"put a text with {delimiter!r} or a line break in quotes"
             expected = f"{len(names)} fields, as in the first line ({remedy})"
+            fits = None not in row and None not in row.values()
             require(fits, place, expected, reprlib.repr(row))
             yield place, {name: text or None for name, text in row.items()}
     except csv.Error as error:

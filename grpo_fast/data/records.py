@@ -28,6 +28,7 @@ PARTS = {
     "hint", "input", "choices", "options", "system", "system_prompt", "tools", "image", "images",
 }  # fmt: skip
 OPTION = re.compile(r"(?:op|option_?|choice_?)[a-j]|(?-i:[A-J])", re.I)  # a column per choice
+# Annotations of GSM8K's solutions, such as `<<48/2=24>>`.
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
@@ -88,11 +89,12 @@ def parse_record(
     # 3. If the answer column contains a full solution, extract the gold answer from it.
     if answer is None:
         return Example(prompt, None, solution, others, label)
-    try:
-        gold = gold_answer(answer) if gsm8k else read_gold(answer)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}; data.task=jsonl reads other answers") from None
-    worked = strip_calculator(answer) if gold != answer else None
+    number = parse_number(marked_content(answer, (HASHES,)) or "")
+    expected = f"'{HASHES} <number>' at its end, with at most {MAX_DIGITS} digits"
+    came = f"{answer[-60:]!r}; data.task=jsonl reads other answers"
+    require(number is not None or not gsm8k, f"{where}: answer", expected, came)
+    gold = read_gold(answer)
+    worked = _CALCULATOR.sub("", answer).strip() if gold != answer else None
     return Example(prompt, gold, solution or worked, others, label)
 
 
@@ -110,30 +112,6 @@ def column_of(fields: Fields, names: Iterable[str]) -> Any:
     """Return the value of the first of the given columns that has one, or None."""
     name = find(fields, names)
     return None if name is None else _value(fields, name)
-
-
-def gold_answer(solution: str) -> str:
-    """Return the number after the last `####` of a GSM8K solution, without commas.
-
-    Raises:
-        ValueError: the text has no such number.
-
-    Example:
-        >>> gold_answer("It costs 1,080. #### 1,080")
-        '1080'
-    """
-    content = marked_content(solution, (HASHES,))
-    marked = content is not None
-    require(marked, "answer", "'#### <number>' at the end of the answer", repr(solution[-60:]))
-    number = parse_number(content)
-    expected = f"a number after '####', of at most {MAX_DIGITS} digits"
-    require(number is not None, "answer", expected, repr(content[:60]))
-    return read_gold(f"{HASHES} {content}")
-
-
-def strip_calculator(solution: str) -> str:
-    """Return a GSM8K solution without calculator annotations such as `<<48/2=24>>`."""
-    return _CALCULATOR.sub("", solution).strip()
 
 
 def _value(fields: Fields, name: str) -> Any:

@@ -12,29 +12,21 @@ Each column has one entry per completion:
 from __future__ import annotations
 
 import ast
+import contextlib
 import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_fast.data import Example, Prompt
+from grpo_fast.data import Example, Prompt, text_of
 from grpo_fast.data.records import TESTS, find
 from grpo_fast.errors import argument_error
-from grpo_fast.rewards.conventions import OPENRLHF, OURS, SAMPLED, TRAINER_STATE, TRL, VERL, VERLS
+from grpo_fast.rewards.conventions import GIVEN, GOLD, OURS
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 from grpo_fast.rewards.workers import unit_tests
 
 log = logging.getLogger(__name__)
 
-# GOLD: the parameter that receives the gold answer, for each convention. GIVEN: the parameters that
-# this package fills, so that the data needs no column for them.
-GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
-GIVEN = {
-    OURS: SAMPLED, TRL: (*SAMPLED, TRAINER_STATE), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
-}  # fmt: skip
-# Parameters of other libraries' functions, with the library.
-OTHERS = {TRAINER_STATE: TRL, "answer": TRL, **dict.fromkeys(VERLS, VERL),
-          "queries": OPENRLHF, "labels": OPENRLHF}  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
 LONGEST_OPENED = 200  # number of characters at a prompt's end that are searched for a tag
 
@@ -56,15 +48,11 @@ def score(
         prompt_texts: N prompts as the model received them, after the chat template was applied.
     """
     names = dict.fromkeys(name for example in examples for name in example.fields)
+    if any("tests" in reward.function.signature.needs for reward in rewards.rewards):
+        names["tests"] = None
     columns: dict[str, Any] = {
-        name: [example.fields.get(name) for example in examples] for name in names
+        name: [_value(example, name) for example in examples] for name in names
     }
-    if "tests" not in names and any(
-        "tests" in reward.function.signature.needs for reward in rewards.rewards
-    ):
-        found = {id(example): example for example in examples}  # completions share an example
-        tests = {key: tests_of(example) for key, example in found.items()}
-        columns["tests"] = [tests[id(example)] for example in examples]
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
@@ -119,16 +107,17 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
     for reward in rewards.rewards:
         convention = reward.function.convention
         for name in reward.function.signature.needs:
-            is_gold = name == GOLD[convention]
-            if name in GIVEN[convention] and not is_gold:
+            if name in GIVEN[convention]:
                 continue
+            is_gold = name == GOLD[convention]
             missing = [e for e in examples if not _has(e, name, is_gold, convention)]
             if missing:
                 field = "an answer" if is_gold else f"a field {name!r}"
                 got = f"{len(missing)} of {len(examples)} without"
                 first = f"first {str(missing[0].prompt)[:60]!r}"
-                if name in OTHERS:
-                    first += f"; write {{{OTHERS[name]}: FUNCTION}} for a function of that library"
+                others = [x for x in GIVEN if name in (GOLD[x], *GIVEN[x]) and x != convention]
+                if others:
+                    first += f"; write {{{others[0]}: FUNCTION}} for a function of that library"
                 argument = f"rewards: {reward.name} asks for {name}"
                 expected = f"{field} in every {split} example"
                 raise argument_error(argument, expected, f"{got}, {first}")
@@ -150,15 +139,15 @@ def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Seque
     if not any(path.endswith("code_tests.py:code_tests") for path in paths):
         return examples
     errors = [tests_error(example) for example in examples]
-    count = sum(map(bool, errors))
-    if count and not drop:
+    refused = [pair for pair in zip(errors, examples, strict=True) if pair[0]]
+    if refused and not drop:
         expected = "tests that the README of rewards lists in every example"
-        error, first = next(pair for pair in zip(errors, examples, strict=True) if pair[0])
-        got = f"{count} of {len(examples)} without, first {str(first.prompt)[:60]!r}: {error}"
+        error, first = refused[0]
+        got = f"{len(refused)} of {len(examples)} without, first {str(first.prompt)[:60]!r}"
         remedy = "data.drop_unusable=true skips such rows"
-        raise argument_error("rewards: code_tests", expected, f"{got}; {remedy}")
-    if count:
-        log.warning("data: %d rows with tests that code_tests refuses are skipped", count)
+        raise argument_error("rewards: code_tests", expected, f"{got}: {error}; {remedy}")
+    if refused:
+        log.warning("data: %d rows with tests that code_tests refuses are skipped", len(refused))
     return [example for example, error in zip(examples, errors, strict=True) if not error]
 
 
@@ -195,20 +184,21 @@ def _with_entry_point(tests: str, entry_point: str, prompt: Prompt) -> str:
     Without the prompt's helpers, an answer could define a helper that accepts every result.
     """
     parts = [tests]
-    try:
-        body = ast.parse(prompt if isinstance(prompt, str) else "").body
-    except (SyntaxError, ValueError):  # the prompt is not code
-        body = []
-    helpers = [node for node in body if isinstance(node, ast.FunctionDef)
-               and node.name != entry_point and f"{node.name}(" in tests]  # fmt: skip
-    if helpers:
-        imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    with contextlib.suppress(SyntaxError, ValueError):  # the prompt is not code
+        body = ast.parse(text_of(prompt)).body
+        helpers = [x for x in body if isinstance(x, ast.FunctionDef)
+                   and x.name != entry_point and f"{x.name}(" in tests]  # fmt: skip
+        imports = [x for x in body if isinstance(x, (ast.Import, ast.ImportFrom)) and helpers]
         parts += map(ast.unparse, [*imports, *helpers])
     if entry_point.isidentifier():
         parts.append(f"from solution import {entry_point}")
     if entry_point and "def check(" in tests and "\ncheck(" not in tests:
         parts.append(f"check({entry_point})")
     return "\n".join(parts)
+
+
+def _value(example: Example, name: str) -> Any:
+    return tests_of(example) if name == "tests" else example.fields.get(name)
 
 
 def _has(example: Example, name: str, is_gold: bool, convention: str) -> bool:

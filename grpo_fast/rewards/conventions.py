@@ -33,8 +33,12 @@ OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf
 # Columns that a function for grpo_fast can request, in addition to those of the data.
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
 TRAINER_STATE = "trainer_state"  # object that TRL passes with its columns
-VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPENRLHFS = ("queries", "prompts", "labels")
+# The parameter that receives the gold answer, for each convention.
+GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
+# The other parameters that this package fills, so that the data needs no column for them.
+GIVEN = {OURS: SAMPLED, TRL: (*SAMPLED, TRAINER_STATE), OPENRLHF: OPENRLHFS[:2],
+         VERL: ("data_source", "solution_str", "extra_info")}  # fmt: skip
 # Fields of TRL's `trainer_state` that reward functions read.
 STATE = {"global_step": 0, "max_steps": 0, "epoch": 0.0, "log_history": [],
          "is_local_process_zero": True, "is_world_process_zero": True}  # fmt: skip

@@ -126,7 +126,7 @@ REFUSED = [
     ("an empty prompt", {"question": None, "answer": "1"}, "expected a prompt, got an empty field"),
     ("a number as a prompt", {"prompt": 3.5}, "a non-empty text or a list of chat messages"),
     ("an answer of GSM8K without its mark", {"question": "q", "answer": "18"},
-     "answer: expected '#### <number>'", {"task": "gsm8k"}),
+     "answer: expected '#### <number>' at its end", {"task": "gsm8k"}),
 ]  # fmt: skip
 
 

@@ -177,8 +177,7 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
         (["assert 1", 3], "tests: expected Python source, .* got 'assert 1'"),
         ([], "tests: expected Python source, .* got None"),
         ("assert 1 == 1", "which uses 0 names of the answer"),
-        ("assert sqrt(4) == log(1)", "which uses 0 names of the answer"),
-        ("f(1)", "tests: expected at least one assert, or call of a function that the tests"),
+        ("f()", "tests: expected at least one assert, or call of a function that the tests"),
         (None, "tests: expected Python source, .* got None"),
         ([{"input": "1", "output": 2}], "tests: expected Python source, .* got {'input'"),
         ([{"input": "1", "output": "2"}, "assert 1"], "expected Python source, .* got 'assert 1'"),
@@ -192,14 +191,6 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
 def test_tests_of_another_form_get_a_sentence(tests, said):
     with pytest.raises(ValueError, match=said):
         unit_tests.check(tests)
-
-
-def test_tests_that_use_several_names_of_the_answer_are_logged(caplog):
-    unit_tests.warn_once.cache_clear()
-    unit_tests.check("assert f(1) == 2")
-    assert not caplog.records
-    unit_tests.check("assert same(f(1), 2)")
-    assert "some tests use several names of the answer" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": 1}, {"seconds": float("nan")}])

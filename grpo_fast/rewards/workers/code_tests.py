@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +32,6 @@ import unit_tests  # noqa: E402
 
 del sys.path[:2]
 
-# CPython 3.11 counts the depth of a syntax tree for all threads together. It sometimes raises a
-# SystemError if two threads build trees at once.
-PARSING = threading.Lock()
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 # Limit in bytes. It is constant, because a limit that depended on the tests would reveal something
 # about them.
@@ -88,16 +84,26 @@ def code_tests(
         raise ValueError(f"code_tests: expected {expected}, got {seconds}, {memory}")
     limits = {"seconds": seconds, "memory": memory << 20, "output": MOST_OUTPUT, "paths": []}
 
-    def one(turn: str, entry: Any) -> float | Exception:
+    def one(turn: str, given: Any) -> float | Exception:
+        share = share_of_programs if isinstance(given, list) else share_of_tests
         try:
-            tests = unit_tests.read_tests(entry)
-            share = share_of_tests if isinstance(tests, str) else share_of_programs
-            return share(answers.final_part(turn), tests, limits)  # type: ignore[operator]
+            return share(answers.final_part(turn), given, limits)
         except (ValueError, OSError) as error:  # costs only this sample
             return error
 
+    # Read the tests in this thread. CPython 3.11 counts the depth of a syntax tree for all threads
+    # together, and sometimes raises a SystemError if two threads build trees at once.
+    read = [_read(entry) for entry in tests]
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(one, answers.turns(completions, prefills), tests))
+        return list(pool.map(one, answers.turns(completions, prefills), read))
+
+
+def _read(entry: Any) -> Any:
+    """Return what the judge needs for the tests of a row, or the ValueError of `check`."""
+    try:
+        return unit_tests.check(entry)
+    except ValueError as error:
+        return error
 
 
 def code_of(text: str, names: Iterable[str] = ()) -> list[str]:
@@ -140,14 +146,14 @@ def _fenced(text: str) -> list[tuple[str, list[str]]]:
     return blocks
 
 
-def share_of_tests(text: str, tests: str, limits: dict[str, Any]) -> float:
+def share_of_tests(text: str, prepared: Any, limits: dict[str, Any]) -> float:
     """Run the code of a completion and its tests in two sandboxes. Return the fraction that passes.
 
     Raises:
-        ValueError: the tests pass a value to the answer that is not plain data.
+        ValueError: the tests are not supported, or pass a value that is not plain data.
     """
-    with PARSING:
-        prepared = unit_tests.prepared(tests)
+    if isinstance(prepared, ValueError):
+        raise prepared
     blocks = code_of(text, prepared["names"].values())
     if TYPING.search("".join(blocks)):
         blocks.insert(0, "from typing import *")

@@ -7,7 +7,6 @@ the decoded values. An object of the answer never decides how it compares with a
 
 import builtins
 import functools
-import importlib
 import os
 import sys
 
@@ -19,8 +18,8 @@ from answer import Channel, NotPlain, encode
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
           and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
-# Methods whose argument may be the expected value of a test. Only an object that was created
-# without arguments has them: in place of a list, `Extract([1, 2])` may return an object.
+# Methods whose argument may be the expected value of a test. Only an object of a class that was
+# created without arguments has them: in place of a list, `extract([1, 2])` may return an object.
 JUDGING = {*dir(str), *dir(frozenset)}
 
 
@@ -28,8 +27,8 @@ class Object:
     """Object of the answer, of which tests can only call methods.
 
     Args:
-        call: function that calls a method, given its name and arguments, or None.
-        is_new: True if the object was created without arguments.
+        call: function that calls a method, given its name and arguments.
+        is_new: True if the object is the result of a class that was called without arguments.
     """
 
     def __init__(self, call, is_new):
@@ -37,7 +36,7 @@ class Object:
 
     def __getattr__(self, name):
         call, is_new = self.__state
-        if call is None or name.startswith("__") or (name in JUDGING and not is_new):
+        if name.startswith("__") or (name in JUDGING and not is_new):
             raise AttributeError(f"code_tests: an object of the answer has no .{name}")
         return functools.partial(call, name)
 
@@ -47,113 +46,71 @@ class Object:
     __ne__ = __bool__ = __eq__
 
 
-class Judge:
-    """Connection to the answer's process, through which the tests call the answer's code.
+def call(channel, target, method, /, *args, **kwargs):
+    """Call a function of the answer, or a method of an object, and return its result.
 
-    It is also the context of each test, and records whether a test was reached, and whether one
-    failed. The changes that the answer has made to its arguments are applied after the test.
-    Therefore `sorted` sees the original x in `assert f(x) == sorted(x)`.
+    Args:
+        channel: the connection to the answer's process.
+        target: name of a function, or number of an object.
+        method: name of a method, or "".
+        args: positional arguments.
+        kwargs: keyword arguments.
     """
-
-    def __init__(self, channel):
-        self.channel = channel
-        self.changes = []  # (argument before a call, argument after the call)
-        self.errors = {}  # exception classes that the answer defines, keyed by name
-        self.open = 0  # number of tests that are running
-        self.is_reached = self.has_failed = False
-
-    def __enter__(self):
-        self.is_reached = True
-        self.open += 1
-
-    def __exit__(self, kind, *_):
-        self.has_failed |= kind is not None
-        self.open -= 1
-        self.apply_changes()
-
-    def call(self, target, method, /, *args, **kwargs):
-        """Call a function of the answer, or a method of an object, and return its result.
-
-        Args:
-            target: name of a function, or number of an object.
-            method: name of a method, or "".
-            args: positional arguments.
-            kwargs: keyword arguments.
-        """
-        message = [target, method, encode([*args]), encode(kwargs)]
-        try:
-            self.channel.send(message)
-            kind, result, after = self.channel.receive()
-            error = self.error_of(result, after) if kind == "error" else None
-            if after and error is None:
-                new = [*after[0], *after[1].values()]
-                self.changes += zip([*args, *kwargs.values()], new, strict=True)
-        except Exception:  # the answer's process has ended or does not follow the protocol
-            os._exit(0)
-        if error is not None:
-            raise error
-        if not self.open:
-            self.apply_changes()
-        # A method returns plain data. Of an object that it returns, no method can be called.
-        methods = None if method else functools.partial(self.call, result)
-        return result if kind == "value" else Object(methods, is_new=not (args or kwargs))
-
-    def error_of(self, kinds, args):
-        """Rebuild an exception that the answer has raised, from the names of its classes."""
-        bases = [self.errors[name] for name in kinds if name in self.errors]
-        bases += [ERRORS[name] for name in kinds if name in ERRORS][:1]
-        try:
-            return type(kinds[0], tuple(bases), {"__init__": Exception.__init__})(*args)
-        except Exception:  # for example a UnicodeDecodeError without arguments
-            return RuntimeError(f"the answer raised {kinds}")
-
-    def apply_changes(self):
-        """Apply the changes that the answer made to its arguments, which were copies."""
-        for old, new in self.changes:
-            if type(old) is type(new) and hasattr(old, "clear"):
-                old.clear()
-                getattr(old, "extend", getattr(old, "update", None))(new)
-        self.changes = []
+    message = [target, method, encode([*args]), encode(kwargs)]
+    try:
+        channel.send(message)
+        kind, result = channel.receive()
+        error = error_of(*result) if kind == "error" else None
+    except Exception:  # the answer's process has ended or does not follow the protocol
+        os._exit(0)
+    if error is not None:
+        raise error
+    is_new = not (method or args or kwargs) and target[0].isupper()
+    return result if kind == "value" else Object(functools.partial(call, channel, result), is_new)
 
 
-def refuse(*_):
-    """Raise an error, because the tests called an exception class in place of a function."""
-    raise TypeError("code_tests: tests cannot create exceptions of the answer")
+def error_of(kinds, args):
+    """Rebuild an exception that the answer has raised, as its nearest builtin class."""
+    kind = next((ERRORS[name] for name in kinds if name in ERRORS), Exception)
+    try:
+        return kind(*args)
+    except Exception:  # for example a UnicodeDecodeError without arguments
+        return RuntimeError(f"the answer raised {kinds}")
 
 
 def run_method(kind, name):
-    """Run a method of a test class."""
-    case = importlib.import_module("unittest").TestCase
-    kind = kind if issubclass(kind, case) else type(kind.__name__, (kind, case), {})
+    """Run a method of a subclass of `unittest.TestCase`."""
     kind.setUpClass()
     kind(name).debug()
 
 
 def main(descriptor):
     request = sandbox.request(descriptor)
-    judge = Judge(Channel(sandbox.take(0)))
+    channel = Channel(sandbox.take(0))
     out = sandbox.take(1)
     sys.path += request["paths"]
     try:
         sandbox.confine(request)
-        judge.channel.send("go")
-        defined = judge.channel.receive()
-        judge.errors = {x: type(x, (Exception,), {"__init__": refuse}) for x in defined}
+        channel.send("go")
+        reached = []  # grows with each test that passes
         # The tests may be below `if __name__ == "__main__"`.
-        names = {"__name__": "__main__", "_test_": judge, "_run_": run_method}
+        names = {"__name__": "__main__", "_run_": run_method}
+        names["_reached_"] = lambda: reached.append(True)
         for name, own in request["names"].items():
-            names[name] = judge.errors.get(own, functools.partial(judge.call, own, ""))
-        # Run the statements one by one. Write a line to `out` for each test that passes.
+            names[name] = functools.partial(call, channel, own, "")
+        # Run the statements one by one. Write a line to `out` for each statement that passes.
         for is_test, stored, code in request["units"]:
-            judge.is_reached = judge.has_failed = False
+            reached.clear()
             try:
                 exec(compile(code, "<tests>", "exec"), names)
-                if is_test and judge.is_reached and not judge.has_failed:
+                if is_test and reached:
                     os.write(out, f"{sandbox.HELD}\n".encode())
-            except NotPlain as error:
-                os.write(out, f"{error}\n".encode())
-            except BaseException:  # a test that calls sys.exit() counts as failed
+            except BaseException as error:  # a test that calls sys.exit() counts as failed
                 for name in stored:  # an older value must not be taken for this statement's result
                     names.pop(name, None)
+                # If the answer returned the value, the test has failed. Otherwise the tests are
+                # faulty.
+                if isinstance(error, NotPlain) and error.args[0] is not Object:
+                    os.write(out, f"a value of type {error.args[0].__name__}\n".encode())
     finally:
         os._exit(0)

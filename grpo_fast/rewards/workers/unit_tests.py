@@ -12,52 +12,34 @@ import contextlib
 import functools
 import importlib.util
 import json
-import logging
 import symtable
 import sys
 from typing import Any
 
-warn_once = functools.cache(logging.getLogger(__name__).warning)
 SOLUTIONS = ("solution", "submission", "answer", "main", "__main__")  # modules of the answer
-REFUSED = {"asyncio", "concurrent", "mock", "multiprocessing", "redirect_stdout", "socket",
-           "subprocess", "tempfile", "threading", "*"}  # fmt: skip
-# Names that tests use without importing them, each with its module. The answer does not define
-# them, unless the tests use no other undefined name. Tests cannot import numpy.
-NAMED = ("typing", "collections", "decimal", "fractions", "statistics", "functools", "itertools")
-LIBRARY = {name: module for module in (*NAMED, "math")
-           for name in vars(importlib.import_module(module)) if name[0] != "_"}  # fmt: skip
-LIBRARY |= {"deepcopy": "copy", "allclose": "numpy", "array_equal": "numpy"}
-LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}  # look into their arguments
-# Statements and expressions that pass a value on without looking into it.
-PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
-          ast.ExceptHandler, ast.Call)  # fmt: skip
-MARKED = (ast.Expr, ast.Assert, ast.With)
-INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
+REFUSED = {"asyncio", "concurrent", "mock", "multiprocessing", "socket", "subprocess", "tempfile",
+           "threading", "*"}  # fmt: skip
+RAISES = {"raises", "assertRaises", "assertRaisesRegex"}
+# Builtins that call a function, or ask whether it can be called. Others look into their arguments.
+CALLERS = {"callable", "filter", "map", "print"}
+# Without these statements, a test that fails cannot be caught.
+WRONG = (ast.AsyncFunctionDef, ast.Await, ast.Raise, ast.Try, ast.TryStar)
 
 
-def check(tests: Any) -> None:
-    """Check that `code_tests` can run the tests of a data row.
+def check(entry: Any) -> dict[str, Any] | list[tuple[str, str]]:
+    """Return the tests of a data row, if `code_tests` can run them.
+
+    Returns:
+        The pairs of input and output of a program, or what `prepared` returns for Python source.
 
     Raises:
         ValueError: the tests have an unknown form, or use something that is not supported.
-    """
-    read = read_tests(tests)
-    if isinstance(read, str) and len(prepared(read)["names"]) > 1:
-        trap = "an answer can define a helper that accepts every result"
-        warn_once("code_tests: some tests use several names of the answer; %s", trap)
-
-
-def read_tests(entry: Any) -> str | list[tuple[str, str]]:
-    """Return the tests of a completion as Python source, or as pairs of input and output.
-
-    Raises:
-        ValueError: there is no test, or the tests have an unknown form.
     """
     with contextlib.suppress(TypeError, ValueError):
         entry = json.loads(entry)  # data sets store inputs and outputs as JSON text
     parts = list(entry) if isinstance(entry, (list, tuple)) else [entry]
     if parts and all(isinstance(part, str) for part in parts):
-        return "\n".join(parts)
+        return prepared("\n".join(parts))
     pairs: list[tuple[str, str]] = []
     for part in parts or [None]:
         given = part if isinstance(part, dict) else {}
@@ -74,17 +56,18 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
     return pairs
 
 
-def free_names(table: symtable.SymbolTable, is_top: bool = True) -> set[str]:
+def undefined_names(table: symtable.SymbolTable, is_top: bool = True) -> set[str]:
     """Return the global names that Python source code reads without defining them."""
     symbols = table.get_symbols()
     free = {x.get_name() for x in symbols if x.is_referenced() and (is_top or x.is_global())}
-    free = free.union(*(free_names(child, False) for child in table.get_children()))
+    free = free.union(*(undefined_names(child, False) for child in table.get_children()))
     return free - {x.get_name() for x in symbols if is_top and (x.is_assigned() or x.is_imported())}
 
 
-def called(node: ast.AST) -> str:
-    """Return the name of the function that an expression calls, or ""."""
-    return getattr(getattr(node, "func", None), "id", "")
+def called(node: Any) -> str:
+    """Return the name of the function or method that an expression calls, or ""."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def root(node: Any) -> str:
@@ -95,131 +78,113 @@ def root(node: Any) -> str:
 
 
 class Tests(ast.NodeTransformer):
-    """Syntax tree of Python tests, whose tests `visit` puts into blocks `with _test_:`.
+    """Syntax tree of Python tests. `visit` adds the call `_reached_()` after each test.
 
-    `_test_` notices a loop or `if` that skips all its tests, for example because the answer returns
-    an empty list. It also notices a failure that a `try` or `with` around the test swallows.
+    The judge then notices a loop or `if` that skips all its tests, for example because the answer
+    returns an empty list.
 
     Attributes:
-        tree: syntax tree, in which imports of the answer are replaced.
+        tree: the syntax tree.
         names: the names that the answer must define, each with its name in the answer.
+        own: the names that the tests neither define nor import.
+        testers: the functions that contain a test, or call such a function.
     """
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
-        self.names: dict[str, str] = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and node.module in SOLUTIONS:
-                self.names |= {x.asname or x.name: x.name for x in node.names if x.name != "*"}
-                node.module, node.names, node.level = "builtins", [ast.alias("object")], 0
-        free = free_names(symtable.symtable(ast.unparse(self.tree), "<tests>", "exec"))
-        undefined = free - vars(builtins).keys() - self.names.keys()
-        known = undefined & LIBRARY.keys()
-        # The other names are the answer's. If there is none, it is the only name of a library or
-        # the only builtin, as in `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`.
-        own = undefined - known
-        candidates = known or free & vars(builtins).keys()
-        if not own and not self.names and len(candidates) == 1:
-            own = candidates
-        self.names |= {name: name for name in own}
-        imports = [f"from {LIBRARY[name]} import {name}" for name in sorted(known - own)]
-        self.tree.body[:0] = ast.parse("\n".join(imports)).body
         self.nodes = list(ast.walk(self.tree))
         self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self.names = {x.asname or x.name: x.name for node in self.nodes
+                      if isinstance(node, ast.ImportFrom) and node.module in SOLUTIONS
+                      for x in node.names}  # fmt: skip
+        free = undefined_names(symtable.symtable(text, "<tests>", "exec"))
+        self.own = free - vars(builtins).keys()
+        if not self.names and not self.own and len(free) == 1:
+            self.own = free  # the answer has the name of a builtin: `assert sum(10, 15) == 25`
+        functions = [x for x in self.nodes if isinstance(x, ast.FunctionDef)]
+        self.functions = {x.name for x in functions} | (free & vars(builtins).keys())
+        self.parameters = {x.arg for x in self.nodes if isinstance(x, ast.arg)}
+        self.names |= {name: name for name in self.own}
         # Variables that hold a result of the answer. If the name of the called function begins with
         # a capital letter, it is a class, and the variable holds an object.
         self.results = {getattr(x, "id", ""): called(node.value) for node in self.nodes
                         if isinstance(node, ast.Assign) and called(node.value) in self.names
                         for x in node.targets}  # fmt: skip
         self.objects = {name for name, function in self.results.items() if function[0].isupper()}
-        functions: list[Any] = [x for x in self.nodes if isinstance(x, ast.FunctionDef)]
-        self.functions = free & vars(builtins).keys() | {x.name for x in functions}
-        # Functions that contain a test, or call such a function.
         self.testers: set[str] = set()
         found = {"_run_"}
         while found - self.testers:
             self.testers |= found
-            found = {f.name for f in functions if any(map(self.is_leaf, ast.walk(f)))}
+            found = {x.name for x in functions if self.has_test(x)}
 
     def is_wrong(self, node: Any) -> bool:
         """Return True if a node of the syntax tree is not supported."""
         match node:
-            case ast.AsyncFunctionDef() | ast.Await() | ast.Raise() | ast.Attribute(attr="fixture"):
-                return True
-            case ast.ClassDef(name, bases):
-                return name[:4] != "Test" and not any("TestCase" in ast.unparse(x) for x in bases)
-            case ast.FunctionDef(name, ast.arguments(args=args)) if name[:4] == "test":
-                return [x.arg for x in args] not in ([], ["self"])  # fixtures
-            case ast.FunctionDef("setup_method" | "setup_class"):
-                return True
+            case ast.ClassDef(_, bases):
+                is_case = any(ast.unparse(x).endswith("TestCase") for x in bases)
+                return not is_case or bool(node.decorator_list)
+            case ast.FunctionDef(name, ast.arguments(args=args)):
+                is_fixture = name[:4] == "test" and [x.arg for x in args] not in ([], ["self"])
+                decorators = {ast.unparse(x) for x in node.decorator_list}
+                return is_fixture or not decorators <= {"classmethod", "staticmethod"}
+            case ast.ImportFrom(module) if module in SOLUTIONS:
+                return "*" in self.names
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
                 return not all(map(can_import, paths))
             case ast.withitem(value):
-                return self.calls_answer(value)
+                return called(value) not in {*RAISES, "subTest"}
+            case ast.Expr(ast.Call(function, values, keywords)) if values or keywords:
+                # If nobody reads its result, the call changes its arguments, which are only copies.
+                is_parameter = isinstance(function, ast.Name) and function.id in self.parameters
+                is_own = is_parameter or root(function) in self.names
+                return is_own and not isinstance(self.up[node], ast.With)
             case ast.Name(name, ast.Load()) if name in self.names:
-                return not self.passes(node)
-            case ast.Attribute(value, _, context) if root(value) in {*self.names, *self.results}:
-                is_chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-                of_object = root(value) in self.objects or root(value)[0].isupper()
-                is_stored = isinstance(context, ast.Store)
-                return is_stored or (is_chain and of_object) or not self.passes(node)
-            case ast.Call(function, values, keywords) if self.calls_answer(node):
-                given = [*values, *(x.value for x in keywords)]
-                is_wrong = isinstance(function, ast.Call) or any(map(self.is_function, given))
-                return is_wrong or (called(node)[:1].isupper() and not self.is_object_used(node))
+                return not self.is_passed(node)
             case ast.Name(name, ast.Load()) if name in self.objects:
-                return not self.is_object_used(node)
-        return False
-
-    def is_object_used(self, node: ast.AST) -> bool:
-        """Return True if tests call a method of an object, or pass the object on."""
-        return isinstance(self.up[node], ast.Attribute) or self.passes(node)
+                return not (isinstance(self.up[node], ast.Attribute) or self.is_passed(node))
+            case ast.Attribute(value) if root(value) in {*self.names, *self.results}:
+                return not self.is_passed(node)
+            case ast.Call(function, values, keywords) if root(node) in {*self.names, *self.objects}:
+                given = [*values, *(x.value for x in keywords)]
+                return isinstance(function, ast.Call) or any(map(self.is_function, given))
+            case ast.BinOp() | ast.Compare():  # of two objects
+                names = [root(x) for x in ast.iter_child_nodes(node) if called(x) == root(x)]
+                return sum(x in self.names and x[0].isupper() for x in names) > 1
+        return isinstance(node, WRONG)
 
     def is_function(self, value: ast.AST) -> bool:
-        is_name = isinstance(value, ast.Name) and value.id in {*self.functions, *self.names}
-        return is_name or isinstance(value, ast.Lambda)
+        known = {*self.functions, *self.names}
+        return isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in known)
 
-    def calls_answer(self, node: ast.AST) -> bool:
-        return root(node) in self.names.keys() | self.objects
-
-    def passes(self, node: ast.AST) -> bool:
+    def is_passed(self, node: ast.AST) -> bool:
         """Return True if a value is called, or passed on without looking into it."""
-        outer = self.up[node]
-        is_argument = isinstance(outer, ast.Call) and outer.func is not node
-        looks = is_argument and (self.calls_answer(outer) or called(outer) in LOOKS)
-        return isinstance(outer, PASSES) and not looks
+        outer: Any = self.up[node]
+        if not isinstance(outer, ast.Call):
+            return isinstance(outer, (ast.Assign, ast.Return)) and outer.value is node
+        name = called(outer)
+        looks = name in vars(builtins).keys() - CALLERS or root(outer) in self.names
+        is_error = name in RAISES and outer.args[0] is node  # a class of the answer
+        return outer.func is node or not (looks or is_error)
 
-    def is_leaf(self, node: Any) -> bool:
-        """Return True for an assert, and for a call such as `check(f)` or `self.assertEqual(…)`."""
-        call = node.value if isinstance(node, ast.Expr) else getattr(node, "context_expr", None)
-        if not isinstance(call, ast.Call) or self.calls_answer(call):
-            return isinstance(node, ast.Assert)
-        name = getattr(call.func, "attr", root(call))
-        return name.startswith("assert") or name in {"raises", "fail", *self.testers}
+    def is_test(self, node: Any) -> bool:
+        """Return True for an assert, `self.assertEqual(…)` and `with raises(…)`."""
+        values = [x.context_expr for x in node.items] if isinstance(node, ast.With) else []
+        values += [node.value] if isinstance(node, ast.Expr) else []
+        names = [called(x) for x in values if root(x) not in self.names]
+        is_call = any(name.startswith("assert") or name in RAISES for name in names)
+        return is_call or isinstance(node, ast.Assert)
 
-    def is_test(self, node: ast.AST) -> bool:
-        """Return True for a statement that is a test, or contains one."""
-        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, INNER)]
-        is_test = self.is_leaf(node) or any(map(self.is_test, inner))
-        return is_test and not isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    def has_test(self, node: ast.AST) -> bool:
+        """Return True if a node contains a test, or calls a function that contains one."""
+        return any(self.is_test(x) or called(x) in self.testers for x in ast.walk(node))
 
     def visit(self, node: Any) -> Any:
-        if isinstance(node, ast.expr):
-            return node
-        parts = getattr(node, "items", [node])
-        is_own = called(getattr(node, "value", node)) in self.testers  # its own tests get marks
-        is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
-        if not is_marked:  # an assert inside of `with raises(…)` need not finish
-            self.generic_visit(node)
-        mark = ast.copy_location(ast.With([ast.withitem(ast.Name("_test_"))], [ast.Pass()]), node)
-        if is_marked:
-            mark.body = [node]
-        elif isinstance(node, ast.Try) and self.is_test(node):
-            # It counts as reached when its body starts, because the expected error may skip an
-            # `assert False`.
-            node.body.insert(0, mark)
-        return mark if is_marked else node
+        if isinstance(node, ast.ImportFrom) and node.module in SOLUTIONS:
+            return ast.Pass()
+        if self.is_test(node):  # an assert inside of `with raises(…)` need not finish
+            return [node, ast.parse("_reached_()").body[0]]
+        return node if isinstance(node, ast.expr) else self.generic_visit(node)
 
 
 def can_import(path: str) -> bool:
@@ -236,11 +201,16 @@ def prepared(text: str) -> dict[str, Any]:
     Raises:
         ValueError: see `check`.
     """
-    # 1. Find the names of the answer, and refuse what is not supported.
+    # 1. Find the names of the answer, and refuse what is not supported. If tests used several names
+    # without an import, the answer could define one of them so that it accepts every result.
     try:
         tests = Tests(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"tests: expected Python, got {text[:60]!r}: {error}") from None
+    if len(tests.own) > 1 or (tests.own and len(tests.names) > 1):
+        expected = "`from solution import …` for the names of the answer, and imports of all others"
+        got = f"the undefined names {', '.join(sorted(tests.own))}"
+        raise ValueError(f"tests: expected {expected}, got {got}")
     for wrong in filter(tests.is_wrong, tests.nodes):
         while not isinstance(wrong, ast.stmt):
             wrong = tests.up[wrong]
@@ -259,9 +229,10 @@ def prepared(text: str) -> dict[str, Any]:
     # 3. Mark the tests in the statements one by one.
     units = []
     for node in body:
+        is_test = not isinstance(node, (ast.FunctionDef, ast.ClassDef)) and tests.has_test(node)
         stored = [x.id for x in ast.walk(node) if isinstance(x, ast.Name)
                   and isinstance(x.ctx, ast.Store)]  # fmt: skip
-        units.append((tests.is_test(node), stored, ast.unparse(tests.visit(node))))
+        units.append((is_test, stored, ast.unparse(tests.visit(ast.Module([node], [])))))
     count = sum(is_test for is_test, *_ in units)
     if not (count and tests.names):
         expected = "at least one assert, or call of a function that the tests define"

@@ -85,7 +85,7 @@ def claimed_gpu() -> Iterator[None]:
     runs_here = {"unavailable": lambda *args: None}
     with contextlib.ExitStack() as stack:
         for place, changes in (
-            (Tensor, {"is_cuda": property(lambda x: True), "is_cpu": property(lambda x: False)}),
+            (Tensor, {"is_cuda": True, "is_cpu": False, "get_device": lambda x: 0}),
             (torch, {"mm": product, "empty": lambda *a, pin_memory=False, **b: empty(*a, **b)}),
             (torch.cuda, {"Event": Event, "current_stream": lambda device=None: None}),
             (torch.cuda, {"_exchange_device": lambda i: 0, "is_available": lambda: True}),

@@ -250,6 +250,7 @@ def recording() -> Iterator[Recorder]:
             (sources.DenseHead, {"chunk": chunk, "release": release}),
             (driver.Driver, {"logps": logps}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
+            (torch.cuda, {"current_device": lambda: 0}),
             (torch.cuda, {"device_of": lambda x: contextlib.nullcontext()}),
             (workspace, {"gpu_bytes": lambda device: CARDS["H200"]}),
         ):

@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu.row_candidates [--out FILE] [--device cpu]
 
-The row kernel computes the loss of given logits. In all candidates, the programs stride over rows.
-A `RowConfig` is a configuration of the shipped kernel, and `KeptRows` is another kernel
-(row_kernels.py). The package never tunes its kernels at run time, because a training run would then
-not be reproducible. If a `RowConfig` is faster than the shipped one, copy its line into
-grpo_fast/kernels/gpu/rows.py by hand. On a CPU, the command only lists the candidates.
+The row kernel computes the loss of given logits. A `RowConfig` is a configuration of the shipped
+kernel, in which programs stride over rows. `KeptRows` is another kernel (row_kernels.py), and QUACK
+is the cross entropy of QuACK, which must be installed. The package never tunes its kernels at run
+time, because a training run would then not be reproducible. If a `RowConfig` is faster than the
+shipped one, copy its line into grpo_fast/kernels/gpu/rows.py by hand. On a CPU, the command only
+lists the candidates.
 """
 
 from __future__ import annotations
@@ -27,29 +28,33 @@ from benchmarks.options import measuring
 from benchmarks.report.files import write
 from grpo_fast.kernels.gpu import rows
 from grpo_fast.kernels.gpu.rows import RowConfig
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import LogitTransform, RowLoss
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
+Candidate = RowConfig | KeptRows | str
+
 ROWS, VOCAB = 8192, 151936
+QUACK = "quack.cross_entropy"
 # Block, warps and programs per multiprocessor. On 132 multiprocessors, 132 rows of 16-bit logits
 # take 40 MB, so the second read of a row hits an L2 cache of 50 MB. With 32 warps, Triton 3.6
 # spills 6 registers at 8192 columns on sm_90.
 # KeptRows with 14 and 16 blocks keep 38 and 43% of a row in registers. More blocks would spill.
-CANDIDATES = [
+CANDIDATES: list[Candidate] = [
     RowConfig(16384, 32, 1, "evict_first"),
     RowConfig(8192, 16, 1, "evict_first"),
     KeptRows(2048, 16, kept=0, stages=6, given=False),
     KeptRows(2048, 16, kept=14, stages=4, given=False),
     KeptRows(2048, 16, kept=16, stages=4, given=True),
+    QUACK,
 ]
 # Maximum difference of the logps in nats. Two configurations differ only by rounding.
 AGREEMENT = 2e-4
 
 
-def line_of(config: RowConfig | KeptRows) -> str:
+def line_of(config: Candidate) -> str:
     """Return a candidate as source code."""
-    return f"{type(config).__name__}{tuple(config)}"
+    return config if isinstance(config, str) else f"{type(config).__name__}{tuple(config)}"
 
 
 def call_of(count: int, vocab: int, device: str) -> Callable[[], Tensor]:
@@ -63,17 +68,34 @@ def call_of(count: int, vocab: int, device: str) -> Callable[[], Tensor]:
     return lambda: rows.row_loss_(*arguments, return_entropy=False).logps
 
 
-def call_with(config: RowConfig | KeptRows, call: Callable[[], Tensor]) -> Tensor:
+def quack_row_loss_(
+    logits: Tensor, out: Tensor, target_ids: Tensor, *unused: object, return_entropy: bool
+) -> RowLoss:
+    """Compute a cross entropy and its gradient with QuACK, in place of a GRPO loss.
+
+    A cluster of blocks keeps a row in shared memory, so the row is read and written once, as a GRPO
+    loss would be. The signature is that of version 0.6.4.
+    """
+    from quack.cross_entropy import cross_entropy_fwd_out
+
+    loss, lse = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+    cross_entropy_fwd_out(logits, target_ids, None, loss, lse, out, None)
+    return RowLoss(lse, -loss, None, loss, loss)
+
+
+def call_with(config: Candidate, call: Callable[[], Tensor]) -> Tensor:
     """Call the row kernel with a configuration, or another kernel in its place."""
+    patch: Any
     if isinstance(config, RowConfig):
         patch = mock.patch.object(rows, "row_config", lambda vocab: config)
     else:
-        patch = mock.patch.object(rows, "row_loss_", partial(kept_row_loss_, config))
+        kernel = quack_row_loss_ if isinstance(config, str) else partial(kept_row_loss_, config)
+        patch = mock.patch.object(rows, "row_loss_", kernel)
     with patch:
         return call()
 
 
-def failure_of(config: RowConfig | KeptRows, call: Callable[[], Tensor], expected: Tensor) -> str:
+def failure_of(config: Candidate, call: Callable[[], Tensor], expected: Tensor) -> str:
     """Return why a candidate is not timed, or an empty string if its results are right."""
     try:
         is_right = bool((call_with(config, call) - expected).abs().max() <= AGREEMENT)

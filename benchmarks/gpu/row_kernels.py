@@ -99,7 +99,7 @@ def kept_rows_kernel(
             row_max, exp_sum = add_pairs(
                 row_max, exp_sum, pairs, at_target - 2 * i * BLOCK, BLOCK, GIVEN, True
             )
-            kept = kept + (pairs,)
+            kept = kept + (pairs,)  # type: ignore[assignment]
         for start in tl.range(KEPT * BLOCK, n_pairs, BLOCK, num_stages=STAGES):
             pairs = tl.load(
                 pairs_ptr + start, mask=offs < n_pairs - start, other=0,

@@ -26,7 +26,7 @@ from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
 from grpo_fast.kernels.route import Route, unavailable
-from grpo_fast.kernels.types import Context
+from grpo_fast.kernels.types import Context, detached
 from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
 from grpo_fast.objective.coefficients import row_terms, token_loss
@@ -265,6 +265,8 @@ def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
 
 # ---- Logps
 
+LogpsValues = tuple[Tensor, Tensor, Tensor]  # logps, entropies (empty if not requested) and lse
+
 
 class LogpsFunction(torch.autograd.Function):
     """Autograd function of logps, which computes the gradients in its backward pass.
@@ -274,25 +276,13 @@ class LogpsFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Context, call: Call, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Context, call: Call, *inputs: Tensor | None) -> LogpsValues:
         tensors: RowTensors = tuple(None if x is None else x.detach() for x in inputs)
-        stores = any(call.wanted)
-        route = call.route(tensors)
-        driver = call.driver(tensors, route, entropy_gradient=stores_logits(call, route))
-        with kernel_precision(tensors[0].device):
-            lse, logps, entropy = driver.logps(return_entropy=call.return_entropy, stores=stores)
-        logps = with_targets(call, logps)
-        # Check the logps, because an infinite logp is the only sign of a target whose logit is
-        # -inf.
-        checks.check_logps(logps, call.checks)
-        spread = call.rows.to_rows
-        flat = lse.new_empty(0) if entropy is None else spread(with_targets(call, entropy))
-        outputs = spread(logps), flat, spread(lse)
+        outputs, driver = computed_logps(call, tensors)
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.driver = driver if stores and driver.num_rows else None
-        if stores:
-            ctx.save_for_backward(*tensors, *outputs)
+        ctx.driver = driver if driver.num_rows else None
+        ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
         return outputs
 
@@ -338,7 +328,32 @@ class LogpsFunction(torch.autograd.Function):
         return None, *needed
 
 
-apply_logps: Callable[..., tuple[Tensor, Tensor, Tensor]] = LogpsFunction.apply
+_logps_with_autograd: Callable[..., LogpsValues] = LogpsFunction.apply
+
+
+def apply_logps(call: Call, *inputs: Tensor | None) -> LogpsValues:
+    """Compute logps, entropies and lse of all rows, with autograd if a gradient is needed."""
+    if any(call.wanted):
+        return _logps_with_autograd(call, *inputs)
+    return computed_logps(call, tuple([None if x is None else detached(x) for x in inputs]))[0]
+
+
+def computed_logps(call: Call, tensors: RowTensors) -> tuple[LogpsValues, Driver]:
+    """Compute logps, entropies and lse of all rows, and return them with the driver.
+
+    The driver has stored logits for the backward pass if a gradient is needed.
+    """
+    stores = any(call.wanted)
+    route = call.route(tensors)
+    driver = call.driver(tensors, route, entropy_gradient=stores_logits(call, route))
+    with kernel_precision(tensors[0].device):
+        lse, logps, entropy = driver.logps(return_entropy=call.return_entropy, stores=stores)
+    logps = with_targets(call, logps)
+    # Check the logps, because an infinite logp is the only sign of a target whose logit is -inf.
+    checks.check_logps(logps, call.checks)
+    spread = call.rows.to_rows
+    flat = lse.new_empty(0) if entropy is None else spread(with_targets(call, entropy))
+    return (spread(logps), flat, spread(lse)), driver
 
 
 def stores_logits(call: Call, route: Route) -> bool:

@@ -22,7 +22,7 @@ from grpo_fast.kernels.head.terms import saves_time
 from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted, detached
 from grpo_fast.loss import checks
 from grpo_fast.loss.checks import ValueChecks
 from grpo_fast.objective.aggregation import Total, step_weights
@@ -104,7 +104,8 @@ class Call:
         """Return V, the number of logits of a row."""
         if self.shard is not None:
             return self.shard.vocabulary
-        return len(self.tensors[1]) if len(self.tensors) == 3 else int(self.tensors[0].shape[1])
+        is_head = len(self.tensors) == 3
+        return int(self.tensors[1].shape[0] if is_head else self.tensors[0].shape[1])
 
     # ---- Active rows
 
@@ -157,21 +158,23 @@ class Call:
         if not (takes_all or skips):
             index = unless_all(~is_ignored)
             ignored = None
-        elif skips and saves_time(flat, 2 * len(flat) * self.tensors[1].numel()):
+        elif skips and saves_time(flat, 2 * flat.numel() * self.tensors[1].numel()):
             # Sort bytes, because torch does not sort bool tensors on every device.
             order = is_ignored.view(torch.uint8).sort(stable=True)
             index = order.indices
             ignored = order.values.view(torch.bool)
 
-        def valid(x: Tensor, fill: float) -> Tensor:
-            return x if ignored is None else torch.where(ignored, fill, x)
-
         end = self.vocabulary_size
         expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
-        ids = valid(selected(flat, index, torch.int64), 0)
-        ids = checks.checked_ids("target_ids", ids, end, self.checks, expected=expected)
+        ids = selected(flat, index, torch.int64)
+        valid = ids if ignored is None else torch.where(ignored, 0, ids)
+        if skips:
+            checks.check_ids("target_ids", valid, end, self.checks, expected=expected)
+            valid = ids.clamp(-1, end - 1)  # -100 becomes -1, which marks a row without a target
+        else:
+            valid = checks.checked_ids("target_ids", valid, end, self.checks, expected=expected)
         self.left_out = ignored
-        self.rows = self._rows(index, valid(ids, -1) if skips else ids)
+        self.rows = self._rows(index, valid)
         return self
 
     def find_all_rows(self, weights: Tensor) -> Call:
@@ -295,7 +298,7 @@ class Call:
         advantages = self.advantages
         assert advantages is not None
         if advantages.dim() == 1 and advantages.shape[0] == count:
-            each = {"advantages": advantages.detach().float()[segments]}
+            each = {"advantages": detached(advantages).float().index_select(0, segments)}
         else:
             each = {"advantages": selected(advantages, index)}
         for name, x in (("old_logps", self.old_logps), ("ref_logps", self.ref_logps)):
@@ -370,8 +373,13 @@ def selected(x: Tensor, index: Tensor | None, dtype: torch.dtype = torch.float32
     The result may share memory with x. The caller must copy it, because metrics are computed
     later, when the caller of the public function may have changed x.
     """
-    x = x.detach().reshape(-1)
-    return (x if index is None else x.index_select(0, index)).to(dtype)
+    # Skip the steps that change nothing, because each of them takes the host a microsecond.
+    x = detached(x)
+    if x.dim() != 1:
+        x = x.reshape(-1)
+    if index is not None:
+        x = x.index_select(0, index)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def lengths_of(segments: Tensor, count: int) -> Tensor:

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -319,7 +318,9 @@ class ValueChecks:
 
     def __init__(self, validate: str) -> None:
         self.validate = validate
-        self.kept: list[tuple[Judge, tuple[Tensor, ...]]] = []
+        self.kept: list[tuple[Judge, int]] = []  # the stored checks, and how many numbers each has
+        self.parts: list[Tensor] = []  # the stored numbers as vectors of int32
+        self.layout = "="  # the format of the stored numbers, for Python's `struct` module
 
     def are_late(self, x: Tensor) -> bool:
         """Return whether a wrong value in x raises an error only in a later call.
@@ -331,7 +332,13 @@ class ValueChecks:
     def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
         """Check values of tensors. The tensors must be on one device, with dtypes in FORMATS."""
         if self.are_late(tensors[0]):
-            self.kept.append((judge, tensors))
+            count = 0
+            for x in tensors:
+                size = x.numel()
+                self.parts.append((x if x.dim() else x.reshape(1)).view(torch.int32))
+                self.layout += f"{size}{FORMATS[x.dtype]}"
+                count += size
+            self.kept.append((judge, count))
         elif not is_capturing(tensors[0]):
             if message := judge([y for x in tensors for y in x.reshape(-1).tolist()]):
                 raise ValueError(message)
@@ -343,28 +350,31 @@ class ValueChecks:
 
     def send(self) -> None:
         """Start to copy the stored numbers to the host, where `raise_pending` checks them."""
-        if not self.kept or is_capturing(self.kept[0][1][0]):
+        if not self.kept or is_capturing(self.parts[0]):
             return
-        # Copy the bits of all dtypes in one tensor, because each copy takes the host about 10 us.
-        tensors = [x for _, each in self.kept for x in each]
-        parts = [x.reshape(-1).view(torch.int32) for x in tensors]
         # A second backward pass checks its logps with this object, too. That pass must not change
         # or repeat the checks that were already sent.
         late = ValueChecks(self.validate)
         late.kept = self.kept
-        late.numbers, late.ready = copy_to_host_async(torch.cat(parts))
+        late.layout = self.layout
+        # Copy the bits of all dtypes in one tensor, because each copy takes the host about 10 us.
+        late.numbers, late.ready = copy_to_host_async(torch.cat(self.parts))
         with _lock:
             _pending.append(late)
         self.kept = []
+        self.parts = []
+        self.layout = "="
 
     def messages(self) -> Iterator[str]:
         """Yield the message of each stored check, or "" if it has not failed."""
         # Decode the bits of all numbers at once. Views of the parts would take ten times as long.
         bits = self.numbers.tolist()
-        layout = "".join(f"{x.numel()}{FORMATS[x.dtype]}" for _, each in self.kept for x in each)
-        values = iter(struct.unpack(f"={layout}", struct.pack(f"={len(bits)}i", *bits)))
-        for judge, tensors in self.kept:
-            yield judge(list(islice(values, sum(x.numel() for x in tensors))))
+        values = list(struct.unpack(self.layout, struct.pack(f"={len(bits)}i", *bits)))
+        end = 0
+        for judge, count in self.kept:
+            start = end
+            end += count
+            yield judge(values[start:end])
 
 
 _pending: list[ValueChecks] = []
@@ -459,9 +469,20 @@ def check_offsets(
 def checked_ids(
     name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """Check that ids are in [0, end), and return a copy.
+    """Check that ids are in [0, end), as `check_ids` does, and return a copy.
 
     If the check is deferred, the copy is clamped to [0, end).
+    """
+    check_ids(name, x, end, checks, expected=expected, kind=kind)
+    # Clamp ids whose check is deferred, because the kernels use ids as memory indices and run
+    # before the check.
+    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
+
+
+def check_ids(
+    name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
+) -> None:
+    """Check that ids are in [0, end).
 
     Args:
         name: name of the argument in the message.
@@ -472,7 +493,7 @@ def checked_ids(
         kind: the word for the values in the message.
     """
     if not x.numel():
-        return x
+        return
 
     def judge(extremes: list[float]) -> str:
         low, high = extremes
@@ -482,9 +503,6 @@ def checked_ids(
         return f"{name}: expected {expected}, got {kind} from {low} to {high}{hint}"
 
     checks.add(judge, *x.aminmax())
-    # Clamp ids whose check is deferred, because the kernels use ids as memory indices and run
-    # before the check.
-    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
 
 
 def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -> None:
@@ -493,5 +511,7 @@ def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -
     This is the last check of a call, so it also starts to copy the stored numbers to the host.
     """
     if x.numel():
-        checks.add(lambda low: message if low[0] == -math.inf else "", x.amin())
+        # Keep the dimension, which `send` needs to concatenate the numbers of all checks.
+        low = x.amin(0, keepdim=True)
+        checks.add(lambda values: message if values[0] == -math.inf else "", low)
     checks.send()

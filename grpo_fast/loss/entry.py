@@ -109,7 +109,9 @@ def head_tensors(
     weight = local_rows("lm_head_weight", weight, ranks.group)
     bias = local_rows("bias", bias, ranks.group)
     checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
-    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
+    # Do not call reshape() without need, because autograd would record a view.
+    flat = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+    return flat, weight, bias
 
 
 # ---- Checks of a call
@@ -175,7 +177,8 @@ def check_loss(call: Call) -> None:
     # 3. Check that no input requires grad. Its gradient is not computed, so the caller probably
     # forgot .detach() and expects a gradient.
     for name in CONSTANT:
-        checks.constant(name, getattr(call, name))
+        if isinstance(x := getattr(call, name), Tensor):
+            checks.constant(name, x)
     # 4. Check the arguments that the config requires or forbids.
     reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if call.sampling_logps is None and reading and config.corrections != DEFAULT:

@@ -42,6 +42,7 @@ def gpus(monkeypatch):
 
     streams = {"current_stream": lambda x=None: here.current if x is None else x.index}
     devices = {"device": device, "device_of": lambda x: device(x.device.index)}
+    devices["current_device"] = lambda: here.current
     for name, value in {**streams, **devices, "Event": Event}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     on_one = torch.device("cuda", 1)
@@ -107,10 +108,19 @@ def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     assert launched.call_args.kwargs["BLOCK_V"] == (128 if spills else 256)
 
 
-def test_later_launches_call_the_compiled_kernel():
-    """Check that a launch calls the compiled kernel only if Triton would select the same one."""
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_later_launches_call_the_compiled_kernel(monkeypatch):
+    """Check that a launch calls the compiled kernel only if Triton would select the same one.
+
+    If a profiler has added a hook to Triton, the launch calls Triton's own launcher.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
     calls = []
     kernel, compiled = MagicMock(arg_names=["x", "y", "n", "BLOCK", "HAS"]), MagicMock()
+    monkeypatch.setattr(driver, "_active", MagicMock())
+    driver.active.get_current_stream.return_value = 17
     kernel.__getitem__.return_value.return_value = compiled
     kernel.__getitem__.side_effect = lambda grid: calls.append(grid) or DEFAULT
     x = torch.zeros(64)
@@ -121,8 +131,9 @@ def test_later_launches_call_the_compiled_kernel():
 
     assert start(x, None, 5) == 1
     assert start(torch.ones(9), None, 7) == 1  # the properties are the same
-    assert compiled.__getitem__.call_args.args == ((3, 1, 1),)
-    given = compiled.__getitem__.return_value.call_args.args
+    how = 3, 1, 1, 17, compiled.function, compiled.packed_metadata, None, None, None
+    assert compiled.run.call_args.args[:9] == how
+    given = compiled.run.call_args.args[9:]
     assert torch.equal(given[0], torch.ones(9)) and given[1:] == (None, 7, 8, True)
     others = [
         (x, None, 1), (x, None, 16), (x, None, 2**31 + 1), (x, x, 5), (x, 0.5, 5),
@@ -130,6 +141,11 @@ def test_later_launches_call_the_compiled_kernel():
     ]  # fmt: skip
     assert [start(*args) for args in others] == list(range(2, 9))
     assert start(x, None, 5, BLOCK=16) == 9 and start(x, None, 5) == 9
+    count = compiled.run.call_count
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    assert start(x, None, 5) == 9 and compiled.run.call_count == count
+    assert compiled.__getitem__.call_args.args == ((3, 1, 1),)
+    assert compiled.__getitem__.return_value.call_args.args[1:] == (None, 5, 8, True)
 
 
 @pytest.mark.parametrize(

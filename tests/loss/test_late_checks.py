@@ -174,7 +174,7 @@ def test_offsets_of_no_completion_are_refused_at_once(late):
 def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
     def check(flag, message, after=0):
         checks = ValueChecks("auto")
-        checks.kept = [(lambda flags: message if flags[0] else "", (torch.tensor(float(flag)),))]
+        checks.kept, checks.layout = [(lambda flags: message if flags[0] else "", 1)], "=1f"
         checks.numbers, checks.ready = torch.tensor([float(flag)]).view(torch.int32), Event(after)
         return checks
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,13 +48,13 @@ if TYPE_CHECKING:
 # number of programs.
 SLICE_COLUMNS = 2048
 
-# Compiled kernels, and the compile-time arguments that their launches need. The keys contain
-# everything on which Triton specialises a kernel.
-_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+# Functions that launch compiled kernels. The keys contain everything on which Triton specialises a
+# kernel.
+_compiled: dict[tuple[object, ...], Callable[..., None]] = {}
 
 
-def launch(kernel: JITFunction, programs: int, *args: object, **options: object) -> None:
-    """Launch `programs` programs of a kernel on the device of its first tensor.
+def launch(kernel: JITFunction, programs: int, *args: Any, **options: object) -> None:
+    """Launch `programs` programs of a kernel on the device of its tensors.
 
     Without programs, do nothing, because Triton cannot launch an empty grid. Tests replace this
     function.
@@ -65,37 +66,58 @@ def launch(kernel: JITFunction, programs: int, *args: object, **options: object)
     """
     if not programs:
         return
-    tensor = next(arg for arg in args if isinstance(arg, Tensor))
+    # 1. List the properties for which Triton compiles a different kernel. Calling a function for
+    # each argument would take the host twice as long.
+    properties: list[object] = [id(kernel), *options.values()]
+    add = properties.append
+    tensor: Any = None
+    for x in args:
+        kind = type(x)
+        if kind is int:
+            add(1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31))
+        elif x is None or kind is float:
+            add(kind)
+        elif isinstance(x, Tensor):
+            tensor = x
+            add(x.dtype)
+            add(x.data_ptr() % 16)
+        else:  # a tensor descriptor
+            properties += x.base.dtype, *x.block_shape
     device = tensor.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device_of(tensor):
             return launch(kernel, programs, *args, **options)
-    key = (id(kernel), device, *map(_specialisation, args), *options.values())
-    found = _compiled.get(key)
-    if found is not None:
-        compiled, constants = found
-        compiled[programs, 1, 1](*args, *constants)
-        return
-    # Disable fused multiply-add. The compiler would use it in some kernels but not in others, so
-    # two kernels could give bitwise different results for the same row (see rows.py).
+    key = device, *properties
+    start = _compiled.get(key)
+    if start is not None:
+        return start(programs, device, args)
+    # 2. Compile the kernel. Disable fused multiply-add. The compiler would use it in some kernels
+    # but not in others, so two kernels could give bitwise different results for the same row (see
+    # rows.py).
     compiled = kernel[(programs,)](*args, enable_fp_fusion=False, **options)
     # The interpreter compiles nothing. On AMD, Triton also specialises on the sizes of tensors.
     if compiled is not None and torch.version.hip is None:
         names = kernel.arg_names[len(args) :]
-        _compiled[key] = compiled, tuple(options[name] for name in names)
+        _compiled[key] = _launcher(compiled, tuple(options[name] for name in names))
 
 
-def _specialisation(x: Any) -> object:
-    """Return the properties of a kernel argument for which Triton compiles a different kernel."""
-    kind = type(x)
-    if kind is int:
-        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31)
-    if x is None or kind is float:
-        return kind
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16
-    # A tensor descriptor.
-    return x.base.dtype, *x.block_shape
+def _launcher(compiled: Any, constants: tuple[object, ...]) -> Callable[..., None]:
+    """Return a function that launches a compiled kernel with the given compile-time arguments."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def start(programs: int, device: int, args: tuple[object, ...]) -> None:
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            compiled[programs, 1, 1](*args, *constants)  # a profiler is active
+            return
+        # Call what `compiled[grid]` calls, but without the description of the launch that only a
+        # profiler reads.
+        stream = driver.active.get_current_stream(device)
+        run(programs, 1, 1, stream, function, packed, None, None, None, *args, *constants)
+
+    return start
 
 
 @functools.cache
@@ -112,9 +134,8 @@ def ceil_div(a: int, b: int) -> int:
 
 def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
     """Allocate lse, logps and, if requested, entropy, with one element per row of `of_rows`."""
-    rows, device = of_rows.shape[0], of_rows.device
-    lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    return lse, logps, torch.empty_like(lse) if return_entropy else None
+    lse = of_rows.new_empty(of_rows.shape[0], dtype=torch.float32)
+    return lse, torch.empty_like(lse), torch.empty_like(lse) if return_entropy else None
 
 
 def is_aligned(matrix: Tensor) -> bool:
@@ -150,6 +171,9 @@ def is_capturing(x: Tensor) -> bool:
     """Return whether operations on x are being captured into a CUDA graph."""
     if not x.is_cuda:
         return False
+    index = x.device.index
+    if index is None or index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device_of(x):  # the query below uses the stream of the current device
         return torch.cuda.is_current_stream_capturing()
 

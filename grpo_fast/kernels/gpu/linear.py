@@ -19,12 +19,13 @@ fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.epilogue import fold_tile
@@ -47,9 +48,6 @@ from grpo_fast.kernels.gpu.math import (
 from grpo_fast.kernels.types import ROW_MULTIPLE, HeadInputs, RowStats, padded, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
-
-if TYPE_CHECKING:
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Maximum size of the hidden states that are processed concurrently. Every tile of W reads them
 # again, so they must stay in L2 together with the tiles of W in use. On an H100 (50 MB of L2), 8
@@ -318,8 +316,6 @@ NO_LOSS: dict[str, object] = dict.fromkeys(join_kernel.arg_names[8:-2])
 
 def tiles(p: HeadInputs, matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a tensor descriptor (TMA) of a matrix whose tiles have rows x columns elements."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     assert p.descriptors is not None
     key = id(matrix), rows, columns
     if key not in p.descriptors:
@@ -335,7 +331,7 @@ def prepared(p: HeadInputs) -> HeadInputs:
     the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
     hidden = p.hidden if is_aligned(p.hidden) else aligned_copy(p.hidden)
-    return p._replace(hidden=hidden, target_ids=p.target_ids.contiguous(), descriptors={})
+    return HeadInputs(hidden, p.weight, p.bias, p.target_ids.contiguous(), p.transform, {})
 
 
 def slice_count(p: HeadInputs) -> int:
@@ -430,14 +426,14 @@ def statistics(
     if loss is not None:
         terms, config = loss
         sizes = (rows, rows, padded(rows), padded(rows))
-        found = tuple(torch.empty(x, dtype=torch.float32, device=p.hidden.device) for x in sizes)
+        found = tuple([stats[0].new_empty(size) for size in sizes])
         numbers, constants = loss_arguments(config)
-        inputs = (vector(x) for x in terms[:5])
+        inputs = [vector(x) for x in terms[:5]]
         more = raw_target, *p.transform, *inputs, *found, *numbers
     if rows:
         slices = slice_count(p)
         sums = (4 if return_entropy else 3, slices, rows)
-        partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
+        partial = stats[0].new_empty(sums)
         sweep(p, partial, out, raw_target)
         # A program writes the coefficients of ROW_MULTIPLE rows, so that padding rows get zeros.
         launch(

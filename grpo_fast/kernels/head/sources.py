@@ -46,6 +46,7 @@ from grpo_fast.kernels.types import (
     Wanted,
     pad_rows,
     padded,
+    rows_at,
 )
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
 from grpo_fast.objective.coefficients import RowTerms
@@ -288,9 +289,10 @@ class DenseHead(RowSource):
         If logits are stored, the rows are padded with zeros to a multiple of ROW_MULTIPLE rows.
         """
         at = self._hidden_rows(index)
-        h = self.hidden[at] if isinstance(at, slice) else self.hidden.index_select(0, at)
+        source = self.hidden
+        h = rows_at(source, at) if isinstance(at, slice) else source.index_select(0, at)
         h = pad_rows(h).contiguous() if stores or self.kernels.head_logps is None else h
-        return Chunk(index, self.rows.target_ids[index], self.rows.transform, h)
+        return Chunk(index, rows_at(self.rows.target_ids, index), self.rows.transform, h)
 
     def _hidden_rows(self, index: slice | Tensor) -> slice | Tensor:
         """Return the rows of `hidden` that predict the targets at these positions."""
@@ -306,7 +308,8 @@ class DenseHead(RowSource):
             # part of it.
             count = self.buffers * self.max_rows
             self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
-        return self._workspace[buffer * self.max_rows :][:rows]
+        start = buffer * self.max_rows
+        return rows_at(self._workspace, slice(start, start + rows))
 
     def release(self) -> None:
         give_back_workspace(self._workspace)
@@ -354,7 +357,7 @@ class DenseHead(RowSource):
 
     def _inputs(self, at: Chunk) -> HeadInputs:
         """Return the inputs of the kernels that start from hidden states, without padding rows."""
-        h = at.hidden[: at.target_ids.shape[0]]
+        h = rows_at(at.hidden, slice(0, at.target_ids.shape[0]))
         return HeadInputs(h, self.weight, self.bias, at.target_ids, at.transform)
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
@@ -396,12 +399,12 @@ class ExponentialHead(DenseHead):
             self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
         return self._workspace[:rows, :vocab]
 
-    def _fill(self, at: Chunk, **options: Any) -> Exponentials:
-        """Write the exponentials of a chunk to the workspace."""
+    def _fill(self, at: Chunk, matrix: Tensor | None = None, **options: Any) -> Exponentials:
+        """Write the exponentials of a chunk to `matrix`, which is its part of the workspace."""
         assert self.kernels.head_exponentials is not None
-        p = self._inputs(at)
-        out = self.workspace(at.hidden.shape[0])[: len(p.hidden)]
-        self._filled = self.kernels.head_exponentials(p, out, **options)
+        matrix = self.workspace(at.hidden.shape[0]) if matrix is None else matrix
+        out = rows_at(matrix, slice(0, at.target_ids.shape[0]))
+        self._filled = self.kernels.head_exponentials(self._inputs(at), out, **options)
         return self._filled
 
     def logps(
@@ -419,10 +422,10 @@ class ExponentialHead(DenseHead):
             return super().loss(at, terms, config, return_entropy=return_entropy, cached=cached)
         assert terms.grad_entropy is None  # the fused kernel has no entropy term
         # One kernel computes the statistics, the loss and the coefficients.
-        found = self._fill(at, return_entropy=return_entropy, loss=(terms, config))
+        matrix = self.workspace(at.hidden.shape[0])
+        found = self._fill(at, matrix, return_entropy=return_entropy, loss=(terms, config))
         assert found.loss is not None
         losses, g, by_row, by_target = found.loss
-        matrix = self.workspace(at.hidden.shape[0])
         gradients = ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids))
         return gradients, RowLoss(*found.stats, losses, g)
 
@@ -431,11 +434,11 @@ class ExponentialHead(DenseHead):
     ) -> ChunkGradients:
         """Return exponentials, and coefficients that convert them to the d-logits of Σ g·logp."""
         assert g_entropy is None
+        matrix = self.workspace(at.hidden.shape[0])
         if not cached:
-            self._fill(at, known=known)
+            self._fill(at, matrix, known=known)
         filled = self._filled
         assert filled is not None
-        matrix = self.workspace(at.hidden.shape[0])
         if self.kernels.gradients is None:
             # On a CPU, compute the coefficients with torch, and pad them with zeros.
             assert filled.unit is not None and filled.target_unit is not None

@@ -231,7 +231,7 @@ class HeadSums:
         scaled: Tensor | None = None
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
-            out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
+            out = product.new_empty((count, product.shape[1]), dtype=self.hidden_dtype)
             scaled = self.kernels.write_hidden_(
                 out, product, by.by_row, by.by_target, by.target_ids, self.weight,
                 h if self.wanted.weight else None,
@@ -392,7 +392,7 @@ class HeadSums:
             dtype = self.dtype if self.keep_fp32 else like.dtype
             if sum_ is None:
                 sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
-            results.append(sum_.to(dtype))
+            results.append(sum_ if sum_.dtype == dtype else sum_.to(dtype))
             if self.skipped_nan is not None:
                 # Add 0, or a NaN that makes a NaN in a skipped row visible.
                 results[-1].view(-1)[:1] += self.skipped_nan

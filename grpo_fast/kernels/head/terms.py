@@ -114,7 +114,7 @@ class TokenLevel(RowTerm):
     def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
         """Compute statistics, losses and d-logits of a chunk."""
         assert isinstance(at.rows, slice)
-        here = self.terms.rows(at.rows)
+        here = RowTerms(*pick(at.rows, *self.terms))
         d, part = source.loss(
             at, here, self.config, return_entropy=self.config.needs_entropy, cached=cached
         )

@@ -2,7 +2,7 @@
 
 On sm_90, they also use the candidates of benchmarks/gpu/row_candidates.py.
 
-`compile_launches` compiles the kernels that these calls launch.
+`report.entries` compiles the kernels that these calls launch.
 """
 
 from __future__ import annotations

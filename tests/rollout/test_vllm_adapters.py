@@ -16,6 +16,7 @@ from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import ServerError
 from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.train.models.policy import Policy
+from tests.rollout import vllm_stand_in
 from tests.rollout.test_vllm_server import generate
 from tests.rollout.vllm_stand_in import FINISH, LOAD, UNLOAD, UPDATE, StandIn, difference, engine_of
 from tests.tiny import SYMBOLS, tiny_model
@@ -197,6 +198,30 @@ def test_an_adapter_of_renamed_modules_is_merged(policy, monkeypatch, caplog):
     monkeypatch.setattr(transfer, "weights_of", renamed)
     assert not transfer.takes_adapter(policy, LIMITS, "")
     assert "cannot apply model.layers.0.self_attn.q_proj" in caplog.text
+
+
+def trained_norm() -> Policy:
+    policy = adapted()
+    policy.lm.model.norm.weight.requires_grad_()
+    return policy
+
+
+@pytest.mark.parametrize("build_policy", [two_adapters, trained_norm])
+def test_merged_adapters_sample_as_the_policy_does(server, build_policy):
+    policy = build_policy()
+    engine = checked(policy, server)
+    for version in (0, 1):
+        change(policy)
+        engine.update(policy, version)
+        assert difference(policy, generate(policy, engine)) < CLOSE
+    assert not server.calls[LOAD] and server.calls[UPDATE] == 2
+
+
+def test_an_adapter_that_a_server_ignores_is_noticed(policy, server, monkeypatch):
+    monkeypatch.setattr(vllm_stand_in, "with_adapter", lambda policy, folder: policy)
+    engine = checked(policy, server, patience=0.0)
+    with pytest.raises(ServerError, match="claims to have the weights .* differ from the policy's"):
+        engine.update(policy, 0)
 
 
 def test_an_adapter_that_a_server_cannot_load_is_explained(policy, server):

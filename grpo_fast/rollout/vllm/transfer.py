@@ -49,7 +49,8 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
         if merged and name.endswith(".base_layer.weight"):
             module = adapted[name.removesuffix(".base_layer.weight")]
             for adapter in module.active_adapters:
-                value = value + module.get_delta_weight(adapter)
+                if adapter in module.r:  # an adapter may have matrices for other modules only
+                    value = value + module.get_delta_weight(adapter)
         state[name.replace(".base_layer.", ".")] = value
     return revert_weight_conversion(lm, state)
 

@@ -231,7 +231,7 @@ class HeadSums:
         scaled: Tensor | None = None
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
-            out = product.new_empty((count, product.shape[1]), dtype=self.hidden_dtype)
+            out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
             scaled = self.kernels.write_hidden_(
                 out, product, by.by_row, by.by_target, by.target_ids, self.weight,
                 h if self.wanted.weight else None,

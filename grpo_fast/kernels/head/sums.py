@@ -421,11 +421,6 @@ def should_gather(keep: Tensor, count: int) -> bool:
     return keep.shape[0] < GATHER_BELOW * count
 
 
-def needs_scaling(dtype: torch.dtype) -> bool:
-    """Return whether gradients of this dtype must be scaled when they are stored (fp16 only)."""
-    return dtype == torch.float16
-
-
 def weight_unit(weights: Tensor) -> Tensor:
     """Return the power of two that scales the largest weight into [0.5, 1), as 0-d fp32."""
     return power_of_two(-largest_exponent(weights))

@@ -308,7 +308,7 @@ sweep: $(SETUP) csrc
 bench: $(PEERS) csrc
 	@$(STEP) 'the loss, its parts and its peers'
 	@$(PY) -m benchmarks $(BENCH_ARGS)
-	@$(STEP) 'trees of samples against plain packing, with their bars'
+	@$(STEP) 'trees of samples against plain packing'
 	@$(PY) -m benchmarks.trainers.trees $(filter --quick,$(BENCH_ARGS)) $(if $(filter --quick,$(BENCH_ARGS)),,\
 	  --json benchmarks/results/cpu-trees.json)
 

@@ -7,7 +7,7 @@ twice: in a process with glibc's default memory allocator, and in a process with
 keeps freed pages ("fair").
 
     grpo-fast bench --quick
-    grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
+    grpo-fast bench linear_grpo_loss --shapes 1024,qwen3-8b 8192,qwen3-8b --active 1.0 0.2
     grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
     grpo-fast bench linear_grpo_loss --shapes 512,896,32000 --support 0 50
 """
@@ -15,8 +15,6 @@ keeps freed pages ("fair").
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
 import itertools
 import os
 import sys
@@ -36,9 +34,9 @@ def main(arguments: list[str]) -> int:
         0 on success, 1 if a case did not run or a result of grpo_fast is wrong, and 2 if the
         arguments are wrong.
     """
-    options = parse_arguments(arguments)
     from benchmarks.kernels.runner import Plan
 
+    options = parse_arguments(arguments)
     try:
         plan = Plan(**plan_fields(options))
     except ValueError as error:
@@ -57,10 +55,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
     add = parser.add_argument_group("problems").add_argument
     add("--quick", action="store_true", help="two small shapes; under three minutes in all")
-    add("--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary")
-    add("--model", nargs="+", metavar="NAME", help=f"heads: {', '.join(shape_table.MODELS)}")
-    words = "rows for --model (multiples of 8)"
-    add("--tokens", nargs="+", type=positive(int), metavar="N", help=words)
+    words = "tokens (a multiple of 8), hidden size and vocabulary; or tokens and the model of the "
+    words += f"head as N,MODEL: {', '.join(shape_table.MODELS)}"
+    add("--shapes", nargs="+", metavar="N,H,V", help=words)
     words = "default: fp32 (CPU), bf16 (GPU)"
     add("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help=words)
     words = "fraction of rows that have a gradient"
@@ -73,8 +70,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--support", nargs="+", type=int, default=[0], metavar="K", help=words)
 
     add = parser.add_argument_group("candidates").add_argument
-    words = "backends of grpo_fast"
-    add("--backend", nargs="+", default=[], choices=("auto", "torch", "cpu", "triton"), help=words)
+    words = "backends of grpo_fast (default: auto torch)"
+    backends = ("auto", "torch", "cpu", "triton")
+    add("--backend", nargs="+", default=["auto", "torch"], choices=backends, help=words)
     words = "run only the providers whose name contains one of these"
     add("--providers", nargs="+", default=[], metavar="PART", help=words)
 
@@ -86,7 +84,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--rounds", type=positive(int), help="at most this many rounds; at least 2 are run")
     add("--verify-only", action="store_true", help="check the results without timing them")
     add("--dry", action="store_true", help="list what would run, and which providers cannot")
-    add("--out", help="file for the JSON")
+    add("--out", help="file for the JSON (default: a new one in benchmarks/results/)")
     options = parser.parse_args(arguments)
     options.operations = list(dict.fromkeys(options.operations)) or ["linear_grpo_loss"]
     unknown = [name for name in options.operations if name not in OPERATIONS]
@@ -124,7 +122,9 @@ def plan_fields(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"support: expected at least 0, got {min(options.support)}")
     if any(options.support) and any(x.startswith("logits") for x in options.operations):
         raise ValueError("support: expected only operations linear_*, got logits_*")
-    shapes = chosen_shapes(options, device)
+    defaults = shape_table.GPU if device == "cuda" else shape_table.CPU
+    shapes = [shape_table.shape_of(text) for text in options.shapes or ()]
+    shapes = shapes or (shape_table.QUICK if options.quick else defaults)
     if max(options.support) > min(shape.v for shape in shapes):
         raise ValueError(f"support: expected at most V, got {max(options.support)}")
     known = {p.name for name in options.operations for p in providers_of(name) if p.role != "limit"}
@@ -154,21 +154,6 @@ def plan_fields(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.Shape]:
-    if options.tokens and not options.model:
-        expected = "expected together with --model (with --shapes, N is part of the shape)"
-        raise ValueError(f"tokens: {expected}")
-    chosen = [shape_table.shape_of(text) for text in options.shapes or []]
-    if options.model:
-        tokens = options.tokens or [8192 if device == "cuda" else 512]
-        chosen += shape_table.model_shapes(options.model, tokens)
-    if chosen:
-        return chosen
-    if options.quick:
-        return shape_table.QUICK
-    return shape_table.GPU if device == "cuda" else shape_table.CPU
-
-
 def described(plan: Any) -> str:
     """Return the output of --dry: all cases, and whether each provider would run."""
     from benchmarks.kernels.runner import DTYPES
@@ -194,10 +179,10 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
     report: dict[str, Any] = {
         **measure.header("grpo-fast bench", plan.device),
-        "settings": dataclasses.asdict(plan), "cases": [],
+        "settings": plan._asdict(), "cases": [],
     }  # fmt: skip
-    what = plan.operations[0] if len(plan.operations) == 1 else "operations"
-    path = Path(options.out or default_path(what, plan.device, report["commit"], options.quick))
+    name = f"{'quick' if options.quick else 'bench'}-{report['created'].replace(':', '')}.json"
+    path = Path(options.out or RESULTS / name)
     write(path, report)
     cases = run(path)
     print(f"written: {os.path.relpath(path)}")
@@ -212,12 +197,3 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
     wanted = len(plan.operations) * len(plan.shapes) * len(plan.dtypes) * len(plan.variants)
     complete = len(cases) == wanted * (1 if plan.device == "cuda" else len(plan.allocators))
     return 0 if complete and not wrong else 1
-
-
-def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
-    """Return the path of the report of a run without --out. It contains the date and the commit."""
-    import torch
-
-    device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
-    day = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
-    return RESULTS / f"{'quick-' if quick else ''}{what}-{device}-{day}-{commit}.json"

@@ -1,10 +1,18 @@
-"""Command line parsers of the benchmarks."""
+"""Command line options of the benchmarks, and the reports of those in benchmarks/trainers."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import measure
+from benchmarks.report.files import write
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -36,3 +44,70 @@ def measuring(doc: str | None, arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", help="where the JSON goes")
     return parser.parse_args(arguments)
+
+
+# ---- benchmarks/trainers ----
+Pair = tuple[float, float]  # values without --quick and with --quick
+
+
+def trainer_parser(doc: str | None, threads: int = 2) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks of benchmarks/trainers have."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = new_parser(doc)
+    parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="small sizes, a fraction of the time")
+    parser.add_argument("--threads", type=positive(int), default=threads, help="CPU threads")
+    parser.add_argument("--budget", type=positive(float), help="seconds of timing per candidate")
+    parser.add_argument("--rounds", type=positive(int), help="at most this many rounds")
+    parser.add_argument("--json", "--out", help="file for the report")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, budget: Pair, rounds: Pair) -> argparse.Namespace:
+    """Parse the options. Set the clock and the number of CPU threads.
+
+    With one CPU thread, the clock is the CPU time of the process, on which other processes have
+    little effect. Otherwise it is the wall time, because the CPU time would include threads that
+    only wait.
+
+    Args:
+        parser: the parser.
+        budget: default of --budget, in seconds.
+        rounds: default of --rounds.
+    """
+    found = parser.parse_args()
+    if found.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: expected cpu (torch sees no GPU), got cuda")
+    if found.json and Path(found.json).is_dir():
+        parser.error(f"--json: expected a file, got the folder {found.json!r}")
+    found.budget = found.budget or budget[found.quick]
+    found.rounds = found.rounds or rounds[found.quick]
+    torch.set_num_threads(found.threads)
+    found.clock = "process" if found.device == "cpu" and found.threads == 1 else "wall"
+    measure.clock = found.clock
+    return found
+
+
+def save(
+    found: argparse.Namespace, title: str, settings: dict[str, Any], **fields: Any
+) -> dict[str, Any]:
+    """Write a report to the file that the option --json names, if it is given. Return the report.
+
+    Args:
+        found: options of the run. The report contains those for the measurement.
+        title: name of the benchmark.
+        settings: further settings of the run.
+        fields: results, such as `cases`.
+
+    Raises:
+        SystemExit: a case has the key `wrong`. The report is written first.
+    """
+    common = {name: getattr(found, name) for name in ("threads", "budget", "rounds", "clock")}
+    header = measure.header(title, found.device)
+    report = {**header, "settings": common | settings, **fields}
+    if found.json:
+        write(Path(found.json), report)
+        print(f"written: {os.path.relpath(found.json)}")
+    if any("wrong" in case for case in fields.get("cases", ())):
+        raise SystemExit("a result of grpo_fast is wrong, and was not timed")
+    return report

@@ -171,10 +171,10 @@ def evaluate(
     The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
     """
     from grpo_fast.errors import RunError
-    from grpo_fast.train.evaluation import command
+    from grpo_fast.train.evaluation.evaluate import run_eval
 
     with print_errors(debug, RunError, OSError):
-        command.run_eval(model, settings or [], allow_code=allow_code, say=_print_lines)
+        run_eval(model, settings or [], allow_code=allow_code, say=_print_lines)
 
 
 @app.command()

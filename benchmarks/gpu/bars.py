@@ -7,28 +7,26 @@ on the memory of the card.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import predict
 from benchmarks.gpu.parts import STEPS
-from benchmarks.gpu.predict import CARDS, Case, estimate
+from benchmarks.gpu.predict import CARDS, Case, estimates
 from benchmarks.kernels.shapes import MODELS, Shape
 
 OURS = "grpo_fast (auto)"
-STEP = "python -m benchmarks.trainers.step --device cuda"
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
 # For each (prompt, completion, group) in STEPS: the required speedup over TRL's step, and the
 # speedup that LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
 # Number of prompt tokens that must fit on an H200, for each model. For a card with less memory, the
-# required number is lower in proportion.
+# required number is lower in proportion. No part of the session measures it. The command is
+# python -m benchmarks.trainers.step --device cuda --providers shared --model-config M --prompt N
+# with --lora 16 for the 7B model.
 CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """Measurements of one card.
 
     Attributes:
@@ -65,7 +63,6 @@ class Bar(NamedTuple):
         wanted: the bound.
         predicted: the predicted value, or None if there is no prediction.
         value: the measured value, or None if it was not measured.
-        command: the command that measures only this value.
         unit: text after the value.
         at_least: True if `wanted` is a lower bound.
     """
@@ -74,15 +71,14 @@ class Bar(NamedTuple):
     wanted: float
     predicted: float | None
     value: float | None
-    command: str
     unit: str = "×"
     at_least: bool = False
 
     def holds(self, value: float) -> bool:
         return value >= self.wanted if self.at_least else value <= self.wanted
 
-    def text(self, value: float, digits: int = 2) -> str:
-        digits = 0 if self.wanted >= 1000 else digits
+    def text(self, value: float) -> str:
+        digits = 0 if self.wanted >= 1000 else 2
         return f"{value:,.{digits}f}{self.unit}"
 
 
@@ -117,7 +113,7 @@ def ratio(
     case = Case(operation, shape)
     value = results.value(case, "ratio_to_limit")
     title = f"{title}, {title_of(shape)}"
-    return Bar(title, wanted, estimate(card, case).ratio, value, predict.command(case))
+    return Bar(title, wanted, estimates(card)[case].ratio, value)
 
 
 def over_peer(results: Results, shape: Shape, peer: str, wanted: float) -> Bar:
@@ -127,7 +123,7 @@ def over_peer(results: Results, shape: Shape, peer: str, wanted: float) -> Bar:
     peers = [row["median_ms"] for name, row in rows.items() if peer in (name, row["role"])]
     value = min(peers) / rows[OURS]["median_ms"] if peers else None
     title = f"faster than {'the fastest peer' if peer == 'peer' else peer}, {title_of(shape)}"
-    return Bar(title, wanted, None, value, predict.command(case), at_least=True)
+    return Bar(title, wanted, None, value, at_least=True)
 
 
 def sparse(card: str, results: Results, inactive: str) -> Bar:
@@ -139,29 +135,29 @@ def sparse(card: str, results: Results, inactive: str) -> Bar:
     case = dense._replace(active=0.2, inactive=inactive)
     pair = [results.value(c, "ratio_to_limit") for c in (dense, case)]
     value = pair[0] / pair[1] if pair[0] and pair[1] else None
-    guess = estimate(card, dense).ours_ms / estimate(card, case).ours_ms
+    guess = estimates(card)[dense].ours_ms / estimates(card)[case].ours_ms
     title = f"0.2 active rows ({inactive}) over all, {title_of(case.shape)}"
-    return Bar(title, 2.0, guess, value, predict.command(case), at_least=True)
+    return Bar(title, 2.0, guess, value, at_least=True)
 
 
 def copy_share(card: str, results: Results, operation: str) -> Bar:
     case = Case(operation, Shape(8192, 64, 151936))
     ratio = results.value(case, "ratio_to_limit")
     title = f"{operation}, share of a copy's speed"
-    guess = 1 / estimate(card, case).ratio
+    guess = 1 / estimates(card)[case].ratio
     value = None if ratio is None else 1 / ratio
-    return Bar(title, 0.8, guess, value, predict.command(case), at_least=True)
+    return Bar(title, 0.8, guess, value, at_least=True)
 
 
 def peak(card: str, results: Results, shape: Shape) -> Bar:
     """Return a bar for the peak memory. Its bound is the prediction, rounded up to 0.05 GiB."""
     case = Case("linear_grpo_loss", shape)
-    planned = estimate(card, case).workspace_mib / 1024
+    planned = estimates(card)[case].workspace_mib / 1024
     value = results.value(case, "workspace_mib")
     title = f"peak besides inputs and gradients, {title_of(shape)}"
     wanted = math.ceil(20 * planned) / 20
     value = None if value is None else value / 1024
-    return Bar(title, wanted, planned, value, predict.command(case), " GiB")
+    return Bar(title, wanted, planned, value, " GiB")
 
 
 def step_ratio(results: Results, sizes: tuple[int, int, int]) -> Bar:
@@ -173,11 +169,9 @@ def step_ratio(results: Results, sizes: tuple[int, int, int]) -> Bar:
         if same and {"TRL", "shared"} <= rows.keys():
             value = rows["TRL"]["median_ms"] / rows["shared"]["median_ms"]
     prompt, completion, group = sizes
-    options = f"--prompt {prompt} --completion {completion} --group {group}"
-    command = f"{STEP} --model-config qwen2.5-0.5b {options} --providers shared TRL"
     size = f"{prompt} + {group} x {completion} tokens"
     title = f"training step faster than TRL's, Qwen2.5-0.5B, {size}"
-    return Bar(title, wanted, guess, value, command, at_least=True)
+    return Bar(title, wanted, guess, value, at_least=True)
 
 
 def context(card: str, results: Results, model: str) -> Bar:
@@ -191,7 +185,5 @@ def context(card: str, results: Results, model: str) -> Bar:
     # Ignore shorter prompts. Their runs measured the time of a step, not the memory limit.
     value = max((prompt for prompt in prompts if prompt >= 100_000), default=None)
     wanted = CONTEXTS[model] * CARDS[card] // CARDS["H200"] // 1000 * 1000
-    lora = " --lora 16" if model.endswith("7b") else ""
-    command = f"{STEP} --model-config {model}{lora} --prompt {wanted} --providers shared"
     title = f"context of a step that fits, {model}"
-    return Bar(title, wanted, None, value, command, " tokens", at_least=True)
+    return Bar(title, wanted, None, value, " tokens", at_least=True)

@@ -1,9 +1,7 @@
 """Triton driver that only names a GPU architecture, so that kernels compile without a GPU.
 
 `kernel.warmup(...)` compiles a kernel for the architecture of the active driver and for the given
-arguments, which may be CPU tensors. In a `with` block of `compile_launches`, every launch of the
-package is replaced by a warmup. The fake driver stays active afterwards, so use this module in a
-separate process.
+arguments, which may be CPU tensors. The fake driver stays active, so use it in a separate process.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -79,27 +76,3 @@ def patched_launches(launch: Callable[..., None]) -> Iterator[None]:
         for module in users:
             stack.enter_context(mock.patch.object(module, "launch", launch))
         yield
-
-
-@contextlib.contextmanager
-def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Compile the package's kernels for `arch` in a `with` block, instead of launching them.
-
-    Yields:
-        A list that receives (kernel name, compiled kernel) at each launch.
-    """
-    from grpo_fast.kernels.gpu import launch
-
-    compiled: list[tuple[str, Any]] = []
-
-    def warmup(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        result = kernel.warmup(*args, grid=(programs,), enable_fp_fusion=False, **options)
-        compiled.append((kernel.fn.__name__, result))
-
-    driver.set_active(TargetOnlyDriver(TARGETS[arch]))
-    launch.architecture.cache_clear()
-    try:
-        with patched_launches(warmup):
-            yield compiled
-    finally:
-        launch.architecture.cache_clear()

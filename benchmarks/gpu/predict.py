@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.kernels.shapes import Shape, name_of
+from benchmarks.kernels.shapes import Shape
 
 FILE = Path(__file__).with_name("predictions.json")
 CARDS = {"H100": 78 << 30, "H200": 139 << 30}  # bytes of memory
@@ -67,30 +67,9 @@ def estimates(card: str) -> dict[Case, Estimate]:
     return found
 
 
-def estimate(card: str, case: Case) -> Estimate:
-    """Return the prediction for a case on a card.
-
-    Raises:
-        ValueError: predictions.json has none.
-    """
-    found = estimates(card)
-    if case not in found:
-        expected = f"a prediction for {label(case)} on {card}"
-        raise ValueError(f"{FILE.name}: expected {expected}, got none")
-    return found[case]
-
-
 def row_candidates(card: str) -> dict[str, float]:
     """Return the predicted ms of each row kernel that strides over rows, keyed by configuration."""
     return predictions(card)["row_candidates_ms"]
-
-
-def command(case: Case) -> str:
-    n, h, v = case.shape
-    models = [name for name in name_of(case.shape).split(", ") if name]
-    where = f"--model {models[0]} --tokens {n}" if models else f"--shapes {n},{h},{v}"
-    rows = f" --active {case.active:g} --inactive {case.inactive}" if case.active < 1 else ""
-    return f"python -m benchmarks {case.operation} --device cuda {where}{rows}"
 
 
 def label(case: Case) -> str:

@@ -4,7 +4,7 @@
 
 The command reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md, with
 tables for each card. A "bar" is a target value (bars.py). A missing measurement is shown as "not
-measured", with the command for it.
+measured".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.report.tables import markdown
 SESSION = RESULTS / "gpu_session.json"
 REPORT = ROOT / "benchmarks" / "gpu" / "REPORT.md"
 NOTHING = "not measured"
-BAR_COLUMNS = "bar | wanted | predicted | measured | command"
+BAR_COLUMNS = "bar | wanted | predicted | measured"
 TIME_COLUMNS = (
     "configuration | limit ms | ours ms | besides inputs and gradients, MiB "
     "| predicted parts of ours, ms"
@@ -41,13 +41,13 @@ def rendered(path: Path) -> str:
     """Return the text of the report. Without the file, every result is "not measured".
 
     Raises:
-        ValueError: the results have no commit.
+        SystemExit: the results have no commit.
     """
     paths = [path] if path.is_file() else []
     reports = [report for file in paths for report in load(file)]
     for report in reports:
         if report.get("commit", "none") == "none":
-            raise ValueError(
+            raise SystemExit(
                 f"results: expected the commit of every report, got none in {path}. "
                 "Call gpu_session.sh with --commit HASH."
             )
@@ -94,15 +94,12 @@ def bar_rows(card: str, found: Results) -> Iterator[tuple[str, ...]]:
         wanted = f"{'≥' if bar.at_least else '≤'} {bar.text(bar.wanted)}"
         guess = "none" if bar.predicted is None else judged(bar, bar.predicted)
         measured = NOTHING if bar.value is None else judged(bar, bar.value)
-        yield bar.title, wanted, guess, measured, f"`{bar.command}`"
+        yield bar.title, wanted, guess, measured
 
 
 def judged(bar: Bar, value: float) -> str:
-    """Return the text of a value. If rounding would hide that it misses the bar, add digits."""
-    if bar.holds(value):
-        return bar.text(value)
-    digits = next(n for n in range(2, 20) if bar.text(value, n) != bar.text(bar.wanted, n))
-    return f"{bar.text(value, digits)} **missed**"
+    """Return the text of a value, and whether it misses the bar."""
+    return bar.text(value) if bar.holds(value) else f"{bar.text(value)} **missed**"
 
 
 def time_rows(card: str, found: Results, supported: Results) -> Iterator[tuple[str, ...]]:
@@ -167,19 +164,14 @@ def session_rows(done: dict[str, dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
         yield visit, name, part.seconds, was["status"], was["seconds"], was["finished"]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=SESSION)
     parser.add_argument("-o", "--out", type=Path, default=REPORT)
     options = parser.parse_args(arguments)
-    try:
-        options.out.write_text(rendered(options.results))
-    except ValueError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
+    options.out.write_text(rendered(options.results))
     print(f"written: {options.out}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

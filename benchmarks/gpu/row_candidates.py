@@ -2,10 +2,12 @@
 
     python -m benchmarks.gpu.row_candidates [--out FILE] [--device cpu]
 
-The row kernel computes the loss of given logits. A candidate is a configuration whose programs
-stride over rows. The package never tunes its kernels at run time, because a training run would then
-not be reproducible. If a candidate is faster than the shipped configuration, copy its line into
-grpo_fast/kernels/gpu/rows.py by hand. On a CPU, the command only lists the candidates.
+The row kernel computes the loss of given logits. A `RowConfig` is a configuration of the shipped
+kernel, in which programs stride over rows. `KeptRows` is another kernel (row_kernels.py), and QUACK
+is the cross entropy of QuACK, which must be installed. The package never tunes its kernels at run
+time, because a training run would then not be reproducible. If a `RowConfig` is faster than the
+shipped one, copy its line into grpo_fast/kernels/gpu/rows.py by hand. On a CPU, the command only
+lists the candidates.
 """
 
 from __future__ import annotations
@@ -21,29 +23,38 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
+from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
 from benchmarks.options import measuring
 from benchmarks.report.files import write
 from grpo_fast.kernels.gpu import rows
-from grpo_fast.kernels.gpu.rows import RowConfig, row_loss_
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.gpu.rows import RowConfig
+from grpo_fast.kernels.types import LogitTransform, RowLoss
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
+Candidate = RowConfig | KeptRows | str
+
 ROWS, VOCAB = 8192, 151936
+QUACK = "quack.cross_entropy"
 # Block, warps and programs per multiprocessor. On 132 multiprocessors, 132 rows of 16-bit logits
 # take 40 MB, so the second read of a row hits an L2 cache of 50 MB. With 32 warps, Triton 3.6
 # spills 6 registers at 8192 columns on sm_90.
-CANDIDATES = [
-    RowConfig(*sizes, "evict_first")
-    for sizes in ((16384, 32, 1), (8192, 16, 1), (4096, 16, 1), (4096, 16, 2))
+# KeptRows with 14 and 16 blocks keep 38 and 43% of a row in registers. More blocks would spill.
+CANDIDATES: list[Candidate] = [
+    RowConfig(16384, 32, 1, "evict_first"),
+    RowConfig(8192, 16, 1, "evict_first"),
+    KeptRows(2048, 16, kept=0, stages=6, given=False),
+    KeptRows(2048, 16, kept=14, stages=4, given=False),
+    KeptRows(2048, 16, kept=16, stages=4, given=True),
+    QUACK,
 ]
 # Maximum difference of the logps in nats. Two configurations differ only by rounding.
 AGREEMENT = 2e-4
 
 
-def line_of(config: RowConfig) -> str:
-    """Return a configuration as source code."""
-    return f"RowConfig{tuple(config)}"
+def line_of(config: Candidate) -> str:
+    """Return a candidate as source code."""
+    return config if isinstance(config, str) else f"{type(config).__name__}{tuple(config)}"
 
 
 def call_of(count: int, vocab: int, device: str) -> Callable[[], Tensor]:
@@ -52,17 +63,39 @@ def call_of(count: int, vocab: int, device: str) -> Callable[[], Tensor]:
     logits = torch.randn(count, vocab, device=device).bfloat16()
     targets = torch.randint(vocab, (count,), device=device)
     d_logits, v = torch.empty_like(logits), torch.ones(count, device=device)
-    terms, config = RowTerms(v, v, old_logps=v), LossConfig(loss_type="dapo")
+    terms, config = RowTerms(v, v, old_logps=-12 * v), LossConfig(loss_type="dapo")
     arguments = (logits, d_logits, targets, terms, config, LogitTransform(1.0, None, 1.0))
-    return lambda: row_loss_(*arguments, return_entropy=False).logps
+    return lambda: rows.row_loss_(*arguments, return_entropy=False).logps
 
 
-def call_with(config: RowConfig, call: Callable[[], Tensor]) -> Tensor:
-    with mock.patch.object(rows, "row_config", lambda vocab: config):
+def quack_row_loss_(
+    logits: Tensor, out: Tensor, target_ids: Tensor, *unused: object, return_entropy: bool
+) -> RowLoss:
+    """Compute a cross entropy and its gradient with QuACK, in place of a GRPO loss.
+
+    A cluster of blocks keeps a row in shared memory, so the row is read and written once, as a GRPO
+    loss would be. The signature is that of version 0.6.4.
+    """
+    from quack.cross_entropy import cross_entropy_fwd_out
+
+    loss, lse = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+    cross_entropy_fwd_out(logits, target_ids, None, loss, lse, out, None)
+    return RowLoss(lse, -loss, None, loss, loss)
+
+
+def call_with(config: Candidate, call: Callable[[], Tensor]) -> Tensor:
+    """Call the row kernel with a configuration, or another kernel in its place."""
+    patch: Any
+    if isinstance(config, RowConfig):
+        patch = mock.patch.object(rows, "row_config", lambda vocab: config)
+    else:
+        kernel = quack_row_loss_ if isinstance(config, str) else partial(kept_row_loss_, config)
+        patch = mock.patch.object(rows, "row_loss_", kernel)
+    with patch:
         return call()
 
 
-def failure_of(config: RowConfig, call: Callable[[], Tensor], expected: Tensor) -> str:
+def failure_of(config: Candidate, call: Callable[[], Tensor], expected: Tensor) -> str:
     """Return why a candidate is not timed, or an empty string if its results are right."""
     try:
         is_right = bool((call_with(config, call) - expected).abs().max() <= AGREEMENT)

@@ -29,7 +29,6 @@ from benchmarks.gpu import lacking
 from benchmarks.gpu.parts import (
     BY_NAME,
     CARRY_SECONDS,
-    EXPECTED,
     PIECES,
     SESSION_SECONDS,
     START_SECONDS,
@@ -39,7 +38,6 @@ from benchmarks.gpu.parts import (
     parts,
 )
 from benchmarks.measure import COMMIT_VARIABLE, commit
-from benchmarks.options import positive
 from benchmarks.report.files import write
 
 COMMITTED = RESULTS / "gpu_session.json"
@@ -130,60 +128,38 @@ def run(
     return process.returncode
 
 
-def gpu_or_reason() -> tuple[str | None, str]:
-    """Return (None, description of the GPU), or (the reason why no GPU can be used, "")."""
+def gpu_here() -> str:
+    """Return a description of the GPU and its software, or an empty string without a GPU."""
     import torch
     import triton
 
-    if not torch.cuda.is_available():
-        return "no NVIDIA GPU: torch.cuda.is_available() is False", ""
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
-    return None, f"{torch.cuda.get_device_name()}, {versions}"
+    return f"{torch.cuda.get_device_name()}, {versions}" if torch.cuda.is_available() else ""
 
 
-def pieces() -> int:
-    """Return the number of pieces in which wheels.sh has stored the wheels."""
-    return len([*ROOT.glob("wheels/*/wheels.tar.*")])
+def clock(every: dict[str, Part]) -> Iterator[str]:
+    """Yield a table of a whole session, in which every part takes its limit.
 
-
-def clock(
-    every: dict[str, Part], known: dict[str, dict[str, Any]], carried: dict[int, int]
-) -> Iterator[str]:
-    """Yield a table of a whole session, with the expected and the latest end of each part.
-
-    The expected time of a part is the time that it took in a recorded visit, or an assumption.
-    `carried` has the number of pieces of the wheels that each visit carries. Each piece but the
-    last one needs a separate call before the visit.
+    Each piece of the wheels but the last one of a visit needs a separate call before the visit.
     """
     yield f"# {SESSION_SECONDS} s for both visits, {START_SECONDS} s of them for each machine start"
-    yield f"{'visit':5} {'part':9} {'limit':>6} {'expected':>15} {'ends at':>9} {'latest':>7}"
-    end = latest = 0.0
+    yield f"{'visit':5} {'part':9} {'limit':>6} {'ends at':>9}"
+    end = 0
     for visit in VISIT_SECONDS:
-        end += START_SECONDS
-        latest += START_SECONDS
-        for piece in range(carried[visit] - 1):
-            end += CARRY_SECONDS
-            latest += CARRY_SECONDS
-            cost = f"{CARRY_SECONDS} assumed"
-            name = f"wheels/{piece:02}"
-            yield f"{visit:5} {name:9} {CARRY_SECONDS:6} {cost:>15} {end:9.0f} {latest:7.0f}"
-        for name, part in of_visit(every, visit).items():
-            took = known.get(name, {})
-            measured = took.get("status") == "done"
-            seconds = took["seconds"] if measured else EXPECTED.get(name, part.seconds)
+        rows = [("start", START_SECONDS)]
+        rows += [(f"wheels/{piece:02}", CARRY_SECONDS) for piece in range(PIECES[visit] - 1)]
+        rows += [(name, part.seconds) for name, part in of_visit(every, visit).items()]
+        for name, seconds in rows:
             end += seconds
-            latest += part.seconds
-            source = "measured" if measured else "assumed"
-            expected = f"{seconds:.0f} {source}"
-            yield f"{visit:5} {name:9} {part.seconds:6} {expected:>15} {end:9.0f} {latest:7.0f}"
-    yield f"# slack: {SESSION_SECONDS - latest:.0f} s if every part takes its limit"
+            yield f"{visit:5} {name:9} {seconds:6} {end:9}"
+    yield f"# slack: {SESSION_SECONDS - end} s if every part takes its limit"
     last = [name for name, part in every.items() if part.visit in VISIT_SECONDS and not part.stops]
     yield f"# if time is short, parts are cut in this order: {', '.join(reversed(last))}"
     left_out = [name for name, part in every.items() if part.visit == BY_NAME]
     yield f"# left out (--part NAME runs them): {', '.join(left_out)}"
 
 
-def dry_run(chosen: dict[str, Part], reason: str | None) -> int:
+def dry_run(chosen: dict[str, Part]) -> int:
     """Check that every part would run, by starting its dry commands.
 
     The commands cannot import packages that the GPU machine does not have. A part that needs such a
@@ -203,8 +179,6 @@ def dry_run(chosen: dict[str, Part], reason: str | None) -> int:
             codes = [run(line, 300, surroundings, lambda x: print("  ", x)) for line in part.dry]
             print(f"   {'does NOT start' if any(codes) else 'starts'}", flush=True)
             failed |= any(codes)
-    if reason:
-        print(f"== nothing was run: {reason}")
     return 1 if failed else 0
 
 
@@ -215,7 +189,6 @@ def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespac
     add("--part", action="append", choices=names, help="only this part; may be repeated")
     add("--again", action="store_true", help="repeat finished parts")
     add("--dry", action="store_true", help="start every part far enough to know that it would run")
-    add("--deadline", type=positive(float), help="seconds for all parts; default: the visit's")
     add("--commit", help="commit of the tree, which travels without .git")
     options = parser.parse_args(arguments)
     if options.visit and options.part:
@@ -225,27 +198,26 @@ def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespac
 
 def chosen_parts(
     every: dict[str, Part], options: argparse.Namespace, session: Session
-) -> dict[str, Part]:
-    """Return the parts to run. If `options.deadline` is None, set it to the visit's duration."""
+) -> tuple[dict[str, Part], int]:
+    """Return the parts to run, and the time for all of them in seconds."""
     if options.part or options.dry and not options.visit:
-        options.deadline = options.deadline or sum(VISIT_SECONDS.values())
-        return {name: x for name, x in every.items() if name in (options.part or every)}
+        chosen = {name: x for name, x in every.items() if name in (options.part or every)}
+        return chosen, sum(VISIT_SECONDS.values())
     undone = [x.visit for name, x in every.items() if not (x.stops or session.is_done(name))]
     numbers = [visit for visit in VISIT_SECONDS if visit in undone] or [max(VISIT_SECONDS)]
     visit = options.visit or numbers[0]
-    options.deadline = options.deadline or VISIT_SECONDS[visit]
-    print(f"# visit {visit} of {len(VISIT_SECONDS)}, {options.deadline:.0f} s", flush=True)
-    return of_visit(every, visit)
+    print(f"# visit {visit} of {len(VISIT_SECONDS)}, {VISIT_SECONDS[visit]} s", flush=True)
+    return of_visit(every, visit), VISIT_SECONDS[visit]
 
 
-def run_all(chosen: dict[str, Part], options: argparse.Namespace, session: Session) -> int:
-    """Run the parts in order until the deadline, and return the exit status of the session."""
+def run_all(chosen: dict[str, Part], seconds: int, again: bool, session: Session) -> int:
+    """Run the parts in order for at most `seconds`, and return the exit status of the session."""
     started = time.monotonic()
     failed = False
     for name, part in chosen.items():
-        left = options.deadline - (time.monotonic() - started)
+        left = seconds - (time.monotonic() - started)
         limit = min(left, part.seconds)
-        if session.is_done(name) and not (options.again or part.stops):
+        if session.is_done(name) and not (again or part.stops):
             session.say(f"== {name}: done before")
         elif left < LEAST:
             session.say(f"== {name}: no time left; call again")
@@ -265,26 +237,24 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments, list(every))
     if options.commit:
         os.environ[COMMIT_VARIABLE] = options.commit
-    reason, gpu = gpu_or_reason()
+    gpu = gpu_here()
     session = Session(Path(os.environ.get("OUT") or RESULTS), f"{commit()} on {gpu}")
-    chosen = chosen_parts(every, options, session)
+    chosen, seconds = chosen_parts(every, options, session)
     if options.dry and not (options.part or options.visit):
-        found = pieces()
-        carried = PIECES if found == 0 else {1: min(found, PIECES[1]), 2: found}
-        origin = "assumed, because wheels/ is empty" if found == 0 else "counted in wheels/"
-        print(f"# pieces of the wheels for visit 2: {carried[2]}, {origin}")
-        print(*clock(every, session.parts, carried), sep="\n", flush=True)
+        print(*clock(every), sep="\n", flush=True)
     limits = ", ".join(f"{name} {part.seconds} s" for name, part in chosen.items())
     total = sum(part.seconds for part in chosen.values())
     print(f"# plan: {limits}; in all at most {total} s", flush=True)
-    if options.dry or reason:
-        status = dry_run(chosen, reason)
-        return status if options.dry else 2
+    if options.dry:
+        return dry_run(chosen)
+    if not gpu:
+        print("gpu_session: torch sees no NVIDIA GPU; --dry needs none", file=sys.stderr)
+        return 2
     if commit() == "none":
         print("gpu_session: expected --commit HASH, since the tree has no .git", file=sys.stderr)
         return 2
     session.say(f"# {now()}  {gpu}")
-    return run_all(chosen, options, session)
+    return run_all(chosen, seconds, options.again, session)
 
 
 if __name__ == "__main__":

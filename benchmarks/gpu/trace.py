@@ -185,20 +185,18 @@ CASES: dict[str, Case] = {
 }
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     found = {name: Budget.of(case.run(), case) for name, case in CASES.items()}
     if options.json:
         print(json.dumps({name: budget._asdict() for name, budget in found.items()}))
-        return 0
+        return
     rows = ((name, *(f"{value:.4g}" for value in budget)) for name, budget in found.items())
-    print(
-        *table("Work of one call on a GPU", f"case | {' | '.join(Budget._fields)}", rows), sep="\n"
-    )
-    return 0
+    columns = " | ".join(("case", *Budget._fields))
+    print(*table("Work of one call on a GPU", columns, rows), sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

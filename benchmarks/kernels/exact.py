@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,28 +31,6 @@ def logps_bar(hidden: int, device: str) -> float:
     return 1e-5 + (2e-8 * hidden if device == "cuda" else 0.0)
 
 
-class LogitRows(NamedTuple):
-    """Exact gradient with respect to logits. It is computed in blocks of rows to save memory.
-
-    Attributes:
-        logits: (R, V).
-        target_ids: (R,) ids of the target tokens.
-        lse: (R,) log-sum-exp of each row, in the dtype of the gradient.
-        slope: (R,) gradient of the loss with respect to the logp of each row.
-    """
-
-    logits: Tensor
-    target_ids: Tensor
-    lse: Tensor
-    slope: Tensor
-
-    def block(self, rows: slice) -> Tensor:
-        """Return the exact gradient of some rows, (rows, V)."""
-        gradient = torch.exp(self.logits[rows].to(self.lse.dtype) - self.lse[rows, None]).neg_()
-        gradient[torch.arange(len(gradient)), self.target_ids[rows]] += 1.0
-        return gradient.mul_(self.slope[rows, None])
-
-
 @dataclasses.dataclass(frozen=True)
 class Truth:
     """Exact values with which the results of a provider are compared.
@@ -64,7 +41,7 @@ class Truth:
         mask: (N,) 1 for the tokens whose logps are compared, 0 for all other tokens.
     """
 
-    values: dict[str, Tensor | LogitRows]
+    values: dict[str, Tensor]
     loss_scale: float = 1.0
     mask: Tensor | None = None
 
@@ -76,14 +53,13 @@ class Truth:
         """
         return {name: self._error(name, x, result.get(name)) for name, x in self.values.items()}
 
-    def _error(self, name: str, value: Tensor | LogitRows, found: Tensor | None) -> float:
+    def _error(self, name: str, value: Tensor, found: Tensor | None) -> float:
         if found is None:
             return float("inf")
         if name == "loss":
-            assert isinstance(value, Tensor)
             return abs(float(found) - float(value)) / self.loss_scale
         if name == "logps":
-            assert isinstance(value, Tensor) and self.mask is not None
+            assert self.mask is not None
             return float((found.to(value.dtype) - value)[self.mask > 0].abs().max())
         return relative_l2(found, value)
 
@@ -99,27 +75,26 @@ def acceptable(errors: dict[str, float], bars: tuple[float, float]) -> bool:
     return all(error <= bars[name == "logps"] for name, error in errors.items())
 
 
-def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
+def relative_l2(value: Tensor, exact: Tensor) -> float:
     """Return the relative L2 error ‖value − exact‖ / ‖exact‖.
 
     It is infinite if the shapes differ or if an element is NaN, which `max` of errors could hide.
     """
-    like = exact.logits if isinstance(exact, LogitRows) else exact
-    if value.shape != like.shape:
+    if value.shape != exact.shape:
         return float("inf")
     difference = total = 0.0
-    for rows in blocks(like, 4):
-        truth = exact.block(rows) if isinstance(exact, LogitRows) else exact[rows]
-        difference += float((value[rows].to(truth.dtype) - truth).square().sum())
+    for rows in blocks(exact):
+        truth = exact[rows].double()
+        difference += float((value[rows].double() - truth).square().sum())
         total += float(truth.square().sum())
     if math.isnan(difference):
         return math.inf
     return (difference / total) ** 0.5 if total else (0.0 if difference == 0 else math.inf)
 
 
-def blocks(rows: Tensor, scale: int = 1) -> list[slice]:
+def blocks(rows: Tensor) -> list[slice]:
     """Split the rows of a tensor into blocks, to save memory."""
-    size = scale * (1024 if rows.is_cuda else 128)
+    size = 1024 if rows.is_cuda else 128
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
@@ -168,6 +143,20 @@ def logps(
 def logits_lse(logits: Tensor) -> Tensor:
     """Return the log-sum-exp of every row of logits (R, V), as (R,) in fp64."""
     return torch.cat([logits[rows].double().logsumexp(-1) for rows in blocks(logits)])
+
+
+@torch.no_grad()
+def logits_gradient(logits: Tensor, target_ids: Tensor, lse: Tensor, slope: Tensor) -> Tensor:
+    """Return the gradient of Σ slope·logp with respect to logits (R, V), rounded to fp32.
+
+    `target_ids`, `lse` and `slope` have shape (R,). The gradient is computed in the dtype of `lse`.
+    """
+    gradient = torch.empty_like(logits, dtype=torch.float32)
+    for rows in blocks(logits):
+        block = torch.exp(logits[rows].to(lse.dtype) - lse[rows, None]).neg_()
+        block[torch.arange(len(block)), target_ids[rows]] += 1.0
+        gradient[rows] = (block * slope[rows, None]).float()
+    return gradient
 
 
 def dapo(

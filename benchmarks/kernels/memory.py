@@ -28,7 +28,7 @@ from benchmarks.kernels.ours import Provider
 from benchmarks.kernels.problem import Problem, make_problem
 from benchmarks.kernels.providers import providers_of
 from benchmarks.kernels.shapes import COMPLETIONS, Shape
-from benchmarks.options import new_parser, positive
+from benchmarks.options import new_parser
 from benchmarks.report.files import write
 
 OPERATION, OURS = "linear_grpo_loss", "grpo_fast (auto)"
@@ -106,7 +106,7 @@ def run_child(name: str, tokens: int) -> dict[str, Any]:
     return {"status": "failed", "reason": last}
 
 
-def run(tokens: list[int], path: Path) -> int:
+def run(path: Path) -> int:
     """Measure all providers. Print and store each result as soon as it exists."""
     report: dict[str, Any] = {
         **measure.header("memory over tokens", "cpu"),
@@ -119,7 +119,7 @@ def run(tokens: list[int], path: Path) -> int:
         report["providers"][provider.name] = {"role": provider.role, "missing": reason} | (
             {} if reason else {"tokens": rows}
         )
-        for count in tokens if reason is None else []:
+        for count in TOKENS if reason is None else []:
             row = rows[str(count)] = run_child(provider.name, count)
             shown = row.get("workspace_mib", row.get("reason", ""))
             number = f"{shown:.0f} MiB" if isinstance(shown, float) else shown
@@ -135,7 +135,6 @@ def run(tokens: list[int], path: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("--tokens", nargs="+", type=positive(int), default=TOKENS, metavar="N")
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu-memory.json")
     parser.add_argument("--child", nargs=2, metavar=("PROVIDER", "N"), help="used internally")
     options = parser.parse_args(arguments)
@@ -143,10 +142,7 @@ def main(arguments: list[str]) -> int:
         provider = next(one for one in candidates() if one.name == options.child[0])
         print(json.dumps(measured(provider, int(options.child[1]))))
         return 0
-    for count in options.tokens:
-        if count % ROWS:
-            parser.error(f"--tokens: expected multiples of {ROWS}, got {count}")
-    return run(options.tokens, options.out)
+    return run(options.out)
 
 
 if __name__ == "__main__":

@@ -9,26 +9,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.problem import EPSILON, Problem, spread
-from benchmarks.kernels.shapes import COMPLETIONS, Shape
+from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Result, Step
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logits_grpo_loss
 from grpo_fast.kernels import route
-
-GIB = 2**30
-
-
-def free_memory() -> int:
-    """Return the bytes of main memory that are available."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    line = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024
 
 
 def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
@@ -45,8 +35,6 @@ class Provider(NamedTuple):
         needs: package that the provider imports, or None.
         why_not: function of a device type and a dtype. It returns the reason why the provider
             cannot run, or None if it can.
-        wide_logits: number of fp32 buffers of N·V elements that the provider has in memory at the
-            same time. On a CPU, the provider is skipped if they do not fit.
     """
 
     name: str
@@ -54,24 +42,12 @@ class Provider(NamedTuple):
     prepare: Callable[[Problem], Step]
     needs: str | None = None
     why_not: Callable[[str, torch.dtype], str | None] = runs_anywhere
-    wide_logits: float = 0.0
 
-    def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
-        """Return the reason why the provider cannot run, or None if it can.
-
-        With a shape, the free memory of a CPU is checked, too. Linux would end the process without
-        a message, but a GPU raises an error.
-        """
+    def missing(self, device: str, dtype: torch.dtype) -> str | None:
+        """Return the reason why the provider cannot run, or None if it can."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
-        reason = self.why_not(device, dtype)
-        if reason or shape is None or device == "cuda":
-            return reason
-        needed = self.wide_logits * 4 * shape.n * shape.v
-        free = free_memory()
-        if needed <= 0.9 * free:
-            return None
-        return f"needs about {needed / GIB:.0f} GiB for its logits, {free / GIB:.0f} GiB are free"
+        return self.why_not(device, dtype)
 
 
 def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:

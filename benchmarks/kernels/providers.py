@@ -226,8 +226,8 @@ def cross_entropy_peers() -> list[Provider]:
 
 def logits_peers() -> list[Provider]:
     return [
-        Provider("plain torch", "peer", partial(plain_logits, False), wide_logits=2.0),
-        Provider("torch.compile", "peer", partial(plain_logits, True), wide_logits=1.0),
+        Provider("plain torch", "peer", partial(plain_logits, False)),
+        Provider("torch.compile", "peer", partial(plain_logits, True)),
     ]
 
 

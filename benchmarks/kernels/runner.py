@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import gc
 import itertools
 import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import measure
 from benchmarks.kernels.exact import acceptable, bars_of
 from benchmarks.kernels.operations import OPERATIONS
-from benchmarks.kernels.ours import BACKENDS, Provider
+from benchmarks.kernels.ours import Provider
 from benchmarks.kernels.problem import Problem, Variant, make_problem
 from benchmarks.kernels.providers import providers_of
-from benchmarks.kernels.shapes import Shape, name_of
+from benchmarks.kernels.shapes import Shape
 from benchmarks.measure import Step
 from benchmarks.report.files import write
 from benchmarks.report.tables import case_table
@@ -31,8 +28,7 @@ from grpo_fast.kernels import route
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Settings of a run. They are stored in its report.
 
     Attributes:
@@ -43,8 +39,7 @@ class Plan:
             variant is one case.
         device: "cpu" or "cuda".
         allocators: the memory allocators for a CPU: "default", "fair" or both.
-        backends: backends of grpo_fast. An empty list selects "auto" and all backends that differ
-            from it on this device.
+        backends: backends of grpo_fast.
         providers: substrings of provider names. A provider runs if its name contains one of them.
             An empty list selects all providers. Limits (bare matrix products, copies) always run.
         threads: number of CPU threads.
@@ -75,8 +70,7 @@ class Plan:
 
     def candidates(self, operation: str) -> list[Provider]:
         """Return the providers of an operation that this plan runs, including the limits."""
-
-        ours = [f"grpo_fast ({name})" for name in self.backends or self.distinct_backends()]
+        ours = [f"grpo_fast ({name})" for name in self.backends]
         parts = [part.lower() for part in self.providers] or [""]
 
         def is_wanted(provider: Provider) -> bool:
@@ -85,14 +79,6 @@ class Plan:
             return provider.role == "limit" or has_part and is_chosen
 
         return [provider for provider in providers_of(operation) if is_wanted(provider)]
-
-    def distinct_backends(self) -> list[str]:
-        """Return all backends except the one that "auto" selects, so that it is not timed twice."""
-        if self.device == "cuda" and not torch.cuda.is_available():  # a dry run without a GPU
-            chosen = "triton"
-        else:
-            chosen = route.rows_route("auto", torch.empty(0, device=self.device)).backend
-        return [name for name in BACKENDS if name != chosen]
 
 
 def run(path: Path) -> list[dict[str, Any]]:
@@ -109,11 +95,8 @@ def run(path: Path) -> list[dict[str, Any]]:
         changes = measure.FAIR_ALLOCATOR if allocator == "fair" else {}
         print(f"\n# allocator: {allocator}", flush=True)
         command = [sys.executable, "-m", "benchmarks.kernels.runner", str(path), allocator]
-        try:
-            environment = measure.child_environment(**changes)
-            status = subprocess.run(command, env=environment, check=False).returncode
-        except KeyboardInterrupt:
-            status = -2
+        environment = measure.child_environment(**changes)
+        status = subprocess.run(command, env=environment, check=False).returncode
         if status:
             print(f"# interrupted (status {status}): the finished cases remain", file=sys.stderr)
     return json.loads(path.read_text())["cases"]
@@ -158,13 +141,11 @@ def run_case(
             steps[provider.name] = step
     if not plan.verify_only:
         print(f"# timing {len(steps)} candidates", flush=True)
-        rate = functools.partial(OPERATIONS[operation].rate, problem.shape, dtype.itemsize)
-        time_steps(steps, rows, plan, rate)
+        time_steps(steps, rows, operation, problem, plan)
     case = {
-        "operation": operation, "shape": list(problem.shape),
-        "model": name_of(problem.shape), "dtype": dtype_name, "itemsize": dtype.itemsize,
-        **variant._asdict(), "threads": plan.threads,
-        "route": route_of(operation, problem), "rows": rows,
+        "operation": operation, "shape": list(problem.shape), "dtype": dtype_name,
+        **variant._asdict(), "threads": plan.threads, "route": route_of(operation, problem),
+        "rows": rows,
     }  # fmt: skip
     print(case_table(case), flush=True)
     return case
@@ -178,15 +159,11 @@ def route_of(operation: str, problem: Problem) -> str:
 
 
 def time_steps(
-    steps: dict[str, Step],
-    rows: dict[str, dict[str, Any]],
-    plan: Plan,
-    rate: Callable[[float], tuple[float, str]],
+    steps: dict[str, Step], rows: dict[str, Any], operation: str, problem: Problem, plan: Plan
 ) -> None:
     """Add the times, the peak memory and the rate of work of each step to its row in `rows`.
 
-    `rate` converts a time in ms to the rate and its unit. All N token rows count as work, although
-    a provider may skip inactive rows.
+    All N token rows count as work, although a provider may skip inactive rows.
     """
     times = measure.interleaved(steps, plan.device, plan.budget, plan.rounds)
     limit = min(times[name]["median_ms"] for name in steps if rows[name]["role"] == "limit")
@@ -194,7 +171,8 @@ def time_steps(
         row, median = rows[name], times[name]["median_ms"]
         row |= times[name]
         row["ratio_to_limit"] = median / limit
-        row["rate"], row["unit"] = rate(median)
+        work = problem.shape, problem.hidden.element_size()
+        row["rate"], row["unit"] = OPERATIONS[operation].rate(*work, median)
         if row["role"] != "limit":
             row["workspace_mib"] = measure.peak_memory(step, plan.device)
 
@@ -205,7 +183,7 @@ def verify(
     """Run a provider once. Return its row of the report, and its step if its result is correct."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
-        reason = provider.missing(device, dtype, problem.shape)
+        reason = provider.missing(device, dtype)
         if provider.role == "peer" and problem.support_ids is not None:
             reason = "computes over all ids"
         if reason:

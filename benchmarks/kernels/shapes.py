@@ -44,35 +44,20 @@ GPU: list[Shape] = [
 
 
 def shape_of(text: str) -> Shape:
-    """Parse a shape from the text `N,H,V`.
+    """Parse a shape from the text `N,H,V`, or from `N,MODEL` with a name in MODELS.
 
     Raises:
-        ValueError: the text is not three positive integers, or N is not a multiple of COMPLETIONS.
+        ValueError: the text has a different form, a size is not positive, or N is not a multiple of
+            COMPLETIONS.
     """
+    tokens, _, head = text.partition(",")
     try:
-        shape = Shape(*(int(part) for part in text.split(",")))
-    except (ValueError, TypeError):
-        raise ValueError(f"shapes: expected N,H,V such as 512,896,32000, got {text!r}") from None
-    return checked(shape)
-
-
-def checked(shape: Shape) -> Shape:
-    if min(shape) < 1:
-        raise ValueError(f"shapes: expected positive sizes, got {','.join(map(str, shape))}")
-    if shape.n % COMPLETIONS:
-        expected = f"a multiple of {COMPLETIONS} (completions of a batch)"
-        raise ValueError(f"tokens: expected {expected}, got {shape.n}")
+        h, v = MODELS.get(head) or map(int, head.split(","))
+        shape = Shape(int(tokens), h, v)
+    except ValueError:
+        expected = f"N,H,V such as 512,896,32000, or N,MODEL with a model of {list(MODELS)}"
+        raise ValueError(f"shapes: expected {expected}, got {text!r}") from None
+    if min(shape) < 1 or shape.n % COMPLETIONS:
+        expected = f"positive sizes, and N a multiple of {COMPLETIONS} (completions of a batch)"
+        raise ValueError(f"shapes: expected {expected}, got {text}")
     return shape
-
-
-def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
-    """Return one shape for each combination of a model and a number of tokens."""
-    for name in models:
-        if name not in MODELS:
-            raise ValueError(f"model: expected one of {list(MODELS)}, got {name!r}")
-    return [checked(Shape(n, *MODELS[name])) for name in models for n in tokens]
-
-
-def name_of(shape: Shape) -> str:
-    """Return the comma-separated names of all models with this LM head, or an empty string."""
-    return ", ".join(name for name, head in MODELS.items() if head == shape[1:])

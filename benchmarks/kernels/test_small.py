@@ -19,6 +19,7 @@ from benchmarks.kernels.runner import DTYPES, verify
 from benchmarks.kernels.shapes import QUICK, Shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+THREADS = 2
 CANDIDATES = [
     (operation, provider) for operation in OPERATIONS for provider in providers_of(operation)
 ]
@@ -29,19 +30,12 @@ def problem_of(shape: Shape, dtype: str) -> Problem:
     return make_problem(shape, DTYPES[dtype], DEVICE)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda pair: f"{pair[0]}-{pair[1].name}")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", QUICK, ids=lambda shape: "N{}-H{}-V{}".format(*shape))
 def test_operation(benchmark, shape: Shape, dtype: str, candidate: tuple) -> None:
     operation, provider = candidate
+    torch.set_num_threads(THREADS)
     row, step = verify(provider, operation, problem_of(shape, dtype), DTYPES[dtype], DEVICE)
     if row["status"] == "missing":
         pytest.skip(row["reason"])
@@ -55,6 +49,6 @@ def test_operation(benchmark, shape: Shape, dtype: str, candidate: tuple) -> Non
         step.reset()
 
     benchmark.group = f"{operation} {dtype} {tuple(shape)}"
-    benchmark.extra_info |= {"threads": torch.get_num_threads(), "commit": measure.commit()}
+    benchmark.extra_info |= {"threads": THREADS, "commit": measure.commit()}
     slow = measure.seconds(step, 1, DEVICE) > 1.0
     benchmark.pedantic(synchronized, setup=reset, rounds=2 if slow else 9, iterations=1)

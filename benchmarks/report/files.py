@@ -18,16 +18,8 @@ def write(path: Path, content: Any) -> None:
 
 
 def load(path: str | Path) -> list[dict[str, Any]]:
-    """Return the reports in a JSON file that a benchmark or a GPU session has written.
-
-    Raises:
-        ValueError: the file cannot be read, or is not JSON.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        message = f"results: expected a JSON file of a benchmark, got {path}: {error}"
-        raise ValueError(message) from None
+    """Return the reports in a JSON file that a benchmark or a GPU session has written."""
+    content = json.loads(Path(path).read_text())
     if "parts" not in content:
         return [content]
     return [report for part in content["parts"].values() for report in part.get("reports", [])]

@@ -75,29 +75,21 @@ def draw_bars(axes: Any, case: dict[str, Any]) -> None:
 def draw_memory(axes: Any, report: dict[str, Any]) -> None:
     """Draw the peak memory over the number of tokens, and where each provider runs out of it."""
     limit = report["limit_gib"] * 1024
-    ended: dict[int, list[str]] = {}  # names of the providers that run out at a number of tokens
+    counts: set[int] = set()
     axes.set_prop_cycle(color=PEERS)
-    for index, (name, provider) in enumerate(report["providers"].items()):
+    for marker, (name, provider) in zip(MARKERS, report["providers"].items(), strict=False):
         rows = {int(tokens): row for tokens, row in provider.get("tokens", {}).items()}
-        points = {
-            tokens: row["workspace_mib"] for tokens, row in rows.items() if row["status"] == "ok"
-        }
+        counts |= rows.keys()
+        points = {n: row["workspace_mib"] for n, row in rows.items() if row["status"] == "ok"}
         if not points:
             continue
-        is_ours = name == OURS
-        style: dict[str, Any] = {"color": RED, "lw": 3.2} if is_ours else {"lw": 1.4}
-        label = "grpo_fast" if is_ours else name
-        marker = MARKERS[index % len(MARKERS)]
+        style: dict[str, Any] = {"color": RED, "lw": 3.2} if name == OURS else {"lw": 1.4}
+        label = "grpo_fast" if name == OURS else name
         (line,) = axes.plot([*points], [*points.values()], marker=marker, label=label, **style)
-        for tokens, row in rows.items():
-            if row["status"] == "out of memory":
-                last = max(points)
-                axes.plot([last, tokens], [points[last], limit], color=line.get_color(), ls=":")
-                ended.setdefault(tokens, []).append(label)
-    for tokens, names in ended.items():
-        axes.plot(tokens, limit, marker="X", ms=11, color="black", clip_on=False)
-        style = {"ha": "center", "va": "bottom", "fontsize": 11, "textcoords": "offset points"}
-        axes.annotate("\n".join(names), (tokens, limit), (0, 8), **style)
+        last = max(points)
+        for tokens in (n for n, row in rows.items() if row["status"] == "out of memory"):
+            ends = [last, tokens], [points[last], limit]
+            axes.plot(*ends, color=line.get_color(), ls=":", marker="X", ms=9, markevery=[1])
     axes.axhline(limit, color="gray", lw=0.8)
     axes.set_title(
         f"{short_machine(report['hardware'])}: memory besides inputs and gradients\n"
@@ -109,8 +101,7 @@ def draw_memory(axes: Any, report: dict[str, Any]) -> None:
     axes.set_xlabel("tokens", fontsize=11)
     axes.set_ylabel("MiB", fontsize=11)
     axes.grid(True, which="major", alpha=0.3)
-    counts = sorted({int(n) for p in report["providers"].values() for n in p.get("tokens", {})})
-    axes.set_xticks(counts, [f"{count:,}" for count in counts], fontsize=11)
+    axes.set_xticks(sorted(counts), [f"{count:,}" for count in sorted(counts)], fontsize=11)
     axes.set_yticks([64, 512, 4096, limit], ["64", "512", "4096", f"{limit}"], fontsize=11)
     axes.set_ylim(top=9 * limit)
     axes.minorticks_off()

@@ -20,7 +20,7 @@ def variant_words(case: dict[str, Any]) -> list[str]:
 def case_table(case: dict[str, Any]) -> str:
     """Return the table of one case. The column ± shows half the interquartile range."""
     n, h, v = case["shape"]
-    what = [f"N={n} H={h} V={v}", case["dtype"]] + ([f"({case['model']})"] if case["model"] else [])
+    what = [f"N={n} H={h} V={v}", case["dtype"]]
     if case["active"] < 1:
         what.append(f"active {case['active']:g} ({case['inactive']})")
     what += variant_words(case)

@@ -27,9 +27,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import measure
-from benchmarks.options import positive
+from benchmarks.options import parsed, positive, save, trainer_parser
 from benchmarks.report.tables import text_table
-from benchmarks.trainers.options import new_parser, parsed, save
 from benchmarks.trainers.step import build_model
 from grpo_fast.data import Example
 from grpo_fast.data.splits import Splits
@@ -85,7 +84,7 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    parser = new_parser(__doc__)
+    parser = trainer_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--model", metavar="PATH", help="a pretrained SmolLM2; needs --data")
     parser.add_argument("--data", metavar="PATH", help="folder of GSM8K, for --model")

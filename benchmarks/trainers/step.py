@@ -36,9 +36,8 @@ import torch
 from torch.linalg import vector_norm
 
 from benchmarks import measure
-from benchmarks.options import positive
+from benchmarks.options import parsed, positive, save, trainer_parser
 from benchmarks.report.tables import text_table
-from benchmarks.trainers.options import new_parser, parsed, save
 from benchmarks.trainers.step_providers import Ours, Padded, StepProblem, Trl, make_problem, step_of
 from grpo_fast.train.config import LoraConfig, ModelConfig
 from grpo_fast.train.plan import KNOWN_MODELS
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__)
+    parser = trainer_parser(__doc__)
     words = "default: tiny; on a GPU qwen2.5-0.5b"
     parser.add_argument("--model-config", choices=("tiny", *KNOWN_MODELS), help=words)
     count = positive(int)
@@ -165,13 +164,13 @@ def verify(
         provider.optimizer.zero_grad(set_to_none=True)
     scale = float(problem.samples.advantages.abs().mean())
     errors = {}
-    expected, metrics = outcomes[reference], outcomes[reference].metrics
+    metrics = outcomes[reference]
     exact, norm = gradients[reference], functools.partial(vector_norm, dtype=torch.float64)
     for name, outcome in outcomes.items():
-        common = {k: v for k, v in outcome.metrics.items() if k in metrics and k != "skipped_rows"}
+        common = {k: v for k, v in outcome.items() if k in metrics and k != "skipped_rows"}
         off = [abs(value - metrics[k]) / max(1.0, abs(value)) for k, value in common.items()]
         errors[name] = {
-            "error_loss": abs(outcome.loss - expected.loss) / scale,
+            "error_loss": abs(outcome["loss"] - metrics["loss"]) / scale,
             "error_gradient": float(norm(gradients[name] - exact) / norm(exact)),
             "error_metrics": max(off, default=0.0),
         }

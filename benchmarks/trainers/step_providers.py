@@ -1,8 +1,9 @@
 """Providers of the same GRPO step: shared prompts, packed, padded (transformers), and TRL's loss.
 
 Each provider has a copy of the model. Its method `logps` computes the old logps of all completion
-tokens. Its method `gradients` computes the loss and its gradients. `step_of` calls both, and then
-updates the weights with AdamW.
+tokens. Its method `gradients` returns the metrics of the loss, which include its value, and leaves
+the gradients in the `grad` fields of the parameters. `step_of` calls both methods, and then updates
+the weights with AdamW.
 """
 
 from __future__ import annotations
@@ -33,13 +34,6 @@ NOISE = (-0.5, -0.05, 0.0, 0.08, 0.5)
 Logps = list[Tensor]  # one fp32 tensor of shape (length,) for each completion
 
 
-class Outcome(NamedTuple):
-    """Value and metrics of a loss. Its gradients are in the `grad` fields of the parameters."""
-
-    loss: float
-    metrics: dict[str, float]
-
-
 class StepProblem(NamedTuple):
     """Batch of prompts and completions that all providers process.
 
@@ -58,13 +52,13 @@ class StepProblem(NamedTuple):
 
 
 def make_problem(
-    prompts: list[list[int]], group_size: int, longest: int, vocab: int, seed: int = 0
+    prompts: list[list[int]], group_size: int, longest: int, vocab: int
 ) -> StepProblem:
     """Build a problem with random completions and normally distributed advantages.
 
     The completions have `longest` / 2 to `longest` tokens. The noise is drawn from NOISE.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     count = len(prompts) * group_size
 
     def integers(low: int, high: int, size: int) -> Tensor:
@@ -108,12 +102,11 @@ class Ours:
                 found[micro.rows] = self.policy.logps(micro.packed)
         return list(found.split(samples.lengths))
 
-    def gradients(self, old_logps: Logps) -> Outcome:
+    def gradients(self, old_logps: Logps) -> dict[str, float]:
         self.batch.samples.old_logps = torch.cat(old_logps)
         minibatch, loss = self.batch.minibatches[0], self.problem.loss
         seen = accumulate(self.policy, minibatch, loss, correct_sampling=False, validate="auto")
-        metrics = seen.result()
-        return Outcome(metrics["loss"], metrics)
+        return seen.result()
 
     @property
     def tokens(self) -> int:
@@ -168,12 +161,11 @@ class Padded:
         lengths = self.problem.samples.lengths
         return [row[:length] for row, length in zip(table, lengths, strict=True)]
 
-    def gradients(self, old_logps: Logps) -> Outcome:
+    def gradients(self, old_logps: Logps) -> dict[str, float]:
         old = torch.nn.utils.rnn.pad_sequence(old_logps, batch_first=True)
         metrics = self.metrics(old, self.mask[:, self.prompt :].bool())
         metrics["loss"].backward()
-        found = {name: float(value) for name, value in metrics.items()}
-        return Outcome(found["loss"], found)
+        return {name: float(value) for name, value in metrics.items()}
 
     def metrics(self, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """Return the loss and its metrics. `old` and `mask` are (B, C)."""

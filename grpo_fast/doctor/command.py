@@ -17,7 +17,7 @@ from grpo_fast.errors import conflict, require
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words
-from grpo_fast.train.evaluation.command import Source
+from grpo_fast.train.evaluation.evaluate import find_model
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
 # Keys of a run's `model` section that the doctor reads. trust_remote_code is excluded, because the
@@ -96,13 +96,13 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     # run if the model is the folder of a run. Otherwise use the defaults.
     fields = copy.deepcopy(DEFAULTS) if own.recipe is None else read_recipe(own.recipe)
     if models:
-        source = Source.of(models[0])
+        path, of_model = find_model(models[0])
         loading = {}
-        if source.run is not None:
-            loading = source.run.model.model_dump(include=LOADING)
+        if of_model is not None:
+            loading = of_model.model.model_dump(include=LOADING)
             if own.recipe is None:
-                fields = source.run.model_dump(mode="json", exclude_unset=True)
-        fields["model"] = {"path": source.path, **loading}
+                fields = of_model.model_dump(mode="json", exclude_unset=True)
+        fields["model"] = {"path": path, **loading}
     # 3. Use the servers on the command line instead of the engine in the recipe or run.
     if urls:
         server = {"engine": "vllm-server", "vllm.urls": json.dumps(urls), "vllm.patience": PATIENCE}

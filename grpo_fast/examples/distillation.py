@@ -34,16 +34,6 @@ def hidden_states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     return model.base_model(**inputs).last_hidden_state[0]
 
 
-def sort_prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Return `count` lists of digits to sort."""
-    return [[rng.randrange(10) for _ in range(DIGITS)] for _ in range(count)]
-
-
-def text_of(digits: list[int]) -> str:
-    """Return the prompt that the recipe `sort` writes for a list of digits."""
-    return " ".join(map(str, digits)) + " ="
-
-
 def distill(teacher_path: str, steps: int = 150, seed: int = 0) -> list[dict[str, float]]:
     """Train a student, and return the divergence and the accuracy of every step.
 
@@ -68,11 +58,12 @@ def distill(teacher_path: str, steps: int = 150, seed: int = 0) -> list[dict[str
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     history = []
     for step in range(steps):
-        # 2. Sample completions with the student.
-        digits = sort_prompts(rng, PROMPTS)
+        # 2. Sample completions of prompts of the recipe `sort` with the student.
+        digits = [[rng.randrange(10) for _ in range(DIGITS)] for _ in range(PROMPTS)]
+        prompts = [" ".join(map(str, each)) + " =" for each in digits]
         samples = generate(
-            student, [text_of(each) for each in digits], group_size=GROUP, tokenizer=tokenizer,
-            max_new_tokens=DIGITS, seed=(seed, step),
+            student, prompts, group_size=GROUP, tokenizer=tokenizer, max_new_tokens=DIGITS,
+            seed=(seed, step),
         )  # fmt: skip
         # 3. Pack them into one row, and compute the teacher's and the student's hidden states.
         completions = samples.completion_ids
@@ -98,8 +89,7 @@ def distill(teacher_path: str, steps: int = 150, seed: int = 0) -> list[dict[str
         schedule.step()
         sorted_texts = [" ".join(map(str, sorted(each))) for each in digits for _ in range(GROUP)]
         right = sum(a.strip() == b for a, b in zip(samples.texts, sorted_texts, strict=True))
-        row = {"divergence": output.loss.item(), "accuracy": right / len(samples)}
-        history.append(row)
+        history.append({"divergence": output.loss.item(), "accuracy": right / len(samples)})
     return history
 
 

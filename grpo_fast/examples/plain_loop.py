@@ -17,8 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.integrations.causal_lm import policy_loss
 
-Metrics = dict[str, float]
-
 
 def train(
     model: PreTrainedModel,
@@ -31,7 +29,7 @@ def train(
     inner_iterations: int = 2,
     max_new_tokens: int = 64,
     learning_rate: float = 1e-6,
-) -> list[Metrics]:
+) -> list[dict[str, float]]:
     """Train a transformers model with GRPO. The model is changed in place.
 
     Args:

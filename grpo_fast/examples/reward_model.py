@@ -175,8 +175,7 @@ def train(
         logging_steps=max(1, steps // 10), remove_unused_columns=False, disable_tqdm=True,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    batches = partial(collate, tokenizer=tokenizer)
-    trainer = PairTrainer(model, arguments, batches, pairs)
+    trainer = PairTrainer(model, arguments, partial(collate, tokenizer=tokenizer), pairs)
     # With True, Trainer would divide the loss by a token count, but the loss is already a mean.
     trainer.model_accepts_loss_kwargs = False
     trainer.train()

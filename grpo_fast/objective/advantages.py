@@ -345,16 +345,13 @@ def _cells(
         require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
         check_group_size(mode, group_size)
         return None, group_size
-    expected = f"a group for each of {count} rewards"
-    if isinstance(groups, Tensor):
-        is_flat = groups.dim() == 1 and not groups.is_floating_point()
-        require(is_flat, "groups", f"{expected}: integers of shape ({count},)", kind_of(groups))
+    is_flat = not (isinstance(groups, Tensor) and (groups.dim() != 1 or groups.is_floating_point()))
     ids: Any = groups.tolist() if isinstance(groups, Tensor) else groups
-    is_listed = isinstance(ids, Sequence) and not isinstance(ids, str)
-    if not is_listed or not all(isinstance(x, Hashable) for x in ids):
-        expected += ": a 1-D tensor or a sequence of ids"
-        raise argument_error("groups", expected, kind_of(groups))
-    require(len(ids) == count, "groups", expected, len(ids))
+    is_listed = is_flat and isinstance(ids, Sequence) and not isinstance(ids, str)
+    fits = is_listed and all(isinstance(x, Hashable) for x in ids)
+    expected = f"a group for each of {count} rewards: a 1-D tensor of integers or a sequence of ids"
+    require(fits, "groups", expected, kind_of(groups))
+    require(len(ids) == count, "groups", expected, f"{len(ids)} groups")
     members: dict[Hashable, list[int]] = {}
     for place, group in enumerate(ids):
         members.setdefault(group, []).append(place)

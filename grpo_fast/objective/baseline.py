@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ class RunningBaseline:
         decay: weight of the previous mean in an update.
     """
 
-    def __init__(self, value: float = 0.0, decay: float = 0.9) -> None:
+    def __init__(self, value: float, decay: float) -> None:
         self.start = float(value)
         self.decay = float(decay)
         self.mean: float | None = None
@@ -51,33 +50,24 @@ class RunningBaseline:
         self.mean = state["mean"]
 
 
-def running_baseline(mode: str, options: Options) -> RunningBaseline | None:
-    """Return the running baseline of a mode, or None if the mode has no running baseline.
+def split_options(mode: str, options: Options) -> tuple[Options, RunningBaseline | None]:
+    """Return the options of `group_advantages`, and the running baseline of the mode or None.
 
     Only mode "baseline" can have one. The option `running` decides. Without `running`, the baseline
     is a constant if the option `value` is given, and a running mean otherwise.
-    """
-    known, running = split_options(mode, options)
-    if mode != "baseline" or not running.pop("running", "value" not in known):
-        return None
-    return RunningBaseline(known.get("value", 0.0), **running)
-
-
-def split_options(mode: str, options: Options) -> tuple[Options, dict[str, Any]]:
-    """Split options into the options of `group_advantages` and those of a running baseline.
 
     Raises:
         ValueError: `running` is not a bool, `decay` is outside [0, 1), or `decay` is given without
             a running baseline.
     """
-    names = ("running", "decay") if mode == "baseline" else ()
-    known = {name: value for name, value in options.items() if name not in names}
-    of_running = {name: value for name, value in options.items() if name in names}
-    running = of_running.get("running", "value" not in known)
+    if mode != "baseline":
+        return options, None
+    known = dict(options)
+    running = known.pop("running", "value" not in known)
     require(isinstance(running, bool), "running", "true or false", repr(running))
-    if "decay" in of_running:
-        number("decay", of_running["decay"], "a number in [0, 1)", lambda x: 0 <= x < 1)
-        if not running:
-            why = "only a running baseline decays; set running: true"
-            raise conflict(f"decay={of_running['decay']!r}", "running=false", why)
-    return known, of_running
+    decay = known.pop("decay", 0.9)
+    number("decay", decay, "a number in [0, 1)", lambda x: 0 <= x < 1)
+    if "decay" in options and not running:
+        why = "only a running baseline decays; set running: true"
+        raise conflict(f"decay={decay!r}", "running=false", why)
+    return known, RunningBaseline(known.get("value", 0.0), decay) if running else None

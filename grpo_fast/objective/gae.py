@@ -76,11 +76,3 @@ def gae(
         span = 2 * span
         decay = decay * decay
     return torch.zeros_like(advantages).scatter(1, order, advantages).float()
-
-
-def lam_by_length(lengths: Tensor, alpha: float) -> Tensor:  # (B,) each
-    """Return λ = 1 - 1/(alpha·length), which is larger for longer completions.
-
-    Source: VAPO, https://arxiv.org/abs/2504.05118
-    """
-    return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(0.0, 1.0)

@@ -216,10 +216,10 @@ def _find(config: RunConfig) -> Path | None:
     checkpoints = folder.checkpoints_in(run)
     if checkpoints:
         return checkpoints[0]
-    if (run / "summary.json").exists() or not (run / "config.yaml").is_file():
+    if (run / "summary.json").exists() or not (run / folder.CONFIG).is_file():
         folder.check_folder(run)
     # The folder has an unfinished run without checkpoints, which starts over.
-    was = load_saved(run / "config.yaml")
+    was = load_saved(run / folder.CONFIG)
     folder.check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
     return None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_fast import group_advantages, rewards, rollout
 from grpo_fast.data import Example
 from grpo_fast.objective.advantages import Options
-from grpo_fast.objective.baseline import running_baseline, split_options
+from grpo_fast.objective.baseline import split_options
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, prompt_texts
 from grpo_fast.train import ranks
@@ -263,8 +263,7 @@ class Advantages:
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.mode = mode
         self.group_size = group_size
-        self.options, _ = split_options(mode, options)
-        self.baseline = running_baseline(mode, options)
+        self.options, self.baseline = split_options(mode, options)
 
     def of(self, rewards: Tensor, scores: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
         """Compute the advantage of each completion.

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.attention import PackedTree
 from grpo_fast.objective.advantages import whitened
-from grpo_fast.objective.gae import gae, lam_by_length
+from grpo_fast.objective.gae import gae
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.value import explained_variance, value_losses
 from grpo_fast.rollout.samples import Samples
@@ -124,16 +124,9 @@ class Critic:
         counts = by_sample(batch.completion_mask)
         values = by_sample(samples.values)
         rewards = by_sample(rewards_with_kl(batch, beta, estimator))
-        # 2. Compute the advantages with λ = `lam`, or with a λ that depends on the length. The
-        # returns use λ = `lam_returns` if it is set.
-        alpha = config.lam_alpha
-        lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
-        lam_returns = config.lam if config.lam_returns is None else config.lam_returns
-        advantages = gae(rewards, values, config.gamma, lam, mask=counts)
-        towards = advantages
-        if alpha is not None or lam_returns != lam:
-            towards = gae(rewards, values, config.gamma, lam_returns, mask=counts)
-        returns = towards + torch.where(counts, values, 0.0)
+        # 2. Compute the advantages and the returns.
+        advantages = gae(rewards, values, config.gamma, config.lam, mask=counts)
+        returns = advantages + torch.where(counts, values, 0.0)
         # 3. Whiten the advantages over the step. Convert advantages and returns to flat columns.
         if config.whiten and counts.any():
             advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()

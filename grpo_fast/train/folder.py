@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ LOCK = ".lock"
 FOLDER = "checkpoints"
 STEP = "step_"  # prefix of the name of a checkpoint's folder
 NAME = re.compile(rf"{STEP}\d{{6,12}}")
-IGNORED = {LOCK, "config.yaml.tmp"}  # a run that failed at its start can leave these files
+CONFIG = "config.yaml"  # the saved configuration
+IGNORED = {LOCK, f"{CONFIG}.tmp"}  # a run that failed at its start can leave these files
 FILES = "files"  # key under which the fingerprints are stored next to the settings
 # Prefixes of the settings that may change when a run is resumed.
 FREE = ("steps", "tokens_per_microbatch", "eval", "log", "checkpoint", "output_dir", "rollout.vllm",
-        "resume", "resume_allow", "distributed", "distributed_replicas",
-        "distributed_timeout")  # fmt: skip
+        "resume", "distributed", "distributed_replicas", "distributed_timeout")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json")
 # Files of the policy that a resumed run reads again. They set the architecture and the prompts.
 READ_AGAIN = ("config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*",
@@ -196,7 +196,7 @@ def check_ranks(settings: dict[str, Any]) -> None:
             raise ValueError("\n  ".join([said, *changed.values()]))
 
 
-def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str] = ()) -> None:
+def check_same(was: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise a ValueError if a resumed run's settings or files differ from the original run's.
 
     The settings in FREE may differ, because they do not change the mathematics of a step.
@@ -204,22 +204,18 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
     Args:
         was: settings of the original run, including its fingerprints.
         now: settings of the resumed run, including its fingerprints.
-        allowed: kinds of files that may change, from the setting `resume_allow`.
     """
-    free = tuple(f"{key}." for key in (*FREE, *(f"{FILES}.{kind}" for kind in allowed)))
+    free = tuple(f"{key}." for key in FREE)
     changed = dict(differences(was, now))
     refused = {key: line for key, line in changed.items() if not f"{key}.".startswith(free)}
     if refused:
-        kinds = sorted({key.split(".")[1] for key in refused if key.startswith(f"{FILES}.")})
-        hint = f" (resume_allow=[{','.join(kinds)}] accepts the files)" if kinds else ""
         said = "resume: expected the configuration and files that the run began with, got others"
         may = f"only these keys may change: {', '.join(FREE)}"
-        raise ValueError("\n  ".join([said + hint, *refused.values(), may]))
-    for key, line in changed.items():
-        if key.startswith(FILES):
-            log.warning("resume: %s", line)
-        if key == "steps" and now["optim"]["schedule"] != "constant":
-            log.warning("resume: %s changes the learning rates of the remaining steps", line)
+        advice = "for other files, start a new run from the model that `grpo-fast export` writes"
+        raise ValueError("\n  ".join([said, *refused.values(), may, advice]))
+    if "steps" in changed and now["optim"]["schedule"] != "constant":
+        said = "resume: %s changes the learning rates of the remaining steps"
+        log.warning(said, changed["steps"])
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:

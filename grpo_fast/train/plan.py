@@ -45,11 +45,11 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from grpo_fast.attention.hybrid import recurrent_layers
@@ -158,11 +158,6 @@ class Memory:
     def per_token(self) -> float:
         """Return the number of bytes per trunk token at the peak of the backward pass."""
         return self.kept_per_token + self.working_per_token
-
-    def peak(self, tokens: int) -> int:
-        """Return the peak memory, in bytes, of a micro-batch of `tokens` trunk tokens."""
-        working = max(self.head, self.working + self.working_per_token * tokens)
-        return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
         """Return the maximum number of trunk tokens for a memory limit in bytes."""
@@ -301,12 +296,6 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def _gigabytes(value: Any) -> Any:
-    if isinstance(value, str):  # the name of a GPU
-        raise ValueError("expected GB of memory, such as gpu=80")
-    return value
-
-
 class PlanSettings(Section):
     """Settings of the command `grpo-fast plan`. All other arguments are settings of the run.
 
@@ -316,7 +305,7 @@ class PlanSettings(Section):
             leave.
     """
 
-    gpu: Annotated[float | None, BeforeValidator(_gigabytes)] = Field(None, gt=0, lt=1e9)
+    gpu: float | None = Field(None, gt=0, lt=1e9)
     prompt: Positive | None = None
 
 

@@ -17,9 +17,8 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.metrics import Clock, LossMetrics, sampling_metrics
 from grpo_fast.train.models.policy import Policy, Reference
-from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.plan import token_budget
-from grpo_fast.train.update import accumulate, precompute
+from grpo_fast.train.update import Optimizer, accumulate, precompute
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +67,7 @@ class Run:
         if config.is_sharded:
             models = (policy, reference.copy, critic)
             ranks.shard_all(models, policy.device, config.distributed_replicas)
-        self.optimizer = Optimizer(policy.trainable(), config.optim, total)
-        self.optimizers = {"policy": self.optimizer}
+        self.optimizers = {"policy": Optimizer(policy.trainable(), config.optim, total)}
         if critic is not None:
             rate = critic.config.lr or config.optim.lr
             optim = config.optim.model_copy(update={"lr": rate})
@@ -142,7 +140,7 @@ class Run:
             )  # fmt: skip
         # 3. Clip the gradients and step. Read the rate before `step` advances the schedule.
         losses = own.of_all_ranks()
-        losses.learning_rate = self.optimizer.learning_rate
+        losses.learning_rate = self.optimizers["policy"].learning_rate
         norms = [optimizer.step() for optimizer in self.optimizers.values()]
         losses.grad_norm = norms[0]
         return losses
@@ -170,7 +168,7 @@ class Run:
             "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
             "learning_rate": updates[-1].learning_rate,
             "num_tokens": float(self.num_tokens),
-            "skipped_steps": float(self.optimizer.skipped),
+            "skipped_steps": float(self.optimizers["policy"].skipped),
             **clock.metrics(),
         }
         if self.critic is not None:
@@ -244,7 +242,7 @@ class Run:
             "before": self.before,
             "after": self.after,
             "steps": self.config.steps,
-            "skipped_steps": self.optimizer.skipped,
+            "skipped_steps": self.optimizers["policy"].skipped,
             "num_tokens": self.num_tokens,
             "tokens_per_microbatch": self.budget,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -222,8 +223,6 @@ def test_a_plan_cuts_below_the_branch_that_exceeds_it():
     assert plan_trees(samples, 11) == [[0, 2], [1]]  # 4 + 2 + 3 + 2 = 11, and 4 + 2 + 3
     assert plan_trees(samples, 10) == [[0], [1], [2]]
     assert plan_trees([], 10) == []
-    with pytest.raises(ValueError, match="budget: expected at least 1"):
-        plan_trees(samples, 0)
 
 
 def test_thousands_of_turns_take_no_recursion_and_little_time():
@@ -256,28 +255,50 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
         assert in_nodes <= 1.5 * in_one
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([], "samples: expected at least one trained token, got none"),
-        ([([1, 2], [0, 0])], "samples: expected at least one trained token, got none"),
-        ([([1, 2], [0, 1]), ([], [])], r"samples\[1\]: expected token ids, .* got \(0,\)"),
-        ([([1.5, 2], [0, 1])], r"samples\[0\]: expected token ids"),
-        ([([1, -2], [0, 1])], r"samples\[0\]: expected token ids"),
-        ([([1, 2], [0, None])], r"samples\[0\]: expected token ids and a bool for each"),
-        ([([[1, 2]], [[0, 1]])], r"samples\[0\]: expected token ids"),
-        ([([1, 2], [0, 1]), ([1, 2, 3], [0, 1])], r"samples\[1\]: expected a bool for each of 3"),
-        ([([1, 2], [0, 0.5])], r"samples\[0\]: expected a bool for each of 2 ids"),
-        ([([1, 2], [0, 2])], r"samples\[0\]: expected a bool for each of 2 ids"),
-        ([([1, 2], [0, 1]), ([1, 2], [1, 1])], r"expected no trained token at position 0"),
-    ],
-)  # fmt: skip
-def test_bad_samples_are_refused(samples, message):
+BAD_SAMPLES = [
+    ([([1, 2], [0, 1]), ([], [])], r"samples\[1\]: expected token ids, .* got \(0,\)"),
+    ([([1.5, 2], [0, 1])], r"samples\[0\]: expected token ids"),
+    ([([1, -2], [0, 1])], r"samples\[0\]: expected token ids"),
+    ([([1, 2], [0, None])], r"samples\[0\]: expected token ids and a bool for each"),
+    ([([[1, 2]], [[0, 1]])], r"samples\[0\]: expected token ids"),
+    ([([1, 2], [0, 1]), ([1, 2, 3], [0, 1])], r"samples\[1\]: expected a bool for each of 3"),
+    ([([1, 2], [0, 0.5])], r"samples\[0\]: expected a bool for each of 2 ids"),
+    ([([1, 2], [0, 2])], r"samples\[0\]: expected a bool for each of 2 ids"),
+    ([([1, 2], [0, 1]), ([1, 2], [1, 1])], r"expected no trained token at position 0"),
+]
+BAD_GROUPS = [
+    ([([1], [[2]]), ([], [[1]])], r"groups\[1\]: expected a prompt"),
+    ([([1], [])], r"groups\[0\]: expected at least one completion"),
+    ([([1], [[1], []])], r"groups\[0\]: .* got lengths \[1, 0\]"),
+]
+ONE = [([1, 2], [0, 1])]
+UNTRAINED = "samples: expected at least one trained token, got none"
+REFUSED = [
+    *[(partial(pack_tree, x), UNTRAINED) for x in ([], [([1, 2], [0, 0])])],
+    *[(partial(pack_tree, x), message) for x, message in BAD_SAMPLES],
+    *[(partial(plan_trees, x, 10), message) for x, message in BAD_SAMPLES],
+    (partial(pack_tree, ONE, apart=[1, 2]), "apart: expected a number for each of 1 samples"),
+    (partial(plan_trees, ONE, 0), "budget: expected at least 1"),
+    (partial(pack_groups, []), "groups: expected at least one"),
+    *[(partial(pack_groups, x), message) for x, message in BAD_GROUPS],
+    *[(partial(plan_packs, [(len(p), [len(c) for c in cs]) for p, cs in x], 10), message)
+      for x, message in BAD_GROUPS],
+    (partial(plan_packs, [(1, [1])], 0), "budget: expected at least 1"),
+    (partial(TreeLayout.of, [3, 0]), "lengths: expected at least one segment and none empty"),
+    *[(partial(TreeLayout.of, [2] * len(x), parents=x), "parents: expected an earlier segment than")
+      for x in ([0, -1], [-1, 1], [-1, 5], [-1, -2], [-1, 0, 1, 0], [-1, -1, 1, -1, 1])],
+    (partial(TreeLayout.of, [3, 2, 2], parents=[-1, 0]),
+     "parents: expected one for each of 3 segments, got 2"),
+    (partial(pack_groups([([1, 2], [[3, 4]])]).split, torch.zeros(3)),
+     "values: expected one row for each of 2 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_refusals(number):
+    call, message = REFUSED[number]
     with pytest.raises(ValueError, match=message):
-        pack_tree(samples)
-    if samples and "at least one trained" not in message:
-        with pytest.raises(ValueError, match=message):
-            plan_trees(samples, 10)
+        call()
 
 
 # ------------------------- Test the packing of prompts and completions into rows of limited length
@@ -397,41 +418,6 @@ def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for()
     assert one.model_inputs.keys() == {"input_ids", "position_ids", "use_cache", "packed_layout"}
     assert one.model_inputs["packed_layout"] is one.layout
     assert one.model_inputs["use_cache"] is False
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([], "groups: expected at least one"),
-        ([([1], [[2]]), ([], [[1]])], r"groups\[1\]: expected a prompt"),
-        ([([1], [])], r"groups\[0\]: expected at least one completion"),
-        ([([1], [[1], []])], r"groups\[0\]: .* got lengths \[1, 0\]"),
-    ],
-)
-def test_bad_groups_are_refused(groups, message):
-    with pytest.raises(ValueError, match=message):
-        pack_groups(groups)
-    lengths = [(len(p), [len(c) for c in cs]) for p, cs in groups]
-    if lengths:
-        with pytest.raises(ValueError, match=message):
-            plan_packs(lengths, 10)
-
-
-def test_other_bad_input_is_refused():
-    with pytest.raises(ValueError, match="apart: expected a number for each of 1 samples, got 2"):
-        pack_tree([([1, 2], [0, 1])], apart=[1, 2])
-    with pytest.raises(ValueError, match="budget: expected at least 1"):
-        plan_packs([(1, [1])], 0)
-    with pytest.raises(ValueError, match="lengths: expected at least one segment and none empty"):
-        TreeLayout.of([3, 0])
-    for parents in ([0, -1], [-1, 1], [-1, 5], [-1, -2], [-1, 0, 1, 0], [-1, -1, 1, -1, 1]):
-        with pytest.raises(ValueError, match="parents: expected an earlier segment than"):
-            TreeLayout.of([2] * len(parents), parents=parents)
-    with pytest.raises(ValueError, match="parents: expected one for each of 3 segments, got 2"):
-        TreeLayout.of([3, 2, 2], parents=[-1, 0])
-    pack = pack_groups([([1, 2], [[3, 4]])])
-    with pytest.raises(ValueError, match="values: expected one row for each of 2 tokens"):
-        pack.split(torch.zeros(3))
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -31,17 +33,11 @@ def test_the_script_is_sound():
         assert os.access(script, os.X_OK)
 
 
-def test_without_wheels_the_script_says_what_to_run_first():
-    environment = {**os.environ, "PYTHON": "true"}
-    done = subprocess.run([CALLER, "--dry"], env=environment, capture_output=True, text=True)
-    assert ("benchmarks/gpu/wheels.sh first" in done.stderr) is (session.pieces() == 0)
-
-
 def test_the_script_joins_the_pieces_of_the_wheels(tmp_path):
     """Check that the script unpacks an archive of wheels that is split into two pieces."""
     script = tmp_path / "benchmarks" / "gpu" / "session.sh"
     script.parent.mkdir(parents=True)
-    script.write_text(SCRIPT.read_text())
+    shutil.copy(SCRIPT, script)
     for folder in (script.parent, script.parent.parent):
         (folder / "__init__.py").touch()
     for name in ("first", "second"):
@@ -58,21 +54,21 @@ def test_the_script_joins_the_pieces_of_the_wheels(tmp_path):
         (folder / f"wheels.tar.0{number}").write_bytes(part)
     module = tmp_path / "benchmarks" / "gpu" / "session.py"
     module.write_text("import first, second, sys; print('imported', *sys.argv[1:])")
-    environment = {**os.environ, "PYTHON": PY}
-    done = subprocess.run(
-        ["bash", script, "--dry"], env=environment, capture_output=True, text=True
-    )
+    done = dry(script, PY)
     assert (done.stdout, done.stderr, done.returncode) == ("imported --dry\n", "", 0)
     (tmp_path / "wheels" / "01" / "wheels.tar.01").unlink()
-    done = subprocess.run(
-        ["bash", script, "--dry"], env=environment, capture_output=True, text=True
-    )
-    assert "a piece of wheels/ is missing" in done.stderr
+    assert "a piece of wheels/ is missing" in dry(script, PY).stderr
+    (tmp_path / "wheels" / "00" / "wheels.tar.00").unlink()
+    assert "benchmarks/gpu/wheels.sh first" in dry(script, PY).stderr
+
+
+def dry(script, python):
+    environment = {**os.environ, "PYTHON": python}
+    return subprocess.run([script, "--dry"], env=environment, capture_output=True, text=True)
 
 
 def test_a_python_without_torch_is_refused():
-    environment = {**os.environ, "PYTHON": "false"}
-    done = subprocess.run([CALLER, "--dry"], env=environment, capture_output=True, text=True)
+    done = dry(CALLER, "false")
     assert done.returncode == 2 and "false has no torch with triton; set PYTHON" in done.stderr
 
 
@@ -83,8 +79,6 @@ def test_the_parts_fit_into_both_visits():
         chosen = parts.of_visit(every, visit)
         assert next(iter(chosen.values())).stops, "a visit begins with the smoke test"
         assert sum(part.seconds for part in chosen.values()) <= seconds
-        expected = {name: parts.EXPECTED.get(name, 0) for name in chosen}
-        assert all(expected[name] <= part.seconds for name, part in chosen.items())
     starts = len(parts.VISIT_SECONDS) * parts.START_SECONDS
     carried = sum(count - 1 for count in parts.PIECES.values()) * parts.CARRY_SECONDS
     most = parts.SESSION_SECONDS - parts.SLACK_SECONDS
@@ -92,23 +86,19 @@ def test_the_parts_fit_into_both_visits():
     assert parts.VISIT_SECONDS[1] + parts.START_SECONDS <= 540 and parts.VISIT_SECONDS[2] <= 240
 
 
-def test_the_clock_adds_measured_and_assumed_times():
-    every, known = parts.parts(), {"bars": {"status": "done", "seconds": 31.0}}
-    lines = list(session.clock(every, known, parts.PIECES))
-    rows = {line.split()[1]: line.split() for line in lines if line.split()[0] in ("1", "2")}
-    assert rows["bars"][3:5] == ["31", "measured"] and rows["small"][4] == "assumed"
-    start, smoke = parts.START_SECONDS, every["smoke"].seconds
-    assert rows["bars"][5:] == [f"{start + smoke + 31}", f"{start + smoke + every['bars'].seconds}"]
-    ends = [int(line.split()[-1]) for line in lines if line.split()[0] in ("1", "2")]
-    assert f"# slack: {parts.SESSION_SECONDS - ends[-1]} s" in "\n".join(lines)
-    assert parts.SESSION_SECONDS - ends[-1] >= parts.SLACK_SECONDS
+def test_the_clock_adds_the_limits_of_a_session():
+    every = parts.parts()
+    lines = list(session.clock(every))
+    rows = [line.split() for line in lines if line.split()[0] in ("1", "2")]
+    ends = {(visit, name): int(end) for visit, name, _, end in rows}
+    before = parts.START_SECONDS + every["smoke"].seconds
+    assert ends["1", "bars"] == before + every["bars"].seconds
+    assert [name for visit, name in ends if "wheels/" in name] == ["wheels/00", "wheels/01"]
+    assert ends["2", "wheels/01"] == ends["2", "start"] + 2 * parts.CARRY_SECONDS
+    slack = parts.SESSION_SECONDS - ends["2", "longest"]
+    assert f"# slack: {slack} s" in lines[-3] and slack >= parts.SLACK_SECONDS
     assert "in this order: longest, hybrid, heads, frozen, rows, tests" in lines[-2]
     assert "left out" in lines[-1] and "step, peers, memcheck" in lines[-1]
-    carried = [line.split() for line in lines if "wheels/" in line]
-    assert [row[:2] for row in carried] == [["2", "wheels/00"], ["2", "wheels/01"]]
-    assert int(carried[1][5]) == int(carried[0][5]) + parts.CARRY_SECONDS
-    alone = list(session.clock(every, known, {1: 1, 2: 1}))
-    assert "wheels/" not in "\n".join(alone) and len(alone) == len(lines) - 2
 
 
 def test_parts_name_known_benchmarks():
@@ -136,11 +126,13 @@ def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeyp
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_only_a_dry_run_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
     assert session.main(["--part", "smoke"]) == 2
+    assert "no NVIDIA GPU; --dry needs none" in capsys.readouterr().err
+    assert session.main(["--part", "smoke", "--dry"]) == 0
     shown = capsys.readouterr().out
-    assert "would run" in shown and "starts" in shown and "no NVIDIA GPU" in shown
+    assert "would run" in shown and "starts" in shown
     assert "# plan: smoke 25 s; in all at most 25 s" in shown and not list(tmp_path.iterdir())
 
 
@@ -160,7 +152,7 @@ def small(monkeypatch, tmp_path):
         "slow": part(2, WRITE + SLOW, "kept", measures=True),
     }
     monkeypatch.setattr(session, "parts", lambda: chosen)
-    monkeypatch.setattr(session, "gpu_or_reason", lambda: (None, "a GPU"))
+    monkeypatch.setattr(session, "gpu_here", lambda: "a GPU")
     monkeypatch.setattr(session, "COMMITTED", tmp_path / "no_such.json")
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     return tmp_path / "out"
@@ -177,7 +169,9 @@ def test_the_limit_also_ends_a_command_with_a_limit_inside():
 
 
 def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, monkeypatch, capsys):
-    assert session.main(["--deadline", "5"]) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "VISIT_SECONDS", {1: 5, 2: 5})
+        assert session.main([]) == 1
     assert capsys.readouterr().out.count("no time left; call again") == 3
     assert not (small / "gpu_session.json").exists()
     started = time.monotonic()
@@ -198,7 +192,7 @@ def test_it_keeps_what_was_measured_and_goes_on_where_it_ended(small, monkeypatc
     (small / "gpu_session.json").rename(committed := small / "committed.json")
     monkeypatch.setattr(session, "COMMITTED", committed)
     assert session.main(["--part", "good"]) == 0 and "done before" in capsys.readouterr().out
-    monkeypatch.setattr(session, "gpu_or_reason", lambda: (None, "another GPU"))
+    monkeypatch.setattr(session, "gpu_here", lambda: "another GPU")
     assert session.main(["--part", "good"]) == 0 and "good: done in" in capsys.readouterr().out
     found = json.loads((small / "gpu_session.json").read_text())["parts"]["good"]["reports"]
     assert [x["where"].partition(" on ")[2] for x in found] == ["a GPU", "another GPU"]
@@ -281,11 +275,10 @@ def test_the_committed_report_is_of_the_committed_results():
     assert report.REPORT.read_text() == expected, "python -m benchmarks.gpu.report"
 
 
-def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
-    lines = report.rendered(tmp_path / "none.json").splitlines()
+def test_no_bar_is_measured_without_results(tmp_path):
+    page = report.rendered(tmp_path / "none.json")
     for bar in bars.bars("H100", bars.Results([], [])):
-        line = next(line for line in lines if line.startswith(f"| {bar.title} |"))
-        assert "| not measured |" in line and f"`{bar.command}`" in line
+        assert re.search(rf"^\| {re.escape(bar.title)} \|.*\| not measured \|$", page, re.M)
 
 
 def measured_session(tmp_path, ours_ms):
@@ -341,12 +334,10 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
 def test_results_without_a_commit_are_not_rendered(tmp_path):
     file = measured_session(tmp_path, 42.0)
     file.write_text(file.read_text().replace('"commit": "abc"', '"commit": "none"'))
-    with pytest.raises(ValueError, match="expected the commit of every report"):
+    with pytest.raises(SystemExit, match="expected the commit of every report"):
         report.rendered(file)
 
 
 def test_the_report_says_where_a_bar_is_missed(tmp_path):
     page = report.rendered(measured_session(tmp_path, 60.0))
     assert "1.50× **missed**" in page and "2.00× **missed**" in page
-    page = report.rendered(measured_session(tmp_path, 40 * 1.12001))
-    assert "1.12001× **missed**" in page, "rounded, the value would be the bar"

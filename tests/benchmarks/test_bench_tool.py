@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,23 +13,21 @@ import pytest
 import torch
 
 from benchmarks import command, measure
-from benchmarks.gpu import predict, row_candidates
 from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import row_candidates
 from benchmarks.kernels import runner
-from benchmarks.kernels.exact import relative_l2
 from benchmarks.kernels.operations import OPERATIONS
 from benchmarks.kernels.ours import Provider, differentiate
 from benchmarks.kernels.problem import STANDARD, Variant, make_problem
 from benchmarks.kernels.providers import providers_of
 from benchmarks.kernels.shapes import Shape  # fmt: skip
 from benchmarks.measure import Step
+from benchmarks.options import save
 from benchmarks.report import files, readme, tables
 from benchmarks.trainers import loop, trees
 from benchmarks.trainers import step as trainer_step
-from benchmarks.trainers.options import save
 from tests.command_line import invoke, refused
 from tests.pairs import pairs
-from tests.pids import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens, and a prime V
@@ -156,11 +152,6 @@ def test_one_wrong_row_of_ours_is_seen_in_bf16():
         assert row["status"] == status, row
 
 
-def test_a_nan_is_an_infinite_error_so_that_max_keeps_it():
-    exact = torch.ones(2)
-    assert max(relative_l2(exact, exact), relative_l2(torch.tensor([1.0, torch.nan]), exact)) > 1
-
-
 @pytest.mark.parametrize("wrong", [0.0, 2.0, torch.nan])
 def test_a_wrong_tree_layout_is_seen(monkeypatch, wrong):
     """Check that the layout with trees is compared with the plain one, not the other way round."""
@@ -174,16 +165,15 @@ def test_a_wrong_tree_layout_is_seen(monkeypatch, wrong):
     assert error >= 1
 
 
-def test_a_provider_that_fails_is_absent_or_lacks_memory_is_listed():
+def test_a_provider_that_fails_or_is_absent_is_listed():
     def fail(problem):
         return differentiate(problem, lambda: torch.zeros(()) + undefined)  # noqa: F821
 
     row, step = verified(Provider("broken", "peer", fail))
     assert (row["status"], step) == ("failed", None) and "NameError" in row["reason"]
-    row, step = verified(Provider("huge", "peer", fail, wide_logits=1e12))
-    assert (row["status"], step) == ("missing", None) and "GiB are free" in row["reason"]
-    absent = Provider("absent", "peer", fail, needs="no_such_package")
-    assert absent.missing("cpu", FP32) == "no_such_package is not installed"
+    row, step = verified(Provider("absent", "peer", fail, needs="no_such_package"))
+    assert (row["status"], step) == ("missing", None)
+    assert row["reason"] == "no_such_package is not installed"
 
 
 def test_an_in_place_step_gets_its_input_back():
@@ -202,6 +192,7 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
     out, page = tmp_path / "r.json", tmp_path / "REPORT.md"
     words = "linear_grpo_loss logits_grpo_loss --shapes 16,8,64 32,8,64 --threads 1 --rounds 2"
     words += f" --allocator default --budget 0.01 --providers grpo_fast plain --out {out}"
+    words += " --backend auto triton"
     assert command.main(words.split()) == 0
     shown = capfd.readouterr().out
     assert "hidden -> GRPO loss" in shown and "× limit" in shown
@@ -214,23 +205,19 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
         assert {*measured} <= case["rows"]["grpo_fast (auto)"].keys()
         assert case["rows"]["grpo_fast (triton)"]["status"] == "missing"
     assert tables.fastest_peer(files.cases_of([out])[0]) == "plain torch"
-    assert gpu_report.main([str(out), "-o", str(page)]) == 0 and "not measured" in page.read_text()
+    gpu_report.main([str(out), "-o", str(page)])
+    assert "not measured" in page.read_text()
 
 
-def test_a_run_that_is_killed_has_stored_the_cases_before(tmp_path):
-    """Check that the report has all cases that finished before the run was killed."""
+def test_an_interrupted_run_has_stored_the_cases_before(tmp_path, monkeypatch):
+    """Check that the report has all cases that finished before the run was interrupted."""
     out = tmp_path / "r.json"
-    words = "linear_logps --shapes 16,8,64 4096,512,8192 --threads 1 --device cpu --providers auto"
-    words += f" --budget 600 --allocator default --out {out}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", *words.split()], cwd=ROOT, stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        wait_until(lambda: out.is_file() and json.loads(out.read_text())["cases"], 120)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    done = iter([{"shape": [16, 8, 64]}])
+    monkeypatch.setattr(runner, "run_case", lambda *_: next(done))
+    monkeypatch.setattr(runner, "run", lambda path: runner.run_cases(path, "default"))
+    words = f"linear_logps --shapes 16,8,64 32,8,64 --threads 1 --device cpu --out {out}"
+    with pytest.raises(StopIteration):
+        command.main(words.split())
     assert [case["shape"] for case in json.loads(out.read_text())["cases"]] == [[16, 8, 64]]
 
 
@@ -240,8 +227,8 @@ def test_a_run_that_is_killed_has_stored_the_cases_before(tmp_path):
         (["linear_gpo_loss"], ["OPERATION", "linear_grpo_loss", "linear_gpo_loss"]),
         (["--shapes", "7,16,97"], ["multiple of 8", "7"]),
         (["--shapes", "8,16"], ["N,H,V", "8,16"]),
-        (["--model", "gpt-9"], ["model", "qwen3-8b", "gpt-9"]),
-        (["--tokens", "64"], ["--model"]),
+        (["--shapes", "8,gpt-9"], ["shapes", "qwen3-8b", "gpt-9"]),
+        (["--shapes", "8,-16,97"], ["positive", "-16"]),
         (["--active", "1.5"], ["active", "1.5"]),
         (["--threads", "0"], ["--threads", "> 0", "0"]),
         (["--rounds", "-1"], ["--rounds", "> 0", "-1"]),
@@ -266,7 +253,8 @@ def test_refusals(words, parts, capsys):
 
 
 def test_a_dry_run_says_what_cannot_run(capsys):
-    assert command.main(["linear_logps", "--device", "cuda", "--model", "gemma-3-4b", "--dry"]) == 0
+    words = "linear_logps --device cuda --shapes 8192,gemma-3-4b --dry"
+    assert command.main(words.split()) == 0
     shown = capsys.readouterr().out
     assert all(part in shown for part in ("8192,2560,262144 bf16", "Liger SM90", "(auto)"))
     if not torch.cuda.is_available():
@@ -344,13 +332,17 @@ def test_reports_are_no_uncommitted_changes(tmp_path, monkeypatch):
 
 
 def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_path):
-    """Check that each candidate gets its configuration, and the report of all four."""
+    """Check that each candidate gets its configuration or kernel, and the report of all."""
+    from benchmarks.gpu import row_kernels
     from grpo_fast.kernels.gpu import rows
 
-    first, wrong, bad, last = row_candidates.CANDIDATES
+    wrong, bad, *right, _ = row_candidates.CANDIDATES
+    shipped = rows.row_loss_
 
     def call():
         config = rows.row_config(64)
+        if rows.row_loss_ is not shipped:
+            replaced.extend(getattr(rows.row_loss_, "args", [rows.row_loss_]))
         if config == bad:
             raise RuntimeError("out of resources")
         return torch.zeros(4) + (1.0 if config == wrong else 0.0)
@@ -359,19 +351,19 @@ def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_pa
     monkeypatch.setattr(row_candidates, "call_of", lambda *_: call)
     monkeypatch.setattr(row_candidates.measure, "header", lambda *_: {"commit": "abc"})
     monkeypatch.setattr(row_candidates.measure, "interleaved", lambda *_, **__: times)
-    file = tmp_path / "rows.json"
+    file, replaced = tmp_path / "rows.json", []
     assert row_candidates.main(["--out", str(file)]) == 0
+    assert replaced == [*right, row_candidates.quack_row_loss_]
     timed = {"shipped": 4.0, "candidate": 1.0}
     reasons = {"reason": "wrong: not timed"}, {"reason": "RuntimeError: out of resources"}
     found = json.loads(file.read_text())
     lines = [row_candidates.line_of(config) for config in row_candidates.CANDIDATES]
-    assert found["row_candidates"] == dict(zip(lines, (timed, *reasons, timed), strict=True))
+    assert found["row_candidates"] == dict(zip(lines, (*reasons, *[timed] * 4), strict=True))
     assert [row[2:] for row in gpu_report.candidate_rows("H100", [found])] == [
-        ("1.00", "0.25×"), ("wrong: not timed", ""), ("RuntimeError: out of resources", ""),
-        ("1.00", "0.25×"),
+        ("wrong: not timed", ""), ("RuntimeError: out of resources", ""), *[("1.00", "0.25×")] * 4,
     ]  # fmt: skip
-    for config, line in zip(row_candidates.CANDIDATES, lines, strict=True):
-        assert eval(line, vars(rows)) == config
+    for config, line in zip((wrong, bad, *right), lines, strict=False):
+        assert eval(line, vars(rows) | vars(row_kernels)) == config
 
 
 def test_no_candidate_is_timed_after_a_cuda_error(monkeypatch, tmp_path):
@@ -389,19 +381,6 @@ def test_no_candidate_is_timed_after_a_cuda_error(monkeypatch, tmp_path):
     assert row_candidates.main(["--out", str(file)]) == 1 and len(calls) == 2
     [found] = json.loads(file.read_text())["row_candidates"].values()
     assert found["reason"].startswith("RuntimeError: CUDA error")
-
-
-def test_a_damaged_file_of_results_is_named(tmp_path):
-    file = tmp_path / "results.json"
-    file.write_text('{"cases": [')
-    with pytest.raises(ValueError, match="expected a JSON file of a benchmark, got .*results.json"):
-        files.load(file)
-
-
-def test_a_case_without_a_prediction_is_named():
-    case = predict.Case("linear_logps", Shape(1, 2, 3))
-    with pytest.raises(ValueError, match="a prediction for linear_logps 1,2,3 on H100"):
-        predict.estimate("H100", case)
 
 
 def test_benchmarks_import_nothing_from_the_tests():

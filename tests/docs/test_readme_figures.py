@@ -104,6 +104,12 @@ def test_the_race():
         theirs, their_seeds = seconds_to(level, task, "TRL")
         assert f"reaches {level:.0%} after {ours} CPU seconds {our_seeds}), and TRL" in shown
         assert re.search(rf"and TRL( 1.16)? after {theirs} {re.escape(their_seeds)}", shown)
+    slower, _ = seconds_to(0.5, "capitals", "grpo_fast-recomputing")
+    ours, theirs = (
+        max(run[-1]["peak"] for run in races("capitals", trainer))
+        for trainer in ("grpo_fast-recomputing", "TRL")
+    )
+    assert f"activations it takes {slower}, and {ours / theirs:.2f} of TRL's memory" in shown
 
 
 FIGURE = re.compile(r"[\d.,]*\d(?: ± [\d.]+)?(?:×|%| ms\b| MiB\b)")

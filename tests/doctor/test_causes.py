@@ -30,17 +30,6 @@ def test_a_correct_engine_has_no_cause(policy, sampling):
         assert 0 <= found.mean <= found.largest < 1e-5 and found.own < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("mistral", torch.float32), ("gemma2", BF16), ("granite", torch.float32)]
-)
-def test_our_own_engine_has_no_cause(family, dtype):
-    policy = policy_of(family)
-    policy.lm.to(dtype)
-    long = ["What is 12 + 30? The answer is 42. " * 6, "4"]
-    found, names = found_by(policy, TransformersEngine(policy), prompts=long)
-    assert found.ok and names == []
-
-
 # For each planted fault: the fields of the faulty engine, the cause that the doctor must name, and
 # a part of the advice that the doctor must give.
 PLANTS = {

@@ -83,7 +83,7 @@ COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
     "empty": ["ddp", "head", "norm_and_head_kept"],
-    "fused": ["layers_root_resharded", "head", "head_kept", "norm_and_head"],
+    "fused": ["ddp", "layers_root_resharded", "head", "head_kept", "norm_and_head"],
     "policy_loss": ["ddp", "root", "layers_root_resharded"],
 }
 

@@ -17,8 +17,7 @@ from grpo_fast.examples.verifiers_traces import branches, pack_traces
 from tests.tiny import tiny_model
 
 RECORDED = Path(__file__).parent / "recorded" / "verifiers-0.4.0.jsonl"
-NAMES = {"register": register, "head_of": head_of, "LossConfig": LossConfig,
-         "linear_grpo_loss": linear_grpo_loss}  # fmt: skip
+NAMES = {"pack_traces": pack_traces, "LossConfig": LossConfig, "linear_grpo_loss": linear_grpo_loss}
 
 
 def records():
@@ -28,17 +27,6 @@ def records():
     result and a second turn. The other branch continues with a different result and two more turns.
     """
     return [json.loads(line) for line in RECORDED.read_text().splitlines()]
-
-
-def run_example(module, names):
-    """Run the example in a module's docstring, and return its variables.
-
-    Also check that the example has at most ten lines.
-    """
-    lines = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ")]
-    assert len(lines) <= 10
-    exec(compile("\n".join(lines), module.__name__, "exec"), names)
-    return names
 
 
 def flattened(model, samples, advantages, old):
@@ -62,18 +50,13 @@ def flattened(model, samples, advantages, old):
     return out.loss.detach(), [p.grad.clone() for p in model.parameters()]
 
 
-def close(names, expected):
-    loss, gradients = expected
-    torch.testing.assert_close(names["out"].loss.detach(), loss, rtol=0, atol=1e-5)
-    for found, gradient in zip(names["found"], gradients, strict=True):
-        assert (found - gradient).abs().max() <= 1e-5 * max(1, gradient.abs().max())
-
-
 def test_traces_of_verifiers():
+    """Check the example in the docstring of the module."""
     model, advantages = tiny_model("llama"), [1.0, -1.0, -0.5, 0.5]
-    given = {"model": model, "traces": records(), "advantages": advantages}
-    names = run_example(verifiers_traces, NAMES | given | {"pack_traces": pack_traces})
-    names["found"] = [p.grad.clone() for p in model.parameters()]
+    names = {"model": model, "traces": records(), "advantages": advantages, **NAMES}
+    lines = verifiers_traces.__doc__.splitlines()
+    exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
+    found = [p.grad.clone() for p in model.parameters()]
     pack = names["pack"]
     nodes = [node for record in records() for node in record["nodes"]]
     # A prefix that several branches share must be packed once. The last token of each branch must
@@ -93,7 +76,10 @@ def test_traces_of_verifiers():
                 old += [] if i in shared else node["logprobs"]
             samples.append((ids, mask))
             worth += [advantage] * sum(mask)
-    close(names, flattened(model, samples, torch.tensor(worth), torch.tensor(old)))
+    loss, gradients = flattened(model, samples, torch.tensor(worth), torch.tensor(old))
+    torch.testing.assert_close(names["out"].loss.detach(), loss, rtol=0, atol=1e-5)
+    for mine, gradient in zip(found, gradients, strict=True):
+        assert (mine - gradient).abs().max() <= 1e-5 * max(1, gradient.abs().max())
     with pytest.raises(ValueError, match="advantages: expected 4 numbers, got 2"):
         pack_traces(records(), [1, 2])
 

@@ -14,7 +14,7 @@ cases = importlib.import_module("tests.integrations.trl_cases")
 tools = importlib.import_module("tests.integrations.trl_tools")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 
-PACKED = {"forward": "packed", "loss": "single pass"}
+OURS = {"forward": "packed", "loss": "single pass", "rollouts": "ours"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 CHATS = [{"prompt": [{"role": "user", "content": text}]} for text in cases.prompts(8)]
 ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that lengths differ
@@ -78,14 +78,23 @@ GREEDY_RUNS = [
     {"pad_to_multiple_of": 8, "ends": ENDS},
     {"data": CHATS},
 ]  # fmt: skip
+# With each of these sampling settings only one token is possible. The log-probabilities and the
+# entropy must still be computed over the full vocabulary.
+ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
+SAMPLED = {"generation_kwargs": None, "evaluation": True, "beta": 0.05, "num_iterations": 2}
 
 
-@pytest.mark.parametrize("options", GREEDY_RUNS, ids=lambda x: "-".join(x) or "plain")
-def test_greedy_runs_are_trls(model_path, tmp_path, options):
+@pytest.mark.parametrize(
+    "options",
+    [*GREEDY_RUNS, *({**x, **SAMPLED} for x in ONE_TOKEN)],
+    ids=lambda x: "-".join(x) or "plain",
+)
+def test_runs_without_chance_are_trls(model_path, tmp_path, options):
     given = {**GREEDY, "learning_rate": 0.5, "max_steps": 3, **options}
     theirs, ours = both(model_path, tmp_path, **given)
-    assert ours.fast_path["rollouts"] == "ours", ours.fast_path
+    assert ours.fast_path == OURS
     assert ours.drawn == theirs.drawn
+    assert options in GREEDY_RUNS or theirs.state.log_history[0]["entropy"] > 1
     if options.get("ends") == ENDS:
         assert len({len(ids) for _, found in ours.drawn for ids in found}) > 1
     bars = (0.02, 5e-3) if options.keys() & {"bf16", "dtype"} else (1e-4, 1e-5)
@@ -265,23 +274,4 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, more):
         assert torch.equal(a["completion_ids"], b["completion_ids"])
         assert torch.equal(a["tool_mask"], b["tool_mask"]) and b["tool_mask"].min() == 0
     assert ours.state.log_history[0]["tools/call_frequency"] == 1
-    cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)
-
-
-# With each of these sampling settings only one token is possible, so results do not depend on
-# random numbers.
-ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
-
-
-@pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
-def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, options):
-    """Check that the logs equal TRL's even if truncation leaves the sampler a single token.
-
-    The logps must be computed over the full vocabulary.
-    """
-    more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
-    theirs, ours = both(model_path, tmp_path, evaluation=True, **more, **options)
-    assert ours.fast_path == {**PACKED, "rollouts": "ours"}
-    assert ours.drawn == theirs.drawn
-    assert theirs.state.log_history[0]["entropy"] > 1
     cases.compare_logs(theirs.state.log_history, ours.state.log_history, 1e-4, 1e-5)

@@ -152,29 +152,25 @@ def missing(*_: Any, **__: Any) -> None:
     raise AttributeError("no attribute is_moved")
 
 
-@pytest.mark.parametrize("name", ["forward_reason", "single_pass", "probe"])
-def test_what_raises_an_error_is_trls(model_path, tmp_path, monkeypatch, name):
-    """Check that TRL computes a part of the step if our function for this part raises an error.
-
-    A new release of TRL may cause such an error.
-    """
-    monkeypatch.setattr(options_module, name, missing)
-    ours = compared(model_path, tmp_path)
-    path, reason = ours.fast_path, f"trl {trl.__version__}: AttributeError: no attribute is_moved"
-    if name == "forward_reason":
-        assert path["forward"] == path["loss"] == f"TRL's: {reason}"
-    else:
-        assert path["forward"] == "packed" and path["loss"] == f"TRL's on our logps: {reason}"
+MOVED = "AttributeError: no attribute is_moved"
+# What a new release of TRL may move, and why TRL then computes the forward pass and the loss.
+NEW_RELEASES = {
+    "options.forward_reason": (missing, f"TRL's: trl {trl.__version__}: {MOVED}"),
+    "options.single_pass": (missing, f"TRL's on our logps: trl {trl.__version__}: {MOVED}"),
+    "options.probe": (missing, f"TRL's on our logps: trl {trl.__version__}: {MOVED}"),
+    "head.KERNEL": ("gone", f"TRL's: trl {trl.__version__}: ValueError: trl: expected ['gone'] in"),
+}
 
 
-def test_a_head_that_moved_is_trls(model_path, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(
-        importlib.import_module("grpo_fast.integrations.trl.head"), "KERNEL", "gone"
-    )
-    with caplog.at_level(logging.WARNING):
-        ours = compared(model_path, tmp_path)
-    assert "['gone'] in the fused LM head" in ours.fast_path["forward"]
-    assert "TRL's LM head is used" in caplog.text
+@pytest.mark.parametrize("name", NEW_RELEASES)
+def test_what_a_new_release_moves_is_trls(model_path, tmp_path, monkeypatch, caplog, name):
+    value, reason = NEW_RELEASES[name]
+    monkeypatch.setattr(f"grpo_fast.integrations.trl.{name}", value)
+    path = compared(model_path, tmp_path).fast_path
+    assert path["loss"].startswith(reason)
+    assert ("TRL's LM head is used" in caplog.text) == (name == "head.KERNEL")
+    on_logps = reason.startswith("TRL's on")
+    assert path["forward"] == ("packed" if on_logps else path["loss"])
 
 
 def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path):
@@ -211,15 +207,30 @@ def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied
     assert old_logps <= set(batch["old_per_token_logps"].flatten().tolist())
 
 
-def test_refusals_name_their_option(model_path, tmp_path):
-    prefix = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    for settings, reason in (
-        ({"more": {"peft_config": prefix}}, "peft: prompt learning"),
-        ({"torch_compile": True}, "torch_compile"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-    ):
-        path = build(model_path, tmp_path, **settings).fast_path
-        assert path["forward"].startswith("TRL's: ") and reason in path["forward"], path
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+PREFIX = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+# For each reason why TRL computes the forward pass: the model's family, changes of its config, and
+# options of the trainer. `disable_dropout` of TRL changes only dropout modules.
+REASONS: dict[str, tuple[str, dict, dict]] = {
+    "peft: prompt learning changes the inputs": ("llama", {}, {"more": {"peft_config": PREFIX}}),
+    "torch_compile: our forward is not compiled": ("llama", {}, {"torch_compile": True}),
+    "neftune_noise_alpha: noise is scaled": ("llama", {}, {"neftune_noise_alpha": 5.0}),
+    "attention dropout: LlamaAttention.attention_dropout is 0.1": (
+        "llama", {"attention_dropout": 0.1}, {"disable_dropout": True}),
+    "attention dropout: GPT2Attention.attn_dropout is 0.1": ("gpt2", GPT2, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_options_and_models_that_stay_with_trl(tmp_path, reason):
+    family, changes, options = REASONS[reason]
+    trainer = build(cases.folder(tmp_path / family, family, **changes), tmp_path, **options)
+    assert trainer.fast_path["forward"].startswith(f"TRL's: {reason}"), trainer.fast_path
+
+
+def test_heads_that_stay_with_trl(model_path, tmp_path):
     trainer = build(model_path, tmp_path)
     trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     reason = options_module.forward_reason(trainer, trainer.model)
@@ -227,28 +238,6 @@ def test_refusals_name_their_option(model_path, tmp_path):
     assert options_module.unsuited(trainer, trainer.model) == reason
     trainer.model._tp_size = 2  # transformers sets it for tensor parallelism
     assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
-
-
-def test_attention_dropout_is_trls(tmp_path):
-    """Check that dropout is found in the model's config and in modules.
-
-    `disable_dropout` of TRL sets the rate of dropout modules to 0. It does not change a dropout
-    rate in the model's config.
-    """
-    llama = cases.folder(tmp_path / "llama", attention_dropout=0.1)
-    gpt2 = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2)
-
-    def forward(path: str, disable_dropout: bool) -> str:
-        return build(path, tmp_path, disable_dropout=disable_dropout).fast_path["forward"]
-
-    expected = "TRL's: attention dropout: LlamaAttention.attention_dropout is 0.1"
-    assert forward(llama, True) == expected
-    assert "attn_dropout is 0.1" in forward(gpt2, False) and forward(gpt2, True) == "packed"
-
-
-GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
-NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
@@ -288,28 +277,6 @@ def test_absolute_positions_do_not_count_the_padding(tmp_path, loss_type):
     same_gradients(gradients(ours, batch), expected)
 
 
-def lora(path: str, **options: Any) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    fields = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **options}
-    return peft.get_peft_model(model, peft.LoraConfig(**fields))
-
-
-def test_an_adapter_that_looks_at_the_inputs_uses_trls_forward(model_path, tmp_path):
-    """Check that a model with an aLoRA adapter uses TRL's forward.
-
-    aLoRA starts at a certain token of the prompt, but a packed row may contain several prompts.
-    """
-
-    class Adapted:
-        def __init__(self, **options: Any) -> None:
-            torch.manual_seed(1)
-            model = lora(model_path, alora_invocation_tokens=[12], init_lora_weights=False)
-            super().__init__(**{**options, "model": model})
-
-    trainer = compared(model_path, tmp_path, mixin=Adapted)
-    assert trainer.fast_path["forward"] == "TRL's: peft: the adapter looks at whole inputs"
-
-
 def steer(module: Any, args: Any, output: Any) -> Any:
     """Forward hook that changes only the last token of each row, so packed rows would be wrong."""
     states = (output[0] if isinstance(output, tuple) else output).clone()
@@ -320,6 +287,9 @@ def steer(module: Any, args: Any, output: Any) -> Any:
 DIFFERS = "model_type llama: packed logps differ"
 LATER = "a forward hook was added after the trainer was built"
 COMPILED = "torch_compile: our forward is not compiled"
+# aLoRA starts at a certain token of the prompt, but a packed row may contain several prompts.
+ALORA = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM",
+                        alora_invocation_tokens=[12], init_lora_weights=False)  # fmt: skip
 # Each entry has the expected reason, the time of the change ("before" or "later" than the trainer
 # is built), and a function that changes the model.
 CHANGES: dict[str, tuple[str, str, Any]] = {
@@ -329,6 +299,7 @@ CHANGES: dict[str, tuple[str, str, Any]] = {
     "compiled_later": (COMPILED, "later", lambda m: m.compile(backend="eager")),
     "layers": (COMPILED, "before", lambda m: m.model.layers[0].compile(backend="eager")),
     "wrapped": (COMPILED, "before", lambda m: torch.compile(m, backend="eager")),
+    "alora": ("peft: the adapter looks at", "before", lambda m: peft.get_peft_model(m, ALORA)),
 }
 
 
@@ -339,8 +310,10 @@ def test_a_changed_model_uses_trls_forward(model_path, tmp_path, name):
     class Changed:
         def __init__(self, model: Any, **options: Any) -> None:
             torch._dynamo.reset()
+            torch.manual_seed(1)  # of the adapter
             changed = change(model) if when == "before" else None
-            super().__init__(model=changed if name == "wrapped" else model, **options)
+            is_model = isinstance(changed, torch.nn.Module)
+            super().__init__(model=changed if is_model else model, **options)
             if when == "later":
                 change(self.model)
 

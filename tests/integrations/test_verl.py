@@ -181,14 +181,18 @@ def test_refusals_name_the_option():
         ours.policy_loss("vanilla")(**batch())
 
 
-def test_register_and_undo():
-    before = dict(core.POLICY_LOSS_REGISTRY)
-    with ours.register():
+def test_losses_and_head_of_the_process_are_given_back():
+    functional = importlib.import_module("verl.utils.experimental.torch_functional")
+    theirs, before = functional.FusedLinearForPPO, dict(core.POLICY_LOSS_REGISTRY)
+    with ours.register(), head.use_fast_head() as handle:
+        assert functional.FusedLinearForPPO is head.FastLinearForPPO
         added = core.POLICY_LOSS_REGISTRY.keys() - before.keys()
         assert added == {f"fast_{name}" for name in ours.LOSSES}
         both = core.get_policy_loss_fn("fast_gspo"), ours.policy_loss("gspo")
         assert torch.equal(*(run(loss, batch(), "token-mean", actor())[0] for loss in both))
-    assert before == core.POLICY_LOSS_REGISTRY
+        handle.undo()
+        assert functional.FusedLinearForPPO is theirs
+    assert before == core.POLICY_LOSS_REGISTRY and functional.FusedLinearForPPO is theirs
 
 
 WORKER = """
@@ -207,16 +211,6 @@ def test_plugin_in_a_worker_process():
         capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert result.stdout.split() == [ours.__name__, head.__name__], result.stderr[-2000:]
-
-
-def test_the_head_of_the_process_is_given_back():
-    functional = importlib.import_module("verl.utils.experimental.torch_functional")
-    theirs = functional.FusedLinearForPPO
-    with head.use_fast_head() as handle:
-        assert functional.FusedLinearForPPO is head.FastLinearForPPO
-        handle.undo()
-        assert functional.FusedLinearForPPO is theirs
-    assert functional.FusedLinearForPPO is theirs
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Reward functions with TRL's signatures. `test_reward_functions.py` runs them in two trainers."""
+"""Reward functions with TRL's signatures. `test_reward_functions.py` runs them in two trainers.
 
-import asyncio
+tests/rewards/test_conventions.py tests coroutines, and the types that a function may return.
+"""
+
 import functools
-import re
 
 
 def text_of(completion):
@@ -16,18 +17,8 @@ def every_argument(prompts, completions, completion_ids, answer, level, trainer_
             for p, c, i, a in sizes]  # fmt: skip
 
 
-def from_kwargs(completions, **kwargs):
-    pairs = zip(kwargs["level"], kwargs["answer"], strict=True)
-    return [level + len(gold) for level, gold in pairs]
-
-
 def some_do_not_apply(completions, level, **kwargs):
     return [None if level_ % 2 else 1.0 for level_ in level]
-
-
-async def asynchronous(completions, **kwargs):
-    await asyncio.sleep(0.01)
-    return [len(set(text_of(c))) / 10 for c in completions]
 
 
 class Scaled:
@@ -51,26 +42,6 @@ def _weighted(completions, weight, **kwargs):
 partial = functools.partial(_weighted, weight=0.5)
 
 
-def factory(pattern):
-    def matches(completions, **kwargs):
-        return [bool(re.search(pattern, text_of(c))) for c in completions]
-
-    return matches
-
-
-matches = factory(r"[aeiou]")
-
-
-def array(completions, **kwargs):
-    import numpy
-
-    return numpy.array([len(text_of(c)) for c in completions], dtype=numpy.float32)
-
-
-def generator(completions, **kwargs):
-    return (float(i) for i, _ in enumerate(completions))
-
-
 class FromTheTrainer:
     """Reward that uses the trainer's state.
 
@@ -90,6 +61,5 @@ def last_message(prompts, completions, **kwargs):
 
 
 NAMES = (
-    "every_argument", "from_kwargs", "some_do_not_apply", "asynchronous", "scaled", "partial",
-    "matches", "array", "generator", "FromTheTrainer", "last_message",
+    "every_argument", "some_do_not_apply", "scaled", "partial", "FromTheTrainer", "last_message",
 )  # fmt: skip

@@ -13,7 +13,6 @@ from torch import Tensor, distributed
 from trl import GRPOTrainer
 
 from grpo_fast.integrations.trl import FastGRPOTrainer
-from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
 VOCABULARY = 260
@@ -45,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
                    "num_generations_eval": 2, **MOVING},
 }  # fmt: skip
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
-HEADS = ("fast_head",)
 # Options of the cases in which the trainers sample completions from the model. The case "greedy"
 # compares `GRPOTrainer` with `FastGRPOTrainer`. The case "drawn" samples at random, and compares
 # two runs of `FastGRPOTrainer`.
@@ -149,17 +147,6 @@ def resume(name: str, folder: Path, output: Path) -> Result:
     return {**result, "from_start": gaps}
 
 
-def fast_head(name: str, folder: Path, output: Path) -> Result:
-    """Train with `GRPOTrainer`, once with TRL's head and once with ours, and compare both runs."""
-    options = {"beta": 0.05, **MOVING}
-    theirs = build(GRPOTrainer, folder, output, options)
-    theirs.train()
-    ours = build(GRPOTrainer, folder, output, options)  # only now, because it seeds torch
-    use_fast_head(ours)
-    ours.train()
-    return compared(theirs, ours)
-
-
 class Sampled:
     """Wrapper that puts back a trainer's original sampling function and records its tokens.
 
@@ -195,6 +182,6 @@ def sampled(name: str, folder: Path, output: Path) -> Result:
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
     torch.manual_seed(0)
-    for names, work in ((CASES, run), (RESUMED, resume), (HEADS, fast_head), (SAMPLED, sampled)):
+    for names, work in ((CASES, run), (RESUMED, resume), (SAMPLED, sampled)):
         for name in names:
             yield f"trl-{name}", partial(work, name, folder / "model", folder / name)

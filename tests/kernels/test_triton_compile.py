@@ -35,18 +35,27 @@ MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120":
 # Spilled registers that are accepted, by Triton version, architecture, case and kernel. Triton 3.8
 # spills 13 registers in this kernel, 3.6 and 3.9 spill none. Its code loads them once per tile, and
 # not in the loop over the hidden size. On sm_100, Triton 3.6 spills up to four registers with bias,
-# soft cap and entropies, because a block of rows without a target skips its columns.
+# soft cap and entropies, because a block of rows without a target skips its columns. `kept_rows` is
+# a candidate and not part of the package.
 KNOWN_SPILLS = {
     ("3.8", "sm_90", "linear torch.bfloat16 32000 896", "slice_kernel"): 13,
     ("3.6", "sm_100", "linear torch.bfloat16 32000 896 bce", "slice_kernel"): 4,
     ("3.6", "sm_100", "linear torch.bfloat16 32001 897 bce", "slice_kernel"): 2,
+    (
+        "3.6",
+        "sm_90",
+        "kept KeptRows(block=2048, num_warps=16, kept=16, stages=4, given=True)",
+        "kept_rows_kernel",
+    ): 4,
 }
 
 
 def check(arch: str, version: str, other_triton: str | None = None) -> None:
     report = "-m", "tests.kernels.triton_tools.report", arch
     entries = json.loads(run_python(*report, interpret=False, other_triton=other_triton))
-    assert {e["kernel"] for e in entries} == {f"{name}_kernel" for name in KERNELS.split()}
+    candidates = ["kept_rows"] if arch == "sm_90" else []
+    names = {f"{name}_kernel" for name in (*KERNELS.split(), *candidates)}
+    assert {e["kernel"] for e in entries} == names
     for e in entries:
         where = f"{arch} {e['name']} {e['kernel']}: {e}"
         case = version, arch, e["name"].strip(), e["kernel"]

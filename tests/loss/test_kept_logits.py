@@ -12,11 +12,6 @@ import torch
 from grpo_fast import linear_logps
 from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.head import sources as linear
-from grpo_fast.kernels.head.driver import linear_driver
-from grpo_fast.kernels.head.terms import Known
-from grpo_fast.kernels.route import head_route
-from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from tests.loss_cases import BACKENDS
 
 T, V, H = 96, 41, 16
@@ -95,29 +90,3 @@ def test_weights_changed_before_the_backward_are_refused():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logps.sum().backward()
-
-
-@pytest.mark.parametrize("sets", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_second_gradient_of_one_pass_forms_the_logits_again(backend, sets, monkeypatch):
-    """Check that stored logits are used once, because the first gradient overwrites them."""
-    monkeypatch.setattr(linear, "workspace_bytes", lambda *_: 32 * V * 4)
-    hidden, weight, ids, up = (x.detach() for x in problem())
-    support = None
-    if sets:
-        columns = torch.stack([ids, (ids + 1) % V, (ids + 5) % V], 1).flatten()
-        support = SupportRows(None, None, columns, torch.arange(T + 1) * 3, torch.zeros_like(ids))
-    rows = ActiveRows(T, None, ids, LogitTransform(), None, support=support)
-    tensors = HeadTensors(hidden, weight, None)
-    driver = linear_driver(tensors, rows, head_route(str(backend), weight), needs_d_weight=True)
-    stats = driver.logps(return_entropy=False, stores=True)
-    wanted = Wanted(True, True, False)
-    first, second = (driver.gradients(Known(up[0], None, stats), wanted) for _ in range(2))
-    assert torch.equal(first[0], second[0]) and first[0].abs().sum() > 0
-    torch.testing.assert_close(first[1], second[1], rtol=1e-6, atol=1e-6)
-    hidden.mul_(0.5)  # the next pass must read the new values
-    stats = driver.logps(return_entropy=False, stores=True)
-    changed = driver.gradients(Known(up[0], None, stats), wanted)
-    fresh = linear_driver(tensors, rows, head_route(str(backend), weight), needs_d_weight=True)
-    torch.testing.assert_close(changed, fresh.gradients(Known(up[0], None, stats), wanted))
-    assert not torch.equal(changed[0], first[0])

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 NEGATIVE = {"kind": "reject", "low": 0.5, "high": 2.0, "advantages": "negative"}
 RATIOS = (0.4, 0.8, 6.0, 1.5)
+TINY = (1e-25, 1e-25, 3e-25, 1e-30)
 BOUNDS = (0.1, 0.5, 2.0, 9.0)  # 0.5 and 2 are exactly the bounds of NEGATIVE
 WEIGHTS = [  # corrections, ratios and advantages of four tokens; their weights and clipped share
     ({"kind": "mask", "low": 0.5, "high": 5.0}, RATIOS, [1.0] * 4, [0, 0.8, 0, 1.5], 0.0),
@@ -48,6 +49,11 @@ WEIGHTS = [  # corrections, ratios and advantages of four tokens; their weights 
     (NEGATIVE, BOUNDS, [-1e-30] * 4, [0, 1, 1, 0], 0.0),
     (NEGATIVE, BOUNDS, [1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0], 0.0),
     (NEGATIVE, BOUNDS, [-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1], 0.0),
+    # The squares of these weights underflow in fp32.
+    ({"high": 5.0}, TINY, [1.0] * 4, TINY, 0.0),
+    # A token that the sampler could not score counts as agreeing, as in TRL's get_off_policy_mask.
+    ({"high": 5.0}, (math.nan, 0.8, 6.0, 1.5), [1.0] * 4, [1, 0.8, 5, 1.5], 0.25),
+    (NEGATIVE, (math.nan, 0.4, 1.5, 9.0), [-1.0] * 4, [1, 0, 1, 0], 0.0),
 ]
 
 
@@ -65,46 +71,16 @@ def test_weights_and_metrics_of_corrections(
         loss_type, corrections=corrections, beta=1.0 if loss_type == "kimi" else 0.0
     )
     logps, old = torch.zeros(1, 4, requires_grad=True), torch.full((1, 4), -0.3)
-    given, w = torch.tensor([advantages]), torch.tensor(weights, dtype=torch.float32)
+    given, w = torch.tensor([advantages]), torch.tensor(weights, dtype=torch.float64)
     sampling = torch.tensor([ratios]).log().neg() - 0.3
     out = grpo_fast.grpo_loss(logps, given, config, old_logps=old, sampling_logps=sampling)
     out.loss.backward()
     slope = -given[0] + (0.3 if loss_type == "kimi" else 0.0)
-    torch.testing.assert_close(logps.grad[0], w * slope / 4)
+    torch.testing.assert_close(logps.grad[0].double(), w * slope / 4, rtol=1e-5, atol=0.0)
     names = ("masked", "clipped", "effective_sample_size")
     size = float(w.sum() ** 2 / (4 * w.square().sum())) if w.any() else 0.0
     found = [float(out.metrics[f"sampling/{name}"]) for name in names]
     assert found == pytest.approx([weights.count(0) / 4, clipped, size])
-
-
-def test_tiny_weights_have_an_effective_sample_size():
-    """Check the metric if all weights are so small that their squares underflow in fp32."""
-    config = grpo_fast.LossConfig("reinforce", corrections={"high": 3.0})
-    sampling = torch.tensor([[1e-25, 1e-25, 3e-25, 1e-30]]).log().neg() - 0.3
-    out = grpo_fast.grpo_loss(
-        torch.zeros(1, 4), torch.ones(1), config, old_logps=torch.full((1, 4), -0.3),
-        sampling_logps=sampling,
-    )  # fmt: skip
-    expected = 25 / (4 * 11)
-    found = float(out.metrics["sampling/effective_sample_size"])
-    assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
-    """Check that a token whose sampling_logp is NaN counts as a token whose ratio is 1.
-
-    get_off_policy_mask of TRL 1.16 treats NaN in the same way.
-    """
-    case = make_case(
-        36, sampling=True, **options_for("grpo", corrections=[oracles.off_policy(0.1)])
-    )
-    holed = case.sampling.clone()
-    holed[0, 2] = float("nan")
-    agreeing = case.sampling.clone()
-    agreeing[0, 2] = case.old[0, 2]
-    case = case.with_options(corrections=oracles.WORDS["token_truncate"])
-    a, b = run("logps", case.but(sampling=holed)), run("logps", case.but(sampling=agreeing))
-    assert a.loss == b.loss and torch.equal(a.grads["logps"], b.grads["logps"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -12,12 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 import grpo_fast
 from grpo_fast.examples import capitals
-from tests import oracle_inputs
-from tests.loss_cases import BACKENDS, relative_l2
+from tests.loss_cases import BACKENDS, Case, exact_logps, relative_l2, run, truth
 
 FOLDER = os.environ.get("GRPO_FAST_REAL_MODEL")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="`make test-real` installs the model")
@@ -51,45 +49,31 @@ def real() -> SimpleNamespace:
     return SimpleNamespace(hidden=hidden, weight=model.lm_head.weight.detach(), ids=ids[1:])
 
 
-def cast(real: SimpleNamespace, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the hidden states and the weight as leaf tensors of this dtype that require grad."""
-    hidden = real.hidden.to(dtype, copy=True).requires_grad_()
-    weight = real.weight.to(dtype, copy=True).requires_grad_()
-    return hidden, weight
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_real_head_against_fp64(real, dtype, backend):
-    (hidden, weight), ids = cast(real, dtype), real.ids
-    logits = hidden.detach().double() @ weight.detach().double().T
-    exact, entropy64 = oracle_inputs.logps_and_entropy(logits, ids)
-    logps, entropy = grpo_fast.linear_logps(
-        hidden, weight, ids, return_entropy=True, backend=backend
-    )
-    plain = (hidden.detach() @ weight.detach().T).float().log_softmax(-1)
-    plain = plain.gather(1, ids[:, None])[:, 0]
-    error = float((logps.detach().double() - exact).abs().max())
-    error_of_torch = float((plain.double() - exact).abs().max())
+    hidden, weight, ids = real.hidden.to(dtype), real.weight.to(dtype), real.ids
+    noise, shape = torch.Generator().manual_seed(9), (1, len(ids))
+    case = Case(
+        hidden[None], weight, None, ids[None], torch.ones(shape, dtype=torch.bool),
+        torch.randn(shape, generator=noise), None, None, options={"loss_type": "dapo"},
+    )  # fmt: skip
+    exact, entropy64 = exact_logps(case)
+    leaves = [x.clone().requires_grad_() for x in (case.hidden, weight)]
+    found = grpo_fast.linear_logps(*leaves, case.ids, return_entropy=True, backend=backend)
+    logps, entropy = (x.detach() for x in found)
+    plain = (hidden @ weight.T).float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    error, error_of_torch = (float((x.double() - exact).abs().max()) for x in (logps, plain))
     print(f"largest error in nats: {error:.1e}, of torch {error_of_torch:.1e}")
     assert error <= min(LOGPS_BAR, 2 * error_of_torch)
-    assert (entropy.detach().double() - entropy64).abs().max() <= LOGPS_BAR
+    assert (entropy.double() - entropy64).abs().max() <= LOGPS_BAR
     # Keep the ratios away from the clip bounds, where rounding could choose a different branch.
-    noise, rows = torch.Generator().manual_seed(9), len(ids)
-    old = (logps.detach() - 0.11 * torch.randn(rows, generator=noise).clamp(-1, 1)).clamp(max=0)
-    advantages = torch.randn(rows, generator=noise)
-    out = grpo_fast.linear_grpo_loss(
-        hidden, weight, ids, advantages, grpo_fast.LossConfig("dapo"), old_logps=old,
-        cu_seqlens=torch.tensor([0, rows], dtype=torch.int32), backend=backend,
-    )  # fmt: skip
-    out.loss.backward()
-    exact = oracle_inputs.oracle_from_hidden(
-        hidden.detach()[None], weight.detach(), ids[None], advantages[None], {"loss_type": "dapo"},
-        mask=torch.ones(1, rows, dtype=torch.bool), old=old[None],
-    )  # fmt: skip
+    apart = 0.11 * torch.randn(shape, generator=noise).clamp(-1, 1)
+    case = case.but(old=(logps - apart).clamp(max=0))
+    result, true = run("linear", case, backend=backend), truth("linear", case)
     errors = {
-        "hidden": relative_l2(hidden.grad, exact.hidden_grad[0]),
-        "weight": relative_l2(weight.grad, exact.weight_grad),
+        name: relative_l2(grad, getattr(true, f"{name}_grad"))
+        for name, grad in result.grads.items()
     }
     print("relative errors:", {name: f"{error:.1e}" for name, error in errors.items()})
     assert max(errors.values()) <= GRADIENT_BAR[dtype], errors

@@ -25,7 +25,7 @@ from tests import loss_cases, oracles
 from tests.loss_cases import (
     IS_INTERPRETER,
     LAYOUTS,
-    LOSS_LEVELS,
+    LEAVES_AND_LEVELS,
     Case,
     Result,
     call,
@@ -313,9 +313,6 @@ COLLECTIVES += ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_o
 
 
 # ---- Calls with invalid arguments on ranks that share a head. All ranks must raise the same error
-NAN = float("nan")
-
-
 def plain_call(world: World, **changes: Any) -> Any:
     case = make_case(14, **options_for("grpo"))
     plain = {"group": distributed.group.WORLD, "old_logps": None, "backend": "auto"}
@@ -423,7 +420,7 @@ def cases_in_fp64() -> dict[str, Compared]:
         **{f"dtensor-{n}-{name}": partial(of_dtensors, vocabulary=n, by_mesh=name == "mesh")
            for n in (3, 61) for name in ("group", "mesh")},
     }  # fmt: skip
-    for (loss_type, level), layout in zip(LOSS_LEVELS, itertools.cycle(LAYOUTS)):  # noqa: B905
+    for (loss_type, level), layout in zip(LEAVES_AND_LEVELS, itertools.cycle(LAYOUTS)):  # noqa: B905
         case = every_loss(loss_type, level, DOUBLE)
         found[f"loss-{loss_type}-{level}-{layout}"] = partial(as_one, case=case, layout=layout)
     return found

@@ -13,11 +13,10 @@ compile. The bugs are defined in csrc.py, gpu.py and head.py.
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
+import contextlib
 import importlib.util
-import multiprocessing
 import os
+import queue
 import shlex
 import shutil
 import signal
@@ -25,8 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +33,6 @@ from tests.mutation.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
-# These modules take seconds to import. One process imports them, and forks for every run of pytest,
-# so that each run starts quickly.
-PRELOADED = "pytest hypothesis torch torch._dynamo numpy pydantic transformers".split()
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 600
 
@@ -52,12 +47,6 @@ class Plant(NamedTuple):
     old: str
     new: str
 
-    @property
-    def engine(self) -> str:
-        """Name of the backend that the suite tests: "csrc", "triton" or "torch"."""
-        first = self.suite.partition("_")[0]
-        return first if first in ("csrc", "triton") else "torch"
-
 
 def all_plants() -> list[Plant]:
     """Return the bugs of csrc.py, gpu.py and head.py in one list."""
@@ -71,25 +60,17 @@ def problems(plants: list[Plant]) -> list[str]:
     return [f"{p.name}: {p.old!r} occurs {n} times in {p.file}" for p, n in counts if n != 1]
 
 
-def set_environment(engine: str, cache: Path) -> None:
-    """Set the environment for the tests of a backend, without the caller's settings."""
-    ours = ("GRPO_FAST_", "PYTEST_", "TRITON_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
-    for key in [key for key in os.environ if key.startswith(ours)]:
-        del os.environ[key]
-    os.environ |= {"GRPO_FAST_CACHE": str(cache), "PYTHONPYCACHEPREFIX": str(cache / "pycache"),
-                   "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
-    if engine != "csrc":
-        os.environ["GRPO_FAST_DISABLE_CSRC"] = "1"
-    if engine == "triton":
-        os.environ["TRITON_INTERPRET"] = "1"
+def engine_of(suite: str) -> str:
+    """Return the backend that a suite tests: "csrc", "triton" or "torch"."""
+    first = suite.partition("_")[0]
+    return first if first in ("csrc", "triton") else "torch"
 
 
 class Copy:
     """A copy of the repository, in which one bug at a time is planted and tested."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.log = folder.with_suffix(".log")
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self.cache = folder, cache
         self.writes = 0
         for name in COPIED:
             source = ROOT / name
@@ -110,44 +91,47 @@ class Copy:
         self.writes += 1
         os.utime(path, (self.writes, self.writes))
 
-    def start(self, suite: str) -> int:
-        """Run a suite in a forked process, and return its process id."""
-        child = os.fork()
-        if child:
-            return child
-        os.setsid()  # a timeout must also end the tests' processes
-        signal.alarm(TIMEOUT_S)
-        handle = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-        # In this process and its children, import the tests and the package from the copy instead
-        # of the original repository.
-        os.chdir(self.folder)
-        folders = [str(self.folder), str(self.folder / "tests")]
-        sys.path[:] = folders + [path for path in sys.path if path not in ("", str(ROOT))]
-        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-            del sys.modules[name]
-        import pytest
+    def environment(self, engine: str) -> dict[str, str]:
+        """Return the environment for the tests of a backend, without the caller's settings.
 
-        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
-        status = int(pytest.main([*options, *shlex.split(SUITES[suite])]))
-        sys.stdout.flush()
-        os._exit(status)
-
-    def outcome(self, status: int) -> tuple[str, str]:
-        """Return "killed", "SURVIVED" or "ERROR" for an exit status, and the reason.
-
-        "killed" means that the tests detected the bug. The reason is then the first failed test.
+        The tests and the package are imported from the copy instead of the original repository.
         """
-        printed = self.log.read_text(encoding="utf-8", errors="replace")
+        ours = ("GRPO_FAST_", "PYTEST_", "TRITON_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
+        found = {key: x for key, x in os.environ.items() if not key.startswith(ours)}
+        found |= {"GRPO_FAST_CACHE": str(self.cache), "OPENBLAS_NUM_THREADS": "1",
+                  "PYTHONPATH": str(self.folder)}  # fmt: skip
+        if engine != "csrc":
+            found["GRPO_FAST_DISABLE_CSRC"] = "1"
+        if engine == "triton":
+            found["TRITON_INTERPRET"] = "1"
+        return found
+
+    def outcome(self, suite: str) -> tuple[str, str]:
+        """Run a suite, and return "passed", "killed" or "ERROR", and the reason.
+
+        "killed" means that a test failed. The reason is then the first failed test.
+        """
+        options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
+        log = self.folder.with_suffix(".log")
+        with log.open("w") as file:
+            tests = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *shlex.split(SUITES[suite])],
+                cwd=self.folder, env=self.environment(engine_of(suite)), stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = tests.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                return "ERROR", f"the tests took longer than {TIMEOUT_S} s"
+            finally:  # also end the processes that the tests started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(tests.pid, signal.SIGKILL)
+        printed = log.read_text(encoding="utf-8", errors="replace")
         failed = [line for line in printed.splitlines() if line.startswith("FAILED ")]
         if "the compiler failed with status" in printed:
             return "ERROR", "the C++ sources do not compile"
         if status == 0:
-            return "SURVIVED", ""
-        if status == -signal.SIGALRM:
-            return "ERROR", f"the tests took longer than {TIMEOUT_S} s"
+            return "passed", ""
         if status < 0:
             return "killed", f"the tests crashed with signal {-status}"
         if status == 1 and failed:
@@ -155,50 +139,31 @@ class Copy:
         return "ERROR", f"pytest ended with {status}: {printed.strip()[-400:]}"
 
 
-def run(copies: list[Copy], tasks: list[Plant | str]) -> list[tuple[Plant | str, str]]:
-    """Test every bug, or every suite without a bug, and return the tasks with their outcomes."""
-    waiting = deque(tasks)
-    free = list(copies)
-    running = {}
-    found = []
-    while waiting or running:
-        while waiting and free:
-            copy, task = free.pop(), waiting.popleft()
-            if isinstance(task, Plant):
-                copy.write(task.file, (ROOT / task.file).read_text().replace(task.old, task.new))
-            suite = task.suite if isinstance(task, Plant) else task
-            running[copy.start(suite)] = copy, task, time.monotonic()
-        child, status = os.wait()
-        copy, task, begin = running.pop(child)
-        try:
-            os.killpg(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        outcome, detail = copy.outcome(os.waitstatus_to_exitcode(status))
-        if isinstance(task, Plant):
-            copy.write(task.file, (ROOT / task.file).read_text())
-            name, reason = task.name, f"  ({task.why})" if outcome != "killed" else ""
-        else:
-            name, reason = f"unchanged: {task}", ""
-            outcome = "passed" if outcome == "SURVIVED" else "ERROR"
-        print(
-            f"{outcome:9} {time.monotonic() - begin:6.1f} s  {name:34} {detail}{reason}", flush=True
-        )
-        free.append(copy)
-        found.append((task, outcome))
-    return found
-
-
 def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
-    """Test the bugs of one backend in this process, and return their outcomes."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.freeze()  # makes the garbage collection of pytest skip torch's objects
-    copies = [Copy(folder / f"copy-{plants[0].engine}-{job}") for job in range(jobs)]
-    unchanged = run(copies, list(dict.fromkeys(plant.suite for plant in plants)))
-    if any(outcome != "passed" for _, outcome in unchanged):
-        return ["ERROR"]
-    return [outcome for _, outcome in run(copies, list(plants))]
+    """Test every suite without a bug, then every bug, and return the outcomes of the bugs."""
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for job in range(jobs):
+        copies.put(Copy(folder / f"copy-{job}", folder / "cache"))
+
+    def test(task: Plant | str) -> str:
+        copy, begin = copies.get(), time.monotonic()
+        if isinstance(task, str):
+            name, (outcome, detail) = f"unchanged: {task}", copy.outcome(task)
+            outcome = "ERROR" if outcome == "killed" else outcome
+        else:
+            text = (ROOT / task.file).read_text()
+            copy.write(task.file, text.replace(task.old, task.new))
+            name, (outcome, detail) = task.name, copy.outcome(task.suite)
+            copy.write(task.file, text)
+            outcome = "SURVIVED" if outcome == "passed" else outcome
+            detail += "" if outcome == "killed" else f"  ({task.why})"
+        copies.put(copy)
+        print(f"{outcome:9} {time.monotonic() - begin:6.1f} s  {name:34} {detail}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(jobs) as pool:
+        unchanged = list(pool.map(test, dict.fromkeys(plant.suite for plant in plants)))
+        return ["ERROR"] if "ERROR" in unchanged else list(pool.map(test, plants))
 
 
 def missing(engine: str) -> str:
@@ -223,25 +188,6 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def judge_by_engine(plants: list[Plant], jobs: int) -> list[str]:
-    """Test all bugs with a separate process for each backend, and return their outcomes.
-
-    Separate processes are needed, because Triton reads TRITON_INTERPRET when it is imported.
-    """
-    outcomes = []
-    with tempfile.TemporaryDirectory(prefix="grpo_fast_mutation_") as name:
-        for engine in dict.fromkeys(plant.engine for plant in plants):
-            set_environment(engine, Path(name) / "cache")
-            reason = missing(engine)
-            if reason:
-                print(f"left out: every bug of {engine}: {reason}")
-                continue
-            chosen = [plant for plant in plants if plant.engine == engine]
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                outcomes += pool.submit(judge, chosen, jobs, Path(name)).result()
-    return outcomes
-
-
 def main() -> int:
     chosen = options()
     wrong, starts = problems(all_plants()), tuple(chosen.only or [""])
@@ -257,7 +203,12 @@ def main() -> int:
         return 2
     if chosen.list:
         return 0
-    outcomes = judge_by_engine(plants, chosen.jobs)
+    for engine in dict.fromkeys(engine_of(plant.suite) for plant in plants):
+        if reason := missing(engine):
+            print(f"left out: every bug of {engine}: {reason}")
+            plants = [plant for plant in plants if engine_of(plant.suite) != engine]
+    with tempfile.TemporaryDirectory(prefix="grpo_fast_mutation_") as name:
+        outcomes = judge(plants, chosen.jobs, Path(name))
     killed, errors = outcomes.count("killed"), outcomes.count("ERROR")
     share = killed / max(len(outcomes), 1)
     print(f"{len(outcomes)} bugs: {killed} killed ({share:.1%}), "
@@ -268,5 +219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Processes of multiprocessing can import this module by its name only.
-    sys.exit(importlib.import_module("tests.mutation.__main__").main())
+    sys.exit(main())

@@ -43,14 +43,12 @@ PLANTS = {
     "grpo_fast/kernels/gpu/rows.py": [
         ("triton-loss-stride", "triton_stride", "a program computes only the first of its rows",
          "range(tl.program_id(0), n_rows, tl.num_programs(0))", "range(tl.program_id(0), n_rows, n_rows)"),
-        ("triton-support-ragged", "triton_support", "the target of a row is counted from the start of the first row",
+        ("triton-support-ragged", "triton_support_public", "the target of a row is counted from the start of the first row",
          "out_ptr + first_out, tl.load(target_ptr + row), lse", "out_ptr + first_out, tl.load(target_ptr + row) + first, lse"),
     ],
     "grpo_fast/kernels/gpu/support.py": [
         ("beyond-hidden", "triton_range", "a row of hidden with a large stride is read from a wrong address",
          "cols.to(tl.int64) * stride, mask", "cols * stride, mask"),
-        ("triton-support-target", "triton_support", "the target counts twice",
-         'z = tl.where(inside & ~is_target, z, float("-inf"))', 'z = tl.where(inside, z, float("-inf"))'),
         ("triton-support-padding", "triton_support", "elements after the last id of a row are summed",
          'z = tl.where(inside & ~is_target, z, float("-inf"))', 'z = tl.where(~is_target, z, float("-inf"))'),
         ("triton-support-shrink", "triton_support", "the slope of a tile keeps an old maximum",
@@ -59,8 +57,6 @@ PLANTS = {
          "exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale\n    # 5. Compute the statistics of the row.", "exp_z_sum = exp_z_sum * rescale\n    # 5. Compute the statistics of the row."),
         ("triton-support-normaliser", "triton_support", "the slope of the other ids uses the maximum that includes the target",
          "d -= exp_fp32(row_max - lse) * others", "d -= exp_fp32(new_max - lse) * others"),
-        ("triton-sums-ends", "triton_support", "an id gets the sum of the next one",
-         "torch.searchsorted(ids, ends)", "torch.searchsorted(ids, ends, right=True)"),
     ],
     "grpo_fast/kernels/gpu/target_rows.py": [
         ("triton-targets-first", "triton_gradients", "every occurrence of an id adds the remainder of its run",

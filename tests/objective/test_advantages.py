@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_fast import group_advantages
-from grpo_fast.objective.gae import gae, lam_by_length
+from grpo_fast.objective.gae import gae
 from tests.pairs import pairs
 
 WITHOUT_GROUPS = ("rewards", "baseline")
@@ -249,13 +249,6 @@ def test_gdpo():
     assert torch.equal(same, torch.zeros(6))
     lost = group_advantages(torch.full((2, 6), math.nan), "gdpo", group_size=3)
     assert torch.equal(lost, torch.zeros(6))
-
-
-def test_lambda_by_length():
-    torch.testing.assert_close(
-        lam_by_length(torch.tensor([0, 1, 10, 1000]), 0.05).float(),
-        torch.tensor([0.0, 0.0, 0.0, 0.98]),
-    )
 
 
 ROWS = {"rewards": torch.ones(2, 6), "values": torch.ones(2, 6)}

@@ -165,21 +165,35 @@ def test_16_bits(how, monkeypatch):
         torch.testing.assert_close(one.logps, expected, rtol=0, atol=0.25)
 
 
-def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
-    """Check that transformers' `generate` is used if our decoding loop computes wrong logits.
+def halves_logits(monkeypatch):
+    original = Head.logits_of
+    monkeypatch.setattr(Head, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
+
+
+def refuses_a_layer(monkeypatch):
+    def refuses(*_, **__):
+        raise ValueError("s_aux: not supported by packed attention")
+
+    monkeypatch.setattr("grpo_fast.rollout.own.cache.packed_attention", refuses)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(halves_logits, "differs by"), (refuses_a_layer, "s_aux: not supported")]
+)
+def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog, fault, reason):
+    """Check that transformers' `generate` is used if our decoding loop fails or is wrong.
 
     The reason must be logged once.
     """
     policy = policy_of("llama", seed=3)
-    original = Head.logits_of
-    monkeypatch.setattr(Head, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
+    fault(monkeypatch)
     sampling = Sampling(max_new_tokens=4)
     with caplog.at_level(logging.WARNING, logger="grpo_fast.rollout.own.engine"):
         first = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
         again = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
-    assert [one.ids for one in first] == [one.ids for one in again]
+    assert len(first) == 6 and [one.ids for one in first] == [one.ids for one in again]
     (message,) = caplog.messages
-    assert "rollouts do not use our loop" in message and "differs by" in message
+    assert "rollouts do not use our loop" in message and reason in message
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -203,18 +217,6 @@ def test_the_comparison_of_a_model_ignores_eos(seed, monkeypatch):
     del hf._differences[policy.lm]
     with policy.generation():
         assert hf.difference_of(policy, hf.LOOP) is not None
-
-
-def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
-    policy = policy_of("llama", seed=4)
-
-    def refuses(*_, **__):
-        raise ValueError("s_aux: not supported by packed attention")
-
-    monkeypatch.setattr("grpo_fast.rollout.own.cache.packed_attention", refuses)
-    engine = hf.TransformersEngine(policy)
-    found = engine.generate(PROMPTS, Sampling(max_new_tokens=4), group_size=2, seed=0)
-    assert len(found) == 6 and "s_aux: not supported" in caplog.text
 
 
 def test_nan_logits_are_refused(policy, monkeypatch):

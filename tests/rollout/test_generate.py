@@ -123,8 +123,10 @@ def test_a_callers_autocast_keeps_its_gradients(tokenizer, dtype):
         ({"prompts": [[1, -1]]}, "prompts: expected .*-1"),
         ({"prompts": [[1, 10**6]]}, "prompts: expected token ids"),
         ({"prompts": [[]]}, "prompts: expected at least one token"),
+        *[({"places": x}, "places: expected 2 increasing indices from 0")
+          for x in ([0], [1, 0], [0, 0], [-1, 0])],
     ],
-)
+)  # fmt: skip
 def test_refusals(tokenizer, changes, message):
     given = {"prompts": PROMPTS, "tokenizer": tokenizer, **changes}
     with pytest.raises(ValueError, match=message):
@@ -206,12 +208,6 @@ def test_shares_of_a_batch_sample_what_the_whole_does(policy):
         found.append(share.completion_ids)
     (a, b, e, f), (c, d) = found
     assert [a, b, c, d, e, f] == whole.completion_ids
-
-
-@pytest.mark.parametrize("places", [[0], [1, 0, 2], [0, 0, 1], [-1, 0, 1]])
-def test_places_that_do_not_fit_are_refused(policy, places):
-    with pytest.raises(ValueError, match="places: expected 3 increasing indices from 0"):
-        rollouts.generate(policy, THREE, Sampling(), group_size=1, seed=0, places=places)
 
 
 def test_a_rollout_carries_what_the_engine_said(policy):

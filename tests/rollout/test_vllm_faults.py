@@ -116,10 +116,6 @@ def slowly(text: bytes) -> Raw:
     return raw(*(text[at : at + 1] for at in range(len(text))), seconds=0.05)
 
 
-def lora(**limits: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found["vllm_config"].update(lora_config=limits)
-
-
 def probed(logp: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a function that replaces the last row of log-probabilities of a prompt's tokens."""
     row = logp if logp is None else {"3": {"logprob": logp}}
@@ -154,9 +150,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a weight_info of 500": ("/weight_info", 500),
     "logprobs_mode of control characters": (INFO, answer(CONTROL)),
     "no account of the model": ("/collective_rpc", answer({"results": []})),
-    "lora_config {}": (INFO, lora()),
-    "max_lora_rank '8'": (INFO, lora(max_lora_rank="8", target_modules=None)),
-    "target_modules 1": (INFO, lora(max_lora_rank=8, target_modules=1)),
     "a probe with a row null": ("probe", probed(None)),
     "a probe with a row of NaN": ("probe", probed(float("nan"))),
 }

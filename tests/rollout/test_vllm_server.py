@@ -168,15 +168,6 @@ def test_a_server_that_hangs(policy, server, engine):
     server.ended.set()
 
 
-def test_a_server_that_restarted_between_two_steps(policy, server, engine, caplog):
-    server.stop()
-    server.start()
-    spoil(policy)
-    engine.update(policy, 1)
-    assert difference(policy, generate(policy, engine)) < 1e-5
-    assert server.calls[JOIN] == 2 and not caplog.text
-
-
 def test_a_server_that_stays_away(policy, server):
     engine = engine_of(policy, server, version=0, patience=0.2)
     server.stop()
@@ -188,9 +179,17 @@ def test_a_server_that_stays_away(policy, server):
     assert len(generate(policy, engine).texts) == 12
 
 
-@pytest.mark.parametrize("path", [GENERATE, UPDATE, FINISH, "/weight_info"])
-def test_a_call_that_fails_is_repeated(policy, server, path):
-    server.faults[path] = [500]
+def aborted(answer):
+    answer["choices"][0] |= {"finish_reason": "abort", "token_ids": [], "logprobs": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [(GENERATE, 500), (GENERATE, aborted), (UPDATE, 500), (FINISH, 500), ("/weight_info", 500)],
+    ids=["sample", "aborted", "update", "finish", "check"],
+)
+def test_a_call_that_fails_is_repeated(policy, server, path, fault):
+    server.faults[path] = [fault]
     engine = engine_of(policy, server, version=0)
     engine.update(policy, 1)
     assert difference(policy, generate(policy, engine)) < 1e-5
@@ -235,14 +234,6 @@ def test_completions_by_other_weights_are_refused(policy, server, caplog):
     with pytest.raises(ServerError, match=r"prompts have no completions after 3 tries"):
         generate(policy, engine)
     assert isinstance(engine.servers[0].error, StaleWeights)
-
-
-def test_a_completion_that_the_server_aborted_is_requested_again(policy, server, engine):
-    def aborted(answer):
-        answer["choices"][0] |= {"finish_reason": "abort", "token_ids": [], "logprobs": None}
-
-    server.faults[GENERATE] = [aborted]
-    assert len(generate(policy, engine).texts) == 12
 
 
 @pytest.mark.parametrize("last", [START, UPDATE, FINISH])

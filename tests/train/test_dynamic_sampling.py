@@ -95,14 +95,6 @@ def test_what_becomes_of_each_group():
         assert is_used.nonzero()[:, 0].tolist() == used and count == filled
 
 
-def test_without_it_nothing_is_dropped(asked):
-    queue = queue_of(9)
-    found = collected(queue, by_table({}), configured())
-    assert asked == [(["p0", "p1", "p2"], (0, 1))] and queue.consumed == 3
-    assert found.prompts == ["p0", "p0", "p1", "p1", "p2", "p2"]
-    assert not any(name.startswith(("dynamic", "prompts")) for name in found.metrics)
-
-
 def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     table = {"p1": (0, 1), "p4": (1, 0), "p5": (0, 3)}
     queue = queue_of(9)

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import statistics
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +16,15 @@ from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward, scorer_for
 from grpo_fast.train.config import DataConfig, EvalConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.evaluation.command import Source, read_settings, run_eval
-from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
+from grpo_fast.train.evaluation.evaluate import (
+    evaluate,
+    find_model,
+    majority,
+    mean_and_error,
+    pass_at_k,
+    read_settings,
+    run_eval,
+)
 from grpo_fast.train.evaluation.questions import SHOWN_PROMPT, asking_lines, data_lines
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
@@ -57,7 +63,7 @@ def examples(*answers):
 def test_greedy_strict_and_lenient(evaluated):
     replies = {"q0": ["#### 1"], "q1": ["it is 2"], "q2": ["#### 9"], "q3": ["?"]}
     questions = examples("1", "2", "3", "4")
-    metrics = evaluated(replies, questions, EvalConfig(batch_size=3)).metrics
+    metrics, _ = evaluated(replies, questions, EvalConfig(batch_size=3))
     assert metrics["eval_accuracy_strict"] == 0.25 and metrics["eval_accuracy_lenient"] == 0.5
     assert metrics["eval_accuracy_strict_se"] == pytest.approx(statistics.stdev([1, 0, 0, 0]) / 2)
     assert metrics["eval_reward"] == 1.0
@@ -69,7 +75,7 @@ def test_greedy_strict_and_lenient(evaluated):
 
 def test_the_first_sample_is_shown_with_its_verdict(evaluated):
     def line(reply, answer):
-        return evaluated({"q0": [reply]}, examples(answer), EvalConfig()).lines[1]
+        return evaluated({"q0": [reply]}, examples(answer), EvalConfig())[1]
 
     assert line("It is 5", "5") == (
         "first sample: 'It is 5'; strict: no answer, wrong; lenient: '5', right; gold: '5'"
@@ -80,10 +86,8 @@ def test_the_first_sample_is_shown_with_its_verdict(evaluated):
 def test_sampled_standard_error_is_over_questions(evaluated):
     replies = {"q0": ["#### 1"] * 4, "q1": ["#### 2", "it is 2", "#### 2", "no"], "q2": ["x"] * 4}
     options = EvalConfig(samples=4, temperature=0.7, k=[1, 2, 4], batch_size=8)
-    result = evaluated(replies, examples("1", "2", "3"), options, seed=3)
-    metrics = result.metrics
+    metrics, _ = evaluated(replies, examples("1", "2", "3"), options, seed=3)
     rates = [1.0, 0.5, 0.0]
-    assert result.per_question["accuracy_strict"] == rates
     assert metrics["eval_accuracy_strict"] == metrics["eval_pass@1"] == 0.5
     error = statistics.stdev(rates) / math.sqrt(3)
     assert metrics["eval_accuracy_strict_se"] == pytest.approx(error)
@@ -116,10 +120,10 @@ def test_maj_at_k_averages_over_blocks_of_k_samples(evaluated):
     said = {"q0": [1, "1.0", 1, 9, 9], "q1": [9, 1, "1.0", 9, 1]}  # 1 and 1.0 are one answer
     replies = {question: [f"#### {x}" for x in answers] for question, answers in said.items()}
     options = EvalConfig(samples=5, temperature=1.0, k=[2, 3, 4, 5])
-    found = evaluated(replies, examples("1", "1"), options).per_question
-    assert found["maj@2"] == [1.0, 0.5]  # blocks (1 1) (1 9) and (9 1) (1 9)
-    assert found["maj@3"] == found["maj@5_lenient"] == [1.0, 1.0]
-    assert found["maj@4"] == [1.0, 0.0]  # the block (9 1 1 9) is a tie, which 9 wins
+    found, _ = evaluated(replies, examples("1", "1"), options)
+    assert found["eval_maj@2"] == 0.75  # blocks (1 1) (1 9) and (9 1) (1 9): 1 and 0.5
+    assert found["eval_maj@3"] == found["eval_maj@5_lenient"] == 1.0
+    assert found["eval_maj@4"] == 0.5  # the block (9 1 1 9) is a tie, which 9 wins
 
 
 def test_lost_rewards_do_not_count_in_the_mean_and_its_error(evaluated):
@@ -129,7 +133,7 @@ def test_lost_rewards_do_not_count_in_the_mean_and_its_error(evaluated):
     replies = {"q0": ["bad", "bad"], "q1": ["bad", "ok"], "q2": ["ok", "ok"]}
     rewards = RewardSet([WeightedReward("f", 1.0, touchy)], max_failures=1.0)
     options = EvalConfig(samples=2, temperature=1.0)
-    metrics = evaluated(replies, examples("1", "2", "3"), options, rewards).metrics
+    metrics, _ = evaluated(replies, examples("1", "2", "3"), options, rewards)
     assert metrics["eval_reward"] == 1.0 and metrics["eval_reward_se"] == 0.0
     assert mean_and_error([2.0, 4.0]) == (3.0, 1.0)
     assert mean_and_error([2.0])[0] == 2.0 and math.isnan(mean_and_error([2.0])[1])
@@ -199,7 +203,7 @@ def test_a_setting_counts_before_the_recipe(model, recipe, asked):
 def settings_of(*words, recipe=None):
     """Return the configuration for evaluating a model that is not a run's folder."""
     named = [] if recipe is None else [f"recipe={recipe}"]
-    return read_settings(Source("m", "m", None), [*words, *named], False)[1]
+    return read_settings("m", [*words, *named], False)[1]
 
 
 def test_chat_is_switched_off_by_a_setting():
@@ -233,30 +237,18 @@ def test_a_setting_does_not_name_the_model(word):
 def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
     save_config(load_recipe("sort"), tmp_path / "config.yaml")
     with pytest.raises(ValueError, match="model: expected a model, or a run that has ended and"):
-        Source.of(str(tmp_path))
+        find_model(str(tmp_path))
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="no model in .*; `grpo-fast export .* OUT` writes"):
-        Source.of(str(tmp_path))
+        find_model(str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "config.yaml").write_text("kl: {into: reward}")
     with pytest.raises(ValueError, match="kl: unknown key") as error:
-        Source.of(str(tmp_path))
+        find_model(str(tmp_path))
     assert "another version of grpo_fast" in error.value.__notes__[0]
     (tmp_path / "model").rmdir()
     (tmp_path / "config.json").write_text("{}")  # now it is a model's folder
-    assert Source.of(str(tmp_path)).run is None
-
-
-def test_a_recipes_code_needs_leave(model, recipe, tmp_path, monkeypatch):
-    code = "def score(prompts, completions, answers):\n    return [0.25] * len(prompts)\n"
-    (tmp_path / "planted_eval.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["eval", model, f"recipe={recipe}", "samples=1"]
-    text = Path(recipe).read_text()
-    Path(recipe).write_text(text.replace("gsm8k_format", "'planted_eval:score'"))
-    assert refused(invoke(*words), "planted_eval:score", "own.yaml", "--allow-code")
-    assert "rewards/score                 0.2500" in invoke(*words, "--allow-code").output
-    assert refused(invoke("eval", model, "recipe=gsm8k-tinny"), "gsm8k-tinny", "nearest")
+    assert find_model(str(tmp_path))[1] is None
 
 
 def test_results_are_written_and_one_model_is_evaluated(model, recipe, tmp_path):
@@ -311,15 +303,14 @@ def test_the_template_is_used_where_the_tokenizer_has_one(models, questions, spi
     assert "as plain text, although the model has a chat template (chat=true" in line
 
 
-def test_an_evaluation_says_how_it_asked_its_speed_and_a_sample(models, questions):
+def test_an_evaluation_says_how_it_asked_and_shows_a_sample(models, questions):
     result = invoke("eval", models[1], f"data={questions}", "task=jsonl", "max_new_tokens=4")
     lines = result.output.splitlines()
     assert lines[0] == f"{models[1]}:" and lines[1].startswith("questions are asked through ")
     assert lines[2:4] == ["  | [user] 0+2?", "  | [assistant]"]
-    assert " tokens in " in lines[4] and lines[4].endswith("tokens/s")
-    assert "first sample: " in lines[5] and lines[5].endswith("; gold: '2'")
-    assert "; strict: " in lines[5] and lines[5].count(", wrong; ") == 2
-    assert lines[6].startswith("greedy (n=4") and " ± " in result.output
+    assert "first sample: " in lines[4] and lines[4].endswith("; gold: '2'")
+    assert "; strict: " in lines[4] and lines[4].count(", wrong; ") == 2
+    assert lines[5].startswith("greedy (n=4") and " ± " in result.output
 
 
 def test_training_asks_as_an_evaluation_does(models, questions, tmp_path, spied):

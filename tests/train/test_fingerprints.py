@@ -67,8 +67,7 @@ CHANGES = {
 def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
     """Check that a run is not resumed if a data, reward or model file has changed.
 
-    The message must name the changed file. If `resume_allow` contains the kind of the file, the run
-    is resumed.
+    The message must name the changed file.
     """
     folder = tmp_path / "run"
     run(folder, *words, recipe="gsm8k-smollm2-1.7b")
@@ -78,20 +77,14 @@ def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
         files = {p: p.read_bytes() for p in tmp_path.rglob("*")
                  if p.is_file() and folder not in p.parents}  # fmt: skip
         change(tmp_path)
-        kind = said.partition(".")[0]
-        for allowed in ([], ["resume_allow=[" + ("rewards" if kind == "data" else "data") + "]"]):
-            with pytest.raises(ValueError, match=rf"resume_allow=\[{kind}\] .*\n  files.{said}"):
-                run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")
+        expected = rf"got others\n  files.{said}(.*\n)*.*grpo-fast export"
+        with pytest.raises(ValueError, match=expected):
+            run(folder, *again, recipe="gsm8k-smollm2-1.7b")
         assert (folder / "metrics.jsonl").read_bytes() == logs, name
         for path, content in files.items():
             path.write_bytes(content)
-    CHANGES["reward"][1](tmp_path)
-    allowed = ["resume_allow=[rewards]", "log.progress=true"]
-    rows = run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")["metrics"]
+    rows = run(folder, *again, "log.progress=true", recipe="gsm8k-smollm2-1.7b")["metrics"]
     assert rows[-1]["step"] == 3
-    # The resumed run has stored the fingerprint of the changed file, so the next resume needs no
-    # `resume_allow`.
-    run(folder, *words, "resume=auto", "steps=4", recipe="gsm8k-smollm2-1.7b")
 
 
 def test_the_folder_of_a_reward_has_a_fingerprint_and_its_log_has_none(tmp_path, monkeypatch):
@@ -112,10 +105,10 @@ def test_what_is_compared():
     settings = {"optim": {"schedule": "linear"}}
     was = settings | {FILES: {"data.train": "a", "rewards.x": "b"}}
     check_same(was, was)
-    now = settings | {FILES: {"data.train": "c", "model": "d"}}
-    said = r"resume_allow=\[model,rewards\].*\n  files.rewards.x: 'b' → None\n  files.model"
+    now = settings | {FILES: {"data.train": "a", "model": "d"}}
+    said = r"\n  files.rewards.x: 'b' → None\n  files.model"
     with pytest.raises(ValueError, match=said) as refused:
-        check_same(was, now, ["data"])
+        check_same(was, now)
     assert "data.train" not in str(refused.value)
     check_same(was | {"loss": {"delta": 5}}, was | {"loss": {"delta": 5.0}})
     with pytest.raises(ValueError, match="critic: 1 → True"):

@@ -1,45 +1,16 @@
 """Tests of long-context runs: out of memory, the recipe, and k-shot prompts with a token budget."""
 
-import itertools
-
 import pytest
-import torch
 
 from grpo_fast.data.prompts import question_key
-from grpo_fast.train import loop, update
+from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.data import test_data
-from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
+from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
-from tests.train.tiny_runs import logged, questions, sort
+from tests.train.tiny_runs import logged, questions
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
-
-CPU_ERROR = RuntimeError(
-    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"
-)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), CPU_ERROR])
-def test_a_run_out_of_memory_is_saved_and_goes_on_with_fewer_tokens(tmp_path, monkeypatch, error):
-    """Check the message, and that the run resumes from the last finished step."""
-    loss, calls = update.packed_loss, itertools.count(1)
-
-    def failing(*arguments):
-        if next(calls) == 2:
-            raise error
-        return loss(*arguments)
-
-    words = ["steps=2", "tokens_per_microbatch=400"]
-    with monkeypatch.context() as patched:
-        patched.setattr(update, "packed_loss", failing)
-        with pytest.raises(ValueError, match="tokens_per_microbatch: memory ran out with") as found:
-            sort(tmp_path / "run", *words)
-    assert str(error).splitlines()[0] in str(found.value) and "resume=auto" in str(found.value)
-    assert "saved in" in found.value.__notes__[0]
-    words = [*words[:1], "tokens_per_microbatch=40", "resume=auto"]
-    rows = sort(tmp_path / "run", *words)
-    assert [row["step"] for row in rows] == [1, 2]
 
 
 # -------------------------------------------------------------------------- Settings and the recipe
@@ -89,39 +60,6 @@ def twins(tmp_path):
     write_lines(tmp_path / "train.jsonl", *lines)
     write_lines(tmp_path / "test.jsonl", {"question": "Three and three?", "answer": "#### 6"})
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def gsm8k(tmp_path_factory):
-    """Write the first questions of GSM8K, and return their folder. Counting all tokens is slow."""
-    folder = tmp_path_factory.mktemp("gsm8k")
-    for name, count in (("train", 400), ("test", 20)):
-        lines = (GSM8K / f"{name}.jsonl").read_text().splitlines()
-        write_lines(folder / f"{name}.jsonl", *lines[:count])
-    return folder
-
-
-@needs_gsm8k
-@pytest.mark.parametrize("budget", [1500, 8192])
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_real_shots(gsm8k, budget, split):
-    """Check the worked examples that `shots_tokens` puts before each question of GSM8K.
-
-    They must nearly fill the token budget. They must be different training questions, and must not
-    contain the asked question.
-    """
-    pool = {question_key(e.prompt.removeprefix("Question: ").removesuffix("\nAnswer:"))
-            for e in load(gsm8k)}  # fmt: skip
-    examples = load(gsm8k, split, shots_tokens=budget)
-    assert len(examples) == {"train": 400, "test": 20}[split]
-    for i in (0, 7, len(examples) - 1):
-        *shots, asked = questions_in(examples[i].prompt)
-        shot_text = examples[i].prompt.rpartition("Question: ")[0]
-        assert budget - 400 < words(shot_text) <= budget
-        keys = [question_key(text) for text in shots]
-        assert len(set(keys)) == len(keys) and question_key(asked) not in keys and set(keys) <= pool
-        assert (question_key(asked) in pool) == (split == "train")
-        assert shot_text.count("#### ") == len(shots) and "<<" not in shot_text
 
 
 def test_draws_depend_on_seed_and_index_only(tmp_path):

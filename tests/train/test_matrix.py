@@ -61,13 +61,14 @@ def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, 
     assert differences(tmp_path / "run", expected) == []
 
 
-# Each entry has the case, the setting `distributed`, and the numbers of ranks and settings with
-# which the run resumes. It also resumes on the same ranks.
+# Each entry has the case, the number of ranks and the setting `distributed` of a run that is left,
+# and those of the runs that resume it. It also resumes on the same ranks.
 LEFT = [
-    ("mu", "ddp", [(4, "ddp"), (1, None)]),
-    ("mu", "fsdp2", [(1, None)]),
-    ("ppo", "fsdp2", [(4, "fsdp2")]),
-    ("ppo", "ddp", [(2, "fsdp2")]),
+    ("mu", 1, None, [(2, "ddp"), (2, "fsdp2")]),
+    ("mu", 2, "ddp", [(4, "ddp"), (1, None)]),
+    ("mu", 2, "fsdp2", [(1, None)]),
+    ("ppo", 2, "fsdp2", [(4, "fsdp2")]),
+    ("ppo", 2, "ddp", [(2, "fsdp2")]),
 ]
 
 
@@ -76,34 +77,28 @@ def copied(run: Path, name: str) -> str:
     return str(shutil.copytree(run, run.with_name(name)))
 
 
-@pytest.mark.parametrize("case, kind, others", LEFT)
+@pytest.mark.parametrize("case, count, kind, others", LEFT)
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
-    ranks, plain, tmp_path, case, kind, others
+    ranks, plain, tmp_path, case, count, kind, others
 ):
     """Check that a signal to one rank ends all ranks at the same step with one checkpoint.
 
     The resumed run must have the results of an uninterrupted run.
     """
     left, whole = tmp_path / "left", tmp_path / "whole"
-    found = ranks(2, [train_until, case, kind, str(left), 1, 12])
-    assert [x[0]["code"] for x in found] == [SAVED] * 2 and found[1][0]["seen"] >= 12, found
+    at = 12 if count > 1 else 20
+    found = ranks(count, [train_until, case, kind, str(left), count - 1, at])
+    assert [x[0]["code"] for x in found] == [SAVED] * count, found
+    assert found[-1][0]["seen"] >= at
     [saved] = checkpoints_in(left)
     assert saved.name in ("step_000001", "step_000002")
     folders = [copied(left, str(number)) for number in range(len(others) + 1)]
     again = [train, case, kind, folders[-1], "resume=auto"]
-    ranks(2, again, [train, case, kind, str(whole)])
+    ranks(count, again, [train, case, kind, str(whole)])
     assert differences(Path(folders[-1]), whole, 0.0) == []
-    for folder, (count, other) in zip(folders, others, strict=False):
-        ranks(count, [train, case, other, folder, "resume=auto"])
-        assert differences(Path(folder), plain(case)) == [], (count, other)
-
-
-def test_one_process_goes_on_on_several(ranks, plain, tmp_path):
-    ranks(1, [train_until, "mu", None, str(tmp_path / "left"), 0, 20])
-    assert len(checkpoints_in(tmp_path / "left")) == 1
-    for kind in ("ddp", "fsdp2"):
-        ranks(2, [train, "mu", kind, copied(tmp_path / "left", kind), "resume=auto"])
-        assert differences(tmp_path / kind, plain("mu")) == []
+    for folder, (number, other) in zip(folders, others, strict=False):
+        ranks(number, [train, case, other, folder, "resume=auto"])
+        assert differences(Path(folder), plain(case)) == [], (number, other)
 
 
 # ------------------------------------------------------------------------ Accumulation and packing

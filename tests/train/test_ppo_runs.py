@@ -12,8 +12,7 @@ from grpo_fast.train import run as trainer
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.critic import Critic
 from grpo_fast.train.folder import checkpoints_in
-from grpo_fast.train.optimizer import Optimizer, schedule
-from grpo_fast.train.plan import Shape, predict
+from grpo_fast.train.update import Optimizer, schedule
 from tests.train.tiny_runs import adapted, sort
 
 PPO = ["advantages=gae", "critic={}"]
@@ -158,15 +157,3 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
     passes = [parts[i : i + 2] for i in range(0, 8, 2)]
     assert all(sorted(a + b) == list(range(16)) for a, b in passes)
     assert len({tuple(a) for a, _ in passes}) == 4 and parts[8:] != parts[:8]
-
-
-def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
-    """Check that the predicted memory has a separate critic, and a reference even if β = 0."""
-    shape = Shape(2, 32, 64, 32, 16, 100, 10_000)
-
-    def fixed(*overrides):
-        return predict(shape, load_recipe("sort", [*overrides]), "cpu").fixed
-
-    assert fixed(*PPO) == fixed() == 10_000 * (4 + 4 + 8)
-    assert fixed(*PPO, "critic.kind=model") == 2 * fixed()
-    assert fixed("reference.kind=frozen") == fixed() + 10_000 * 4

@@ -108,24 +108,6 @@ def test_advantages_and_returns(kind, budget, shared):
     check(batch, token_advantages=advantages, returns=returns)
 
 
-def test_lambdas_of_their_own():
-    """Check GAE with `lam_returns` and `lam_alpha`.
-
-    `lam_returns` is a separate λ for the returns. With `lam_alpha`, the λ of the advantages depends
-    on the length of the completion.
-    """
-    policy = tiny_policy()
-    options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.6, "lam_alpha": 0.5}
-    critic = make_critic(policy, whiten=False, **options)
-    batch = fixed(make_batch(), policy, critic)
-    _, returns = oracle(critic, batch, gamma=0.9, lam=0.6)
-    by_length = [max(0.0, 1 - 1 / max(0.5 * n, 1)) for n in batch.samples.lengths]
-    every = {lam: oracle(critic, batch, gamma=0.9, lam=lam)[0] for lam in set(by_length)}
-    assert len(every) > 1
-    advantages = [every[lam][i] for i, lam in enumerate(by_length)]
-    check(batch, token_advantages=advantages, returns=returns)
-
-
 KL_BY_HAND = {"k1": lambda d: -d, "abs": abs, "k3+": lambda d: math.exp(d) - d - 1}
 
 
@@ -308,11 +290,3 @@ def test_what_is_fixed_follows_its_completion_through_a_shuffle():
     first = batch.parts
     batch.shuffle("0/1/0")
     assert len(dealt) > 1 and batch.parts == first
-
-
-def test_a_separate_critic_does_not_train_its_lm_head():
-    policy = tiny_policy()
-    own = Critic(policy, CriticConfig(kind="model"))
-    trained = {id(p) for p in own.parameters()}
-    assert id(own.trunk.lm.get_output_embeddings().weight) not in trained
-    assert len(trained) == len(policy.trainable()) + 1  # without the LM head, with the value head

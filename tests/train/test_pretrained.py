@@ -1,6 +1,5 @@
 """Tests that damaged or unsuitable models are refused with the name of the file or weight."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_fast.data.hub import read_fields
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.models.loading import load_policy
@@ -121,23 +119,3 @@ def test_a_special_token_beyond_the_embedding(folder):
     assert len(generate(policy, ["What is 1?"], options, group_size=1, seed=0).texts) == 1
     with pytest.raises(ValueError, match="token ids below 295, .* got 295 in 'What is <image>"):
         generate(policy, ["What is <image>?"], options, group_size=1, seed=0)
-
-
-def test_a_random_model_for_a_larger_tokenizer(tmp_path):
-    words = ("model.config.vocab_size=5", "log.progress=false")
-    result = invoke("train", write_recipe(tmp_path), *words)
-    assert refused(result, "tokenizer: expected token ids below 5", "got 12")
-    result = invoke("train", write_recipe(tmp_path), "model.config.model_type=lama")
-    assert refused(result, "model.config: lama")
-
-
-def test_the_fields_of_a_folder_in_their_parts(tmp_path):
-    """Check that a nested part of config.json must not name an attention kernel from the Hub.
-
-    Kernels from the Hub are code, so they need `allow_code`.
-    """
-    fields = {"model_type": "llama", "part": {"_attn_implementation_internal": "someone/kernel"}}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert read_fields(str(tmp_path), allow_code=True)["part"] == fields["part"]
-    with pytest.raises(ValueError, match="_attn_implementation_internal: expected one of"):
-        read_fields(str(tmp_path))

@@ -14,7 +14,7 @@ import torch
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.train import loop, optimizer
+from grpo_fast.train import loop
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train import update as gradients
 from grpo_fast.train.batch import balanced
@@ -40,25 +40,33 @@ def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
     return train("mu", kind, folder, "steps=1", *words)
 
 
-APART = {
-    "seed": (["seed=1"], "seed: 0 → 1"),
-    "kind": (["distributed=fsdp2"], "distributed: 'ddp' → 'fsdp2'"),
-    "reward": (["rewards=[{name: 'REWARD:score'}]"], "rewards"),
+FILES = ["data.task=jsonl", "data.path=d.jsonl", "data.n_test=2", "rewards=[{name: exact_match}]"]
+APART = {  # for each case the words of both ranks, the word of rank 1, and a part of the message
+    "seed": ([], ["seed=1"], "\n  seed: 0 → 1"),
+    "kind": ([], ["distributed=fsdp2"], "\n  distributed: 'ddp' → 'fsdp2'"),
+    "reward": ([], ["rewards=[{name: 'FOLDER/1/mine.py:score'}]"], "\n  rewards"),
+    "data": ([*FILES, "cd=FOLDER/0"], ["cd=FOLDER/1"], "files.data.t"),
 }
 
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
-    """Check that training does not start if the ranks have different settings.
+    """Check that training does not start if the ranks have different settings or files.
 
     The error on every rank must name the rank and the setting that differ. No folder is created.
     """
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        rows = [{"prompt": f"{i} {i}", "answer": str(i + rank * (i == 5))} for i in range(8)]
+        write_lines(tmp_path / str(rank) / "d.jsonl", *rows)
     reward = "def score(completions):\n    return [1.0] * len(completions)\n"
-    (tmp_path / "mine.py").write_text(reward)
-    for name, (words, said) in APART.items():
-        words = [word.replace("REWARD", str(tmp_path / "mine.py")) for word in words]
-        for [one] in ranks(2, [train_apart, "ddp", str(tmp_path / name), [], words]):
-            expected = f"rank 1: expected the settings and files of rank 0, got others\n  {said}"
+    (tmp_path / "1" / "mine.py").write_text(reward)
+    for name, (both, other, said) in APART.items():
+        first = [word.replace("FOLDER", str(tmp_path)) for word in both]
+        second = [*first, *(word.replace("FOLDER", str(tmp_path)) for word in other)]
+        for [one] in ranks(2, [train_apart, "ddp", str(tmp_path / name), first, second]):
+            expected = "rank 1: expected the settings and files of rank 0, got others"
             assert one.get("error") == "ValueError" and expected in one["text"], (name, one)
+            assert said in one["text"], (name, one)
         assert not (tmp_path / name).exists()
 
 
@@ -68,22 +76,6 @@ def test_a_model_whose_prompts_are_not_shared_is_refused_by_all_ranks(ranks, tmp
         assert found["error"] == "ValueError", found
         assert "distributed: expected ddp, because this model computes every" in found["text"]
         assert "nats" in found["text"]  # the reason
-
-
-def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """Check that training does not start if ranks have equal settings but different data files."""
-    words = []
-    for rank in range(2):
-        here = tmp_path / str(rank)
-        here.mkdir()
-        rows = [{"prompt": f"{i} {i}", "answer": str(i + rank * (i == 5))} for i in range(8)]
-        write_lines(here / "d.jsonl", *rows)
-        words.append(["data.task=jsonl", "data.path=d.jsonl", "data.n_test=2", "cd=" + str(here),
-                      "model.tokenizer=symbols", "rewards=[{name: exact_match}]"])  # fmt: skip
-    for [one] in ranks(2, [train_apart, "ddp", str(tmp_path / "run"), *words]):
-        assert one.get("error") == "ValueError", one
-        assert "rank 1: expected " in one["text"] and "files.data.t" in one["text"], one
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_warm_start_of_shards_is_refused(ranks, tmp_path):
@@ -162,12 +154,17 @@ def test_out_of_memory_on_one_rank_ends_all(ranks, tmp_path):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(ranks, tmp_path, kind):
-    """Check also that three such steps in a row end the run, and that the run is saved."""
+    """Check also that three such steps in a row end the run, and that the run is saved.
+
+    The resumed run counts the two skipped steps of the checkpoint, too.
+    """
     jobs = ("nan", "mu", kind, str(tmp_path / "run")), ("nans", "few", kind, str(tmp_path / "end"))
     found = ranks(2, *([train_with, *job] for job in jobs))
     assert [x[0]["skipped"] for x in found] == [1, 1], found
     assert [x[1].get("error") for x in found] == ["NonFiniteGradient"] * 2, found
     assert [path.name for path in checkpoints_in(tmp_path / "end")] == ["step_000002"]
+    found = ranks(2, [train, "few", kind, str(tmp_path / "end"), "resume=auto"])
+    assert [x[0].get("skipped") for x in found] == [2, 2], found
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -260,8 +257,8 @@ def shards(case: str, kind: str, folder: str) -> Any:
             found[name] = local / sum(x.numel() for x in tensors)
         return norm
 
-    step = optimizer.Optimizer.step
-    with patch.object(optimizer.Optimizer, "step", looking):
+    step = gradients.Optimizer.step
+    with patch.object(gradients.Optimizer, "step", looking):
         return {**train(case, kind, folder, "steps=1"), **found}
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, invoke, refused, write_recipe
 from tests.data.test_data import write_lines
@@ -35,6 +34,8 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
     marker, words = tmp_path / "marker", ("eval", str(run), "n=2")
     said = "'planted_reward:score'", str(run / "config.yaml"), "--allow-code"
     assert refused(invoke(*words), *said)
+    from_recipe = ("eval", str(run / "model"), f"recipe={run / 'config.yaml'}", "n=2")
+    assert refused(invoke(*from_recipe), *said)
     assert not marker.exists() and "planted_reward" not in sys.modules
     allowed = invoke(*words, "--allow-code")
     assert allowed.exit_code == 0 and "rewards/score" in allowed.output and marker.exists()
@@ -199,12 +200,3 @@ def test_a_policy_that_gives_nan(recipe, words):
     assert refused(
         result, "the policy's logits are NaN or infinite; this happened after ", "optim.lr", code=1
     )
-
-
-def test_nan_before_the_first_step(recipe, monkeypatch):
-    def ruin(policy, *_, **__):
-        policy.head.weight.data.fill_(float("nan"))
-
-    monkeypatch.setattr(loop, "warm_start", ruin)
-    result = invoke("train", recipe, "warm_start.steps=1", "log.progress=false")
-    assert refused(result, "logits are NaN or infinite; this happened after 0 steps", code=1)

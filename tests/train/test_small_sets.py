@@ -9,7 +9,7 @@ import pytest
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
-from tests.data.test_data import read, write_lines
+from tests.data.test_data import write_lines
 from tests.train.test_run_refusals import texts_recipe
 from tests.train.tiny_runs import TINY_SORT, logged
 
@@ -83,16 +83,6 @@ def recipe(tmp_path):
     return texts_recipe(tmp_path, [*lines, {"prompt": "what?", "level": 3, "answer": "18"}], 2)
 
 
-def test_lines_without_an_answer_and_with_other_fields(tmp_path):
-    lines = [{"prompt": "p", "level": 3, "solution": "s"}, {"question": "q", "answer": None}]
-    path = write_lines(tmp_path / "d.jsonl", *lines)
-    first, second = read(path)
-    assert first == ("p", None, "s", {"level": 3, "solution": "s"}, None, None)
-    assert second == ("q", None, None, {"question": "q", "answer": None}, None, None)
-    with pytest.raises(ValueError, match=r"d.jsonl:1: expected a .* in field 'answer'"):
-        read(path, task="gsm8k")
-
-
 @pytest.mark.parametrize("here", ["true", "false"])
 def test_a_run_on_prompts_alone(recipe, tmp_path, here):
     (tmp_path / "own.py").write_text(LEVELS)
@@ -123,11 +113,3 @@ def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
     assert greedy["eval_n"] == 9 and greedy["eval_accuracy_strict"] in (0, 1)
     assert greedy["eval_accuracy_strict_se"] is None  # a single question has no standard error
     assert refused(invoke("eval", run, f"data={tmp_path}/none.jsonl"), "found nothing")
-
-
-def test_a_reward_that_reads_answers_is_refused_before_the_model(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_fast.train.loop.load_policy", lambda *_: pytest.fail("loaded"))
-    words = "rewards=[{name: exact_match}]"
-    said = "exact_match asks for answers: expected an answer in every training example"
-    assert refused(invoke("train", recipe, words), said)
-    assert not (tmp_path / "run").exists()

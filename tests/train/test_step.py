@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, group_advantages
-from grpo_fast.objective.baseline import RunningBaseline, running_baseline
+from grpo_fast.objective.baseline import RunningBaseline, split_options
 from grpo_fast.rollout import Samples
 from grpo_fast.train.batch import Totals
 from grpo_fast.train.collect import Advantages
@@ -88,11 +88,13 @@ def test_the_mean_of_the_steps_before():
         baseline.update(torch.tensor(rewards))
         seen.append(baseline.value)
     assert seen == [0.5, 0.625, 0.625, 1.3125]
-    assert running_baseline("baseline", {"running": False, "value": 1.0}) is None
-    assert running_baseline("baseline", {"value": 1.0}) is None
+    for mode, options in (
+        ("baseline", {"running": False, "value": 1.0}), ("baseline", {"value": 1.0}),
+        ("centered", {}),
+    ):  # fmt: skip
+        assert split_options(mode, options)[1] is None
     # Without a constant the baseline is a running mean.
-    assert running_baseline("baseline", {}).value == 0.0
-    assert running_baseline("centered", {}) is None
+    assert split_options("baseline", {})[1].value == 0.0
     restored = RunningBaseline(value=0.25, decay=0.5)
     restored.load_state_dict(json.loads(json.dumps(baseline.state_dict())))
     assert restored.value == baseline.value

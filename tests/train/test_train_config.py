@@ -120,13 +120,6 @@ def test_what_is_refused(text, reason):
     assert reason in str(error.value) and len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize("word", ["optim={lr: 1, lr: 2}", f"model.config={BOMB}"])
-def test_the_same_rules_hold_for_settings(word):
-    with pytest.raises(ValueError, match="expected plain YAML"):
-        load_recipe("sort", [word])
-    assert refused(invoke("eval", "no_model", f"task={BOMB}"), "task: expected plain YAML")
-
-
 def test_a_recipe_that_is_no_text(tmp_path):
     (tmp_path / "r.yaml").write_bytes("ä: 1".encode("latin-1"))
     assert refused(invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "UTF-8")

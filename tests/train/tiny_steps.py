@@ -48,7 +48,6 @@ def rollout_of(
     shapes: Sequence[tuple[int, Sequence[int]]],  # tokens of a prompt and of its completions
     *,
     cut: Collection[int] = (),  # completions without an EOS
-    seed: int = 3,
     vocabulary: int = 13,
 ) -> Samples:
     """Return samples with random token ids.
@@ -56,7 +55,7 @@ def rollout_of(
     The log-prob of each token is the index of its completion, so that tests can check which
     completion a value belongs to.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
 
     def ids(n: int) -> list[int]:
         return torch.randint(2, vocabulary, (n,), generator=generator).tolist()

@@ -202,7 +202,7 @@ class Server:
         """Check that the server's options and model fit the policy. The server is not changed.
 
         Returns:
-            True if the server can load the policy's adapter.
+            True if the server loads LoRA adapters.
 
         Raises:
             ValueError: the server reports raw log-probabilities, or has a different model.
@@ -214,10 +214,7 @@ class Server:
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
             served = field(answer["results"], 0, str)
-            lora = config.get("lora_config")
-            if lora is not None:
-                field(lora, "max_lora_rank", int)
-                field(lora, "target_modules", list, type(None))
+            loads_adapters = config.get("lora_config") is not None
         expected = f"servers with --logprobs-mode {LOGPROBS}"
         require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
         check_model(policy.lm, served, self.url)
@@ -228,7 +225,7 @@ class Server:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
             message = "%s samples in %s, the trainer computes in %s: %s"
             log.warning(message, self.url, theirs, ours, advice)
-        return transfer.takes_adapter(policy, lora, self.url)
+        return loads_adapters
 
     async def generate(
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest
@@ -468,7 +465,7 @@ class VLLMServers(Engine):
         before = self.names
         name = f"{self.run}-{self.count}-{version}"
         self.names = name, None
-        if self.sends_adapters and transfer.adapted_modules(policy.lm):
+        if self.sends_adapters and transfer.can_send_adapter(policy):
             self.names = f"{self.run}-base-{self.count}", name
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         self.may_send = not is_sharded

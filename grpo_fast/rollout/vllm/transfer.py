@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from grpo_fast.rollout.own.model import SampledModel
-
-log = logging.getLogger(__name__)
 
 
 def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
@@ -49,7 +46,8 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
         if merged and name.endswith(".base_layer.weight"):
             module = adapted[name.removesuffix(".base_layer.weight")]
             for adapter in module.active_adapters:
-                value = value + module.get_delta_weight(adapter)
+                if adapter in module.r:  # an adapter may have matrices for other modules only
+                    value = value + module.get_delta_weight(adapter)
         state[name.replace(".base_layer.", ".")] = value
     return revert_weight_conversion(lm, state)
 
@@ -137,40 +135,14 @@ class NCCLGroup:
 
 
 # ------------------------------------------------------------------------------------ LoRA adapters
-def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: str) -> bool:
-    """Return whether a server can add the policy's adapter to its weights at run time.
+def can_send_adapter(policy: SampledModel) -> bool:
+    """Return whether an update can send the policy's adapter alone, without the other weights.
 
-    If the server loads adapters, but cannot apply some of the trained weights, log the first of
-    them with the reason. vLLM itself refuses an adapter whose peft options it does not support.
-
-    Args:
-        policy: the policy.
-        limits: the LoRA settings of the server. None if it was started without --enable-lora.
-        url: the server.
+    This is so if all trained weights are LoRA matrices of linear layers, and one adapter is active.
     """
-    modules = adapted_modules(policy.lm)
-    if limits is None or not modules:
-        return False
-    # 1. Find trained weights that are not part of the adapter.
-    trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
-    refused = [f"{name}, which is trained but not part of the adapter" for name in trained]
-    # 2. Find modules that vLLM would ignore, because its model has no module with the same name, or
-    #    whose rank is too large. Only one adapter is sent.
-    known = weights_of(policy.lm, merged=False)
-    targets, most = limits["target_modules"], limits["max_lora_rank"]
-    for name, module in modules.items():
-        rank = max(module.r.values())
-        if rank > most:
-            refused.append(f"{name}, whose rank {rank} is above --max-lora-rank {most}")
-        is_target = targets is None or name.rpartition(".")[2] in targets
-        if not (is_target and module.lora_A and f"{name}.weight" in known):
-            refused.append(f"{name}, which vLLM would ignore")
-        others = module.active_adapters[1:]
-        refused += [f"the adapter {other}, because only one is sent" for other in others]
-    if refused:
-        said = "all servers receive merged weights, because %s cannot apply %s (%s)"
-        log.warning(said, url, refused[0], "see LoRA adapters in grpo_fast/rollout/README.md")
-    return not refused
+    trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad]
+    active = {name for m in adapted_modules(policy.lm).values() for name in m.active_adapters}
+    return len(active) == 1 and all(".lora_A." in n or ".lora_B." in n for n in trained)
 
 
 def write_adapter(policy: Any, folder: str, *, is_writer: bool = True) -> None:

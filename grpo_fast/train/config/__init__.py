@@ -98,7 +98,7 @@ class ModelConfig(Section):
         vocab_size: Vocabulary size of the tokenizer `bpe`.
         dtype: Dtype of the weights.
         autocast: Dtype of the layers' computations with fp32 weights; null computes in `dtype`.
-        device: Torch device; auto uses a GPU if one exists.
+        device: Device of the model; auto uses a GPU if one exists.
         lora: Train a low-rank adapter instead of the weights; null trains the weights.
         gradient_checkpointing: Recompute each layer in the backward pass; offload also moves layer
             inputs to host memory.
@@ -113,7 +113,7 @@ class ModelConfig(Section):
     vocab_size: Size = 2048
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     autocast: Literal["bfloat16", "float16"] | None = None
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     lora: LoraConfig | None = None
     gradient_checkpointing: Literal[True, False, "offload"] = False
     tiled_mlp: Positive | None = None
@@ -173,10 +173,7 @@ class CriticConfig(Section):
         kind: Put the value head on the policy's layers (shared) or on a copy of the policy (model).
         lr: Learning rate of the critic; null means optim.lr.
         gamma: Discount factor of GAE.
-        lam: Lambda of GAE for the advantages.
-        lam_returns: Lambda of GAE for the value targets; null uses `lam`.
-        lam_alpha: Use 1 - 1 / (lam_alpha * completion length) as lambda of the advantages; null
-            uses `lam`.
+        lam: Lambda of GAE.
         whiten: Scale the advantages of a step to mean 0 and standard deviation 1.
         loss: Loss function of the critic's values; huber changes from quadratic to linear at 1.
         epsilon: Clip range of loss: clipped.
@@ -189,8 +186,6 @@ class CriticConfig(Section):
     lr: float | None = Field(None, gt=0)
     gamma: float = Field(1.0, ge=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
-    lam_returns: float | None = Field(None, ge=0, le=1)
-    lam_alpha: float | None = Field(None, gt=0)
     whiten: bool = True
     loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
     epsilon: float = Field(0.2, gt=0)
@@ -422,7 +417,6 @@ class LossSettings(
 
 # ------------------------------------------------------------------------------ The whole run
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
-MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 
 
 class LogConfig(Section):
@@ -493,7 +487,6 @@ class RunConfig(Section):
         distributed_timeout: Seconds that a process waits for the other processes before it fails.
         resume: auto resumes from the newest checkpoint in output_dir; without one, it starts a new
             run.
-        resume_allow: Kinds of files that may have changed since the resumed run began.
     """
 
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
@@ -523,7 +516,6 @@ class RunConfig(Section):
     distributed_replicas: Positive | None = None
     distributed_timeout: float = Field(1800, gt=0, le=1e6)
     resume: Literal["auto"] | None = None
-    resume_allow: list[Literal["data", "rewards", "model"]] = []
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -543,8 +535,6 @@ class RunConfig(Section):
         is_weighted = any(reward.weight for reward in self.rewards)
         require(is_weighted, "rewards", "a weight that is not 0", came)
         count = self.rollout.prompts_per_step * self.rollout.group_size
-        most = f"at most {MOST_COMPLETIONS} completions in a step"
-        require(count <= MOST_COMPLETIONS, "rollout.group_size", most, count)
         expected = f"a number that divides the {count} completions of a step"
         require(count % self.minibatches == 0, "minibatches", expected, self.minibatches)
         fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)

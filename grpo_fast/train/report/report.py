@@ -22,7 +22,7 @@ from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import WriteError
 from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.config.recipes import save_config
-from grpo_fast.train.folder import check_regular, plain_json, written
+from grpo_fast.train.folder import CONFIG, check_regular, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import shown_number, tables_in, write_page, write_parquet
 
@@ -145,7 +145,7 @@ class RunReport(AbstractContextManager[Any]):
         folder = self.folder
         # 1. Save the configuration, and open the files.
         with written(folder):
-            save_config(self.config.model_copy(update={"resume": None}), folder / "config.yaml")
+            save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
             # In append mode, each write goes to the end of the file, even after a truncation.
             # Without a buffer, closing the file after an error does not write again.
             self._metrics = check_regular(folder / "metrics.jsonl").open("ab", buffering=0)

@@ -1,6 +1,8 @@
 """Calls to kernel functions that together use every Triton configuration of the package.
 
-`compile_launches` compiles the kernels that these calls launch.
+On sm_90, they also use the candidates of benchmarks/gpu/row_candidates.py.
+
+`report.entries` compiles the kernels that these calls launch.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.row_candidates import CANDIDATES
+from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
 from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
 from grpo_fast.kernels.gpu import divergence as divergence_triton
 from grpo_fast.kernels.gpu import linear as linear_triton
@@ -165,6 +169,14 @@ def loss(config: LossConfig) -> None:
     coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
 
 
+def kept(sizes: KeptRows) -> None:
+    """Compile a candidate of the row kernel."""
+    logits, target = torch.empty(4, 151936, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
+    terms, config = RowTerms(*[torch.ones(4)] * 2, None, torch.ones(4)), LossConfig("dapo")
+    given = logits, logits, target, terms, config, LogitTransform(1.0, None, 1.0)
+    kept_row_loss_(sizes, *given, return_entropy=False)
+
+
 def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:
     """Return a readable name for a call, and the call as a function without arguments."""
     options = [f"{name}={x}" for name, x in more.items()]
@@ -193,6 +205,9 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         for options in ("e", "ce", "be", "c"):
             yield call(linear, *of_even, options)
         yield call(written, *of_even, "b", known=True)
+        for sizes in CANDIDATES:
+            if isinstance(sizes, KeptRows):
+                yield call(kept, sizes)
     yield call(written, *of_even, "", known=True)
     for dtype, vocab in ((fp16, 1000), (fp32, 1001), (bf16, 32000), (fp32, 32001)):
         yield call(rows, dtype, vocab)

@@ -1,0 +1,45 @@
+"""Interpreter cases for the row kernel that keeps blocks in registers (benchmarks/gpu)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
+from grpo_fast.kernels import reference
+from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.config import LossConfig
+from tests.kernels.triton_tools.interpreter import only_memory_of
+
+PLAIN = LogitTransform(1.0, None, 1.0)
+
+
+@pytest.mark.parametrize("kept", [0, 2, 7])
+@pytest.mark.parametrize("given", [False, True])
+def test_kept_rows(kept, given):
+    """Compare logps, losses and gradients with torch in fp64. Seven blocks of 64 pairs are kept."""
+    generator = torch.Generator().manual_seed(kept)
+    logits = (3 * torch.randn(5, 1002, generator=generator)).bfloat16()
+    # One target has a probability near 1, and two are in the first and in the last pair of a row.
+    target = torch.tensor([500, 0, 1001, 127, 128])
+    logits[0, 500] = 200.0
+    advantages, weights = (torch.randn(5, generator=generator) for _ in range(2))
+    config = LossConfig(loss_type="dapo")
+    expected = torch.empty(5, 1002, dtype=torch.float64)
+    stats = reference.row_logps(logits.double(), target, PLAIN, return_entropy=False)
+    old = stats[1].float() + 0.1 * torch.randn(5, generator=generator)
+    terms = RowTerms(advantages, weights.abs(), old_logps=old)
+    wide = terms.map(torch.Tensor.double)
+    given_to = logits.double(), expected, target, wide, config, PLAIN
+    right = reference.row_loss_(*given_to, return_entropy=False)
+    out = torch.full_like(logits, float("nan"))
+    with only_memory_of(logits, out, target, advantages, terms.policy_weights, old):
+        found = kept_row_loss_(
+            KeptRows(64, 1, kept, 2, given), logits, out, target, terms, config, PLAIN,
+            return_entropy=False,
+        )  # fmt: skip
+    for x, y in ((found.lse, right.lse), (found.logps, right.logps), (found.losses, right.losses)):
+        torch.testing.assert_close(x.float(), y.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.grad_logps, right.grad_logps.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-7)

@@ -25,6 +25,7 @@ from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
 from benchmarks.gpu.report import table
 from benchmarks.options import new_parser
 from grpo_fast import LossConfig, Support
+from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss import autograd
 from grpo_fast.loss.call import Call
 
@@ -84,7 +85,8 @@ class Case(NamedTuple):
         return recorder
 
     def _call(self, tensors: tuple[Tensor | None, ...]) -> None:
-        wanted = (*self.wants, False)[: len(tensors)]
+        flags = (*self.wants, False)[: len(tensors)]
+        wanted = Wanted(*flags, *[False] * (3 - len(flags)))
         if self.logps:
             like = new(self.rows, dtype=torch.int64)
             call = Call(tensors=tensors, like=like, backend="triton")
@@ -113,7 +115,8 @@ class Case(NamedTuple):
 
     def _logps(self, call: Call) -> None:
         """Compute logps and their gradients, as autograd would."""
-        context = Context(needs_input_grad=(False, *call.wanted))
+        needs = call.wanted[: len(call.tensors)]
+        context = Context(needs_input_grad=(False, *needs))
         logps, *_ = autograd.LogpsFunction.forward(context, call, *call.tensors)
         if any(call.wanted):
             with torch.no_grad():

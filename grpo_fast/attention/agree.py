@@ -1,4 +1,4 @@
-"""Pairs and conditions with which `agree` compares a faster computation with the model's forward.
+"""Pairs and conditions that compare a faster computation with the model's forward.
 
 The result of a comparison must not depend on the caller's data, so the inputs are random token ids.
 Fp32 weights are replaced with random weights and attention windows are shrunk, so that errors

@@ -1,6 +1,6 @@
 """Comparison of two computations of the same result.
 
-`agree` decides at run time whether one of our computations may replace a different one. The table
+`Pair` decides at run time whether one of our computations may replace a different one. The table
 in attention/README.md lists all pairs that it compares.
 """
 
@@ -65,7 +65,10 @@ class Pair(NamedTuple):
         return float(torch.stack(errors).max())  # torch's max propagates NaN
 
     def difference(self) -> str | None:
-        """Return how the two computations differ, or None if they agree."""
+        """Return how the two computations differ, or None if they agree.
+
+        An error of one computation counts as a difference, except a lack of memory.
+        """
         return exceeds(self.gap, self.bar, "nats" if self.in_nats else "of its size")
 
     def _results(self, function: Callable[..., Any]) -> list[Tensor]:
@@ -80,20 +83,6 @@ class Pair(NamedTuple):
             gradients = torch.autograd.grad(outputs, leaves, ups, materialize_grads=True)
             found += [x.flatten() for x in gradients]
         return [x.cpu().double() for x in found]
-
-
-def agree(
-    ours: Callable[..., Any],
-    theirs: Callable[..., Any],
-    inputs: Sequence[Tensor],
-    bar: float,
-    **options: Any,
-) -> str | None:
-    """Return how two computations differ, or None if they agree. The arguments are those of `Pair`.
-
-    An error of one computation counts as a difference, except a lack of memory.
-    """
-    return Pair(ours, theirs, inputs, bar, **options).difference()
 
 
 def exceeds(gap: Callable[[], float], bar: float, unit: str) -> str | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.head.divergence import Divergences
 from grpo_fast.kernels.head.driver import Driver
-from grpo_fast.kernels.head.sums import narrowed, needs_scaling, weight_unit
+from grpo_fast.kernels.head.sums import narrowed, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
 from grpo_fast.kernels.route import Route, unavailable
 from grpo_fast.kernels.types import Context, detached
@@ -71,12 +71,12 @@ def loss_from_logits(call: Call, tensors: RowTensors) -> LossResult:
     first = tensors[0]
     refuse("grad_filter", first, call.grad_filter)
     refuse("validate", first, call.validate, "auto")
-    wanted = call.of_head
+    wanted = call.wanted
     tokens = call.tokens
     weights = call.weights if tokens is None else tokens.token_weights
     # 1. In fp16, scale the weights by a power of two, so that the gradients do not underflow. The
     # gradients of an LM head are summed in fp32, and `rescaled` rounds them once.
-    is_half = any(wanted) and needs_scaling(first.dtype)
+    is_half = any(wanted) and first.dtype == torch.float16
     unit = weight_unit(weights) if is_half else None
     if unit is not None:
         weights = weights * unit
@@ -110,7 +110,7 @@ def driven(
     losses first compute the logps of all rows, and then the gradients in a second pass.
     """
     config = call.config
-    wanted = call.of_head
+    wanted = call.wanted
     if config is None or tokens is None:
         assert divergences is not None
         gradients = driver.gradients(divergences, wanted)
@@ -321,7 +321,7 @@ class LogpsFunction(torch.autograd.Function):
             assert g_entropy is not None
             g = torch.zeros_like(g_entropy)
         with kernel_precision(lse.device):
-            gradients = driver.gradients(Known(g, g_entropy, stats), call.of_head)
+            gradients = driver.gradients(Known(g, g_entropy, stats), call.wanted)
         # Autograd expects None for a gradient that is not needed, but `gradients` then contains an
         # empty tensor.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))

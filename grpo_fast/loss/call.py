@@ -45,7 +45,8 @@ class Call:
             dropped when the computation begins.
         like: (B, L) or (T,): target_ids, or the logps of `grpo_loss`.
         shard: this rank's part of the vocabulary.
-        wanted: for each of the tensors, whether autograd needs its gradient.
+        wanted: for each of the tensors, whether autograd needs its gradient. The flags of missing
+            tensors are False.
         rows: the active rows, set by `find_tokens` or `find_targets`.
         tokens: the inputs of the loss for the active tokens, set by `find_tokens`. None for logps
             and `linear_divergence`.
@@ -81,7 +82,8 @@ class Call:
 
     def __post_init__(self) -> None:
         on = torch.is_grad_enabled()
-        self.wanted = tuple(on and x is not None and x.requires_grad for x in self.tensors)
+        wanted = [on and x is not None and x.requires_grad for x in self.tensors]
+        self.wanted = Wanted(*wanted, *[False] * (3 - len(wanted)))
         self.checks = ValueChecks(self.validate)
         self.rows: ActiveRows
         self.tokens: Tokens | None = None
@@ -356,11 +358,6 @@ class Call:
             tolerance=self.grad_filter, buffers=2 if is_pair else 1,
             adds_terms=term is not None,
         )  # fmt: skip
-
-    @property
-    def of_head(self) -> Wanted:
-        """Return which gradients the driver must compute."""
-        return Wanted(*self.wanted, *[False] * (3 - len(self.wanted)))
 
     def shaped(self, x: Tensor) -> Tensor:
         """Return one value per row in the layout of the targets."""

@@ -31,10 +31,6 @@ class RowTerms(NamedTuple):
         values: list[Any] = [None if x is None else function(x) for x in self]
         return RowTerms(*values)
 
-    def rows(self, index: slice) -> RowTerms:
-        """Return the terms of the rows in a slice."""
-        return self.map(lambda x: x[index])
-
 
 class TokenLoss(NamedTuple):
     """Loss of the active tokens, its derivatives, and the terms that the metrics report."""

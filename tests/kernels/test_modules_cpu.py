@@ -236,10 +236,10 @@ class Limited(PlainMLP):
 def test_modules_with_equal_settings_share_a_trial(monkeypatch):
     def count(*arguments, **options):
         trials.append(1)
-        return agree(*arguments, **options)
+        return pair(*arguments, **options)
 
-    agree, trials = layers.agree, []
-    monkeypatch.setattr(layers, "agree", count)
+    pair, trials = layers.Pair, []
+    monkeypatch.setattr(layers, "Pair", count)
     equal = [TinyRMSNorm(16), TinyRMSNorm(16), PlainMLP(), PlainMLP()]
     for module in equal:
         module.epsilon = float("1e-6")  # equal numbers in different objects

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.agree import agree, draw, in_fresh_thread
+from grpo_fast.kernels.agree import Pair, draw, in_fresh_thread
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
@@ -78,7 +78,7 @@ def _bf16_difference() -> str | None:
 
     # Choose sizes that are not multiples of a tile, so that full and incomplete tiles are tested.
     inputs = [draw(rows, 96, seed=rows).bfloat16() for rows in (130, 70)]
-    return agree(ours, lambda a, b: a.float() @ b.float().t(), inputs, 3e-6)
+    return Pair(ours, lambda a, b: a.float() @ b.float().t(), inputs, 3e-6).difference()
 
 
 def mm_(

@@ -2,7 +2,7 @@
 
 `fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
 class, weights, names, hooks and submodules do not change. The attributes of a module must fit the
-fast layer, and `agree` must find no difference between the outputs and gradients of both layers for
+fast layer, and `Pair` must find no difference between the outputs and gradients of both layers for
 random inputs and weights. Each later call only checks for hooks and a replaced activation.
 
 Linear layers use the csrc matrix product, except in fp32 on Intel CPUs, where torch's is faster.
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, autograd, nn
 
 from grpo_fast.kernels import route
-from grpo_fast.kernels.agree import agree, draw, in_fresh_thread
+from grpo_fast.kernels.agree import Pair, draw, in_fresh_thread
 from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.types import contiguous_rows
 
@@ -333,7 +333,7 @@ def _fits(module: Any, layer: Callable[..., Any]) -> bool:
 
     x = torch.cat([scale * draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
     ours, theirs = (partial(run, forward) for forward in (layer, type(module).forward))
-    return agree(ours, theirs, [x, *weights], CLOSE, gradients=True) is None
+    return Pair(ours, theirs, [x, *weights], CLOSE, gradients=True).difference() is None
 
 
 @cache
@@ -343,7 +343,7 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     # Pass the angles by position, because the order of cos and sin may differ.
     ours, theirs = (lambda q, k, f=f: f(q, k, *angles) for f in (rotary, rotate))
     inputs = [draw(1, heads, 3, 8, seed=heads) for heads in (2, 1)]
-    return agree(ours, theirs, inputs, CLOSE, gradients=True) is None
+    return Pair(ours, theirs, inputs, CLOSE, gradients=True).difference() is None
 
 
 def is_untouched(module: nn.Module) -> bool:

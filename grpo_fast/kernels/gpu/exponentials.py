@@ -70,7 +70,7 @@ def target_kernel(
 
 def target_logits(p: HeadInputs) -> Tensor:
     """Return the raw logits of the targets, (T,) fp32."""
-    raw = p.hidden.new_empty(p.hidden.shape[0], dtype=torch.float32)
+    raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
         target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw,
         p.weight.shape[0], p.hidden.shape[1], p.hidden.stride(0), p.weight.stride(0),

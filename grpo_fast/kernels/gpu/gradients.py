@@ -154,8 +154,9 @@ def write_hidden_(
     With `hidden`, also return `scaled_hidden(hidden, by_row, hidden.dtype)` from the same launch.
     """
     count = target_ids.shape[0]
-    # Unlike empty_like(), new_empty() gives contiguous rows whatever the strides of `hidden` are.
-    scaled = None if hidden is None else hidden.new_empty(hidden.shape)
+    scaled = None
+    if hidden is not None:
+        scaled = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     launch(
         write_hidden_kernel, count if hidden is None else hidden.shape[0], product, by_row,
         by_target, target_ids, weight, out, hidden, scaled, count, weight.shape[1],

@@ -109,7 +109,9 @@ def _launcher(compiled: Any, constants: tuple[object, ...]) -> Callable[..., Non
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
 
     def start(programs: int, device: int, args: tuple[object, ...]) -> None:
-        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # A hook is a chain of calls, or was replaced by a function or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[programs, 1, 1](*args, *constants)  # a profiler is active
             return
         # Call what `compiled[grid]` calls, but without the description of the launch that only a
@@ -134,7 +136,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
     """Allocate lse, logps and, if requested, entropy, with one element per row of `of_rows`."""
-    lse = of_rows.new_empty(of_rows.shape[0], dtype=torch.float32)
+    lse = torch.empty(of_rows.shape[0], dtype=torch.float32, device=of_rows.device)
     return lse, torch.empty_like(lse), torch.empty_like(lse) if return_entropy else None
 
 

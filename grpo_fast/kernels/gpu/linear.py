@@ -426,14 +426,14 @@ def statistics(
     if loss is not None:
         terms, config = loss
         sizes = (rows, rows, padded(rows), padded(rows))
-        found = tuple([stats[0].new_empty(size) for size in sizes])
+        found = tuple(torch.empty(x, dtype=torch.float32, device=p.hidden.device) for x in sizes)
         numbers, constants = loss_arguments(config)
         inputs = [vector(x) for x in terms[:5]]
         more = raw_target, *p.transform, *inputs, *found, *numbers
     if rows:
         slices = slice_count(p)
         sums = (4 if return_entropy else 3, slices, rows)
-        partial = stats[0].new_empty(sums)
+        partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
         # A program writes the coefficients of ROW_MULTIPLE rows, so that padding rows get zeros.
         launch(

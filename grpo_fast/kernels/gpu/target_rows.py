@@ -162,7 +162,7 @@ def add_targets_(
     if not count:
         return
     block_h = min(1 << (width - 1).bit_length(), SEGMENT_H)
-    blocks = ceil_div(width, block_h)
+    blocks, device = ceil_div(width, block_h), ids.device
 
     def add(
         places: Tensor | None = None, products: Tensor | None = None,
@@ -182,14 +182,14 @@ def add_targets_(
         return
     # 2. If d_weight is 16-bit, add the targets, and flag the rows in which the product and the
     # added rows nearly cancel.
-    flags = ids.new_empty((count, blocks), dtype=torch.int32)
-    columns = matrix.new_empty((count, rows))
+    flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
+    columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
     add(flags=flags, columns=columns)
     # 3. Compute the fp32 product of the flagged rows, and add the targets to it. nonzero_static
     # does not synchronise, because its size is fixed. Unused entries are -1.
     is_flagged = flags.view(-1) if blocks == 1 else flags.any(1)
     places = torch.nonzero_static(is_flagged, size=count).view(-1)
-    products = by_target.new_empty((count, width))
+    products = torch.empty((count, width), dtype=torch.float32, device=device)
     launch(
         column_product_kernel, ceil_div(count, BLOCK_U) * ceil_div(width, BLOCK_H), columns,
         scaled, places, products, count, rows, width, BLOCK_U=BLOCK_U, BLOCK_H=BLOCK_H,

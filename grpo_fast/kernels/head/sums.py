@@ -231,7 +231,7 @@ class HeadSums:
         scaled: Tensor | None = None
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
-            out = product.new_empty((count, product.shape[1]), dtype=self.hidden_dtype)
+            out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
             scaled = self.kernels.write_hidden_(
                 out, product, by.by_row, by.by_target, by.target_ids, self.weight,
                 h if self.wanted.weight else None,
@@ -419,11 +419,6 @@ def move_to_front_(x: Tensor, keep: Tensor) -> Tensor:
 def should_gather(keep: Tensor, count: int) -> bool:
     """Return whether copying the active rows (`keep`, of `count` rows) saves time."""
     return keep.shape[0] < GATHER_BELOW * count
-
-
-def needs_scaling(dtype: torch.dtype) -> bool:
-    """Return whether gradients of this dtype must be scaled when they are stored (fp16 only)."""
-    return dtype == torch.float16
 
 
 def weight_unit(weights: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from grpo_fast.attention import Head, TreeLayout, small_windows
 from grpo_fast.attention.agree import LENGTH, PROMPT, draw_groups, random_weights, starts_of
 from grpo_fast.kernels import route
-from grpo_fast.kernels.agree import agree
+from grpo_fast.kernels.agree import Pair
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
 from grpo_fast.kernels.cpu.layers import epsilon_of, is_untouched
@@ -237,7 +237,7 @@ def difference(
                 theirs.append(forward(twin, ids, places.flatten()[at], cache))
                 ours.append(decoder(ids, at, cache))
                 cache.time += 1
-    return agree(lambda: ours, lambda: theirs, (), CLOSE[decoder.dtype])
+    return Pair(lambda: ours, lambda: theirs, (), CLOSE[decoder.dtype]).difference()
 
 
 def different_layers(trunk: PreTrainedModel) -> int:

@@ -251,7 +251,7 @@ def rows_at(x: Tensor, index: slice | Tensor) -> Tensor:
 
     If they are all rows of x, return x, which saves the host the time of a view.
     """
-    is_all = isinstance(index, slice) and index.stop - index.start == x.shape[0]
+    is_all = isinstance(index, slice) and (index.start, index.stop) == (0, x.shape[0])
     return x if is_all else x[index]
 
 

@@ -280,10 +280,11 @@ class LogpsFunction(torch.autograd.Function):
         tensors: RowTensors = tuple(None if x is None else x.detach() for x in inputs)
         outputs, driver = computed_logps(call, tensors)
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.driver = driver if driver.num_rows else None
-        ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(outputs[2])
+        if any(call.wanted):
+            ctx.call = call
+            ctx.driver = driver if driver.num_rows else None
+            ctx.save_for_backward(*tensors, *outputs)
         return outputs
 
     @staticmethod
@@ -332,8 +333,12 @@ _logps_with_autograd: Callable[..., LogpsValues] = LogpsFunction.apply
 
 
 def apply_logps(call: Call, *inputs: Tensor | None) -> LogpsValues:
-    """Compute logps, entropies and lse of all rows, with autograd if a gradient is needed."""
-    if any(call.wanted):
+    """Compute logps, entropies and lse of all rows, with autograd if a gradient is needed.
+
+    Autograd also raises an error if a forward-mode derivative is requested, which does not exist.
+    """
+    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    if any(call.wanted) or is_forward_mode or torch._C._are_functorch_transforms_active():
         return _logps_with_autograd(call, *inputs)
     return computed_logps(call, tuple([None if x is None else detached(x) for x in inputs]))[0]
 

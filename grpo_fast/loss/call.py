@@ -170,11 +170,9 @@ class Call:
         expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
         ids = selected(flat, index, torch.int64)
         valid = ids if ignored is None else torch.where(ignored, 0, ids)
-        if skips:
-            checks.check_ids("target_ids", valid, end, self.checks, expected=expected)
-            valid = ids.clamp(-1, end - 1)  # -100 becomes -1, which marks a row without a target
-        else:
-            valid = checks.checked_ids("target_ids", valid, end, self.checks, expected=expected)
+        valid = checks.checked_ids("target_ids", valid, end, self.checks, expected=expected)
+        if skips and ignored is not None:
+            valid = torch.where(ignored, -1, valid)  # -1 marks a row without a target
         self.left_out = ignored
         self.rows = self._rows(index, valid)
         return self

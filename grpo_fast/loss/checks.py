@@ -469,20 +469,9 @@ def check_offsets(
 def checked_ids(
     name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """Check that ids are in [0, end), as `check_ids` does, and return a copy.
+    """Check that ids are in [0, end), and return a copy.
 
     If the check is deferred, the copy is clamped to [0, end).
-    """
-    check_ids(name, x, end, checks, expected=expected, kind=kind)
-    # Clamp ids whose check is deferred, because the kernels use ids as memory indices and run
-    # before the check.
-    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
-
-
-def check_ids(
-    name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
-) -> None:
-    """Check that ids are in [0, end).
 
     Args:
         name: name of the argument in the message.
@@ -493,7 +482,7 @@ def check_ids(
         kind: the word for the values in the message.
     """
     if not x.numel():
-        return
+        return x
 
     def judge(extremes: list[float]) -> str:
         low, high = extremes
@@ -503,6 +492,9 @@ def check_ids(
         return f"{name}: expected {expected}, got {kind} from {low} to {high}{hint}"
 
     checks.add(judge, *x.aminmax())
+    # Clamp ids whose check is deferred, because the kernels use ids as memory indices and run
+    # before the check.
+    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
 
 
 def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -> None:

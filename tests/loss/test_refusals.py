@@ -16,9 +16,10 @@ import re
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import grpo_fast
-from grpo_fast import DivergenceTerm, LossConfig, Support, TeacherHead
+from grpo_fast import DivergenceTerm, LossConfig, Support, TeacherHead, linear_logps, logits_logps
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -368,3 +369,18 @@ def test_logps_functions(function, said, value):
     good = {"support": Support(FLAT, OFFSETS)} if name == "support" else {}
     result = getattr(grpo_fast, function)(**LOGPS_BASE[function], **good)
     assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("function", ["linear", "logits"])
+def test_forward_mode_derivatives_of_logps_are_refused(function):
+    """Check that logps raise an error instead of a derivative of 0, in both forward modes."""
+    hidden, weight, ids = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 4, 2])
+    x = hidden if function == "linear" else hidden @ weight.T
+
+    def logps(x):
+        return linear_logps(x, weight, ids) if function == "linear" else logits_logps(x, ids)
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.jvp(logps, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        logps(forward_ad.make_dual(x, torch.ones_like(x)))

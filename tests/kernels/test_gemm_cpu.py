@@ -46,6 +46,11 @@ def fresh() -> Iterator[None]:
     clear()
 
 
+def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    assert gemm_cpu.unavailable(torch.float64).endswith("not torch.float64")
+
+
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
     """Return a random (rows, columns) matrix as a view of a larger matrix of NaN.
 

@@ -40,6 +40,11 @@ def support_kernels(request):
     return route.kernel_module("support", request.param)
 
 
+@pytest.fixture(params=ENGINES)
+def kernels(request):
+    return route.rows_route(request.param, torch.empty(0)).kernels
+
+
 def some_rows() -> SupportRows:
     """Return token sets whose ids are in random order.
 
@@ -62,20 +67,22 @@ def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> HeadTensors:
     return HeadTensors(draw(N, width, seed=2).to(dtype), weight, draw(V, seed=4).to(dtype))
 
 
-def exact(hidden, weight, bias, transform) -> tuple:
+def exact(hidden, weight, bias, transform, g, g_entropy=None) -> tuple:
     """Compute the expected results in fp64 from masked logits.
 
     Returns:
-        The raw logits (nnz,), the statistics, and the derivative of each logp with respect to its
-        hidden row (R, width).
+        The raw logits (nnz,), the statistics, the gradient of the raw logits (nnz,), and the
+        derivative of each logp with respect to its hidden row (R, width). The first and the third
+        have one entry for each id of each token set.
     """
     full = hidden[INDEX].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
     z, slope = formulas.final(full, *transform)
     kept = torch.zeros_like(z, dtype=torch.bool).index_put_(at, torch.tensor(True))
     z = z.masked_fill(~kept, -torch.inf)
-    one = formulas.gradient(z, slope, TARGETS, torch.ones(R))
-    return full[at], formulas.statistics(z, TARGETS), one @ weight.double()
+    d = formulas.gradient(z, slope, TARGETS, g, g_entropy)
+    one = formulas.gradient(z, slope, TARGETS, torch.ones_like(g))
+    return full[at], formulas.statistics(z, TARGETS), d[at], one @ weight.double()
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
@@ -101,7 +108,7 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
         monkeypatch.setattr("grpo_fast.kernels.gpu.support.SUPPORT_COLUMNS", 128)
     transform, tensors = TRANSFORMS[name], tensors_of(width, dtype)
     found = of_head(support_kernels, tensors, transform)
-    raw, stats, slopes = exact(*tensors, transform)
+    raw, stats, _, slopes = exact(*tensors, transform, torch.ones(R))
     assert_close(found.raw, raw)
     for got, want in zip(found.stats, stats, strict=True):
         assert_close(got, want, 4e-6)
@@ -121,12 +128,35 @@ def test_a_certain_token_keeps_its_digits(support_kernels):
     hidden, weight, _ = tensors_of(20)
     tensors = HeadTensors(hidden, weight * 0.01, torch.zeros(V).index_fill(0, TARGETS, 18.0))
     found = of_head(support_kernels, tensors, LogitTransform())
-    _, stats, slopes = exact(*tensors, LogitTransform())
+    _, stats, _, slopes = exact(*tensors, LogitTransform(), torch.ones(R))
     certain = stats[1].abs() < 1e-5
     assert certain.sum() >= 2
     assert ((found.stats[1] - stats[1]).abs() <= 1e-5 * stats[1].abs())[certain].all()
     assert (found.slopes - slopes).norm(dim=1).le(1e-4 * slopes.norm(dim=1))[certain].all()
     assert found.stats[1][0] == 0 and not found.slopes[0].any()
+
+
+@pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_ragged_rows(kernels, transform, has_entropy):
+    """Check that the row kernels accept rows of unequal length, stored one after another."""
+    tensors, g = tensors_of(20), draw(R, seed=5)
+    g_entropy = draw(R, seed=6) if has_entropy else None
+    for x in (g, g_entropy):
+        _ = x if x is None else x.index_fill_(0, torch.tensor(2), 0.0)
+    exact_raw, stats, d, _ = exact(*tensors, transform, g, g_entropy)
+    raw = exact_raw.float()
+    with only_memory_of(raw, *ROWS):
+        options = {"return_entropy": has_entropy, "offsets": ROWS.offsets}
+        found = kernels.row_logps(raw[None], ROWS.places, transform, **options)
+    for got, want in zip(found, stats, strict=True):
+        assert got is None or (got - want).abs().max() <= 4e-6
+    raw[ROWS.rows == 2] = math.nan  # its coefficient is 0, so its gradient is 0
+    with only_memory_of(raw, *ROWS, g, g_entropy, *found):
+        own = ROWS.places, found, g, g_entropy, transform
+        kernels.row_grad_(raw[None], *own, offsets=ROWS.offsets)
+    assert_close(raw, d)
+    assert not raw[ROWS.rows == 2].any()
 
 
 # ---- sums of selected rows

@@ -43,7 +43,7 @@ PLANTS = {
     "grpo_fast/kernels/gpu/rows.py": [
         ("triton-loss-stride", "triton_stride", "a program computes only the first of its rows",
          "range(tl.program_id(0), n_rows, tl.num_programs(0))", "range(tl.program_id(0), n_rows, n_rows)"),
-        ("triton-support-ragged", "triton_support_public", "the target of a row is counted from the start of the first row",
+        ("triton-support-ragged", "triton_support", "the target of a row is counted from the start of the first row",
          "out_ptr + first_out, tl.load(target_ptr + row), lse", "out_ptr + first_out, tl.load(target_ptr + row) + first, lse"),
     ],
     "grpo_fast/kernels/gpu/support.py": [

@@ -9,10 +9,14 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels.gpu import gradients, target_rows
+from grpo_fast.kernels.gpu import coefficients, gradients, target_rows
 from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head.terms import TokenLevel
+from grpo_fast.kernels.reference import final_logits
+from grpo_fast.kernels.types import Exponentials, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import row_coefficients as torch_coefficients
+from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels.formulas import draw
 from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
@@ -49,12 +53,28 @@ def test_dh_rows(rows, width):
     assert torch.equal(scaled, gradients.scaled_hidden(hidden, by_row, hidden.dtype))
 
 
-def targets_case():
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_times_pads_with_zeros(softcap):
+    g, raw, logps = draw(40), draw(40, seed=1), -draw(40, seed=2).abs()
+    transform = LogitTransform(1.5, softcap, 9.0)
+    z, slope = final_logits(raw[:, None], transform)
+    lse = z[:, 0] - logps
+    g[5], lse[5] = 0.0, NAN
+    filled = Exponentials((lse, logps, None), None, None, None, raw)
+    with only_memory_of(g, raw, lse, logps):
+        by_row, by_target = gradients.times(g, filled, transform, 64)
+    expected = torch.where(g == 0, 0.0, -g * logps.exp() * 1.5 / 9.0)
+    torch.testing.assert_close(by_row[:40], expected)
+    slope = slope if softcap is None else slope[:, 0]
+    torch.testing.assert_close(by_target[:40], -g * logps.expm1() * slope)
+    assert (by_row[40:] == 0).all() and (by_target[40:] == 0).all()
+
+
+def targets_case(rows=90, width=300, vocab=1500):
     """Return inputs for `add_targets_` and the exact result.
 
     Token 7 is likely in all rows, and it is the target of a third of the rows.
     """
-    rows, width, vocab = 90, 300, 1500
     generator = torch.Generator().manual_seed(5)
     hidden = (draw(rows, width) + 2 * draw(width, seed=1)).bfloat16()
     ids = torch.randint(vocab, (rows,), generator=generator)
@@ -134,20 +154,56 @@ def test_target_rows_are_rounded_once_if_a_program_has_several(monkeypatch):
     assert worst_row(total, exact) <= 1.03 * worst_row(exact.bfloat16(), exact)
 
 
+# ---- coefficients
+
+
+def terms_of(rows=300):
+    generator = torch.Generator().manual_seed(3)
+    logps = -5 * torch.rand(rows, generator=generator)
+    old = logps + 0.3 * torch.randn(rows, generator=generator)
+    terms = RowTerms(
+        draw(rows), torch.rand(rows, generator=generator), torch.full((rows,), 0.1), old,
+        logps + 0.2 * draw(rows, seed=9),
+    )  # fmt: skip
+    terms.advantages[::5] = 0.0
+    terms.policy_weights[7] = 0.0
+    logps[11] = NAN
+    return logps, terms
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_coefficients(estimator):
+    """Check that the error of the coefficients is at most twice that of torch in fp32.
+
+    test_rows.py tests the other losses. Its kernel calls the same function, `loss_and_slope`.
+    """
+    logps, terms = terms_of()
+    config = LossConfig("grpo", beta=0.1, kl_estimator=estimator, kl_times_ratio=True, kl_clamp=0.4)
+    exact = torch_coefficients(logps.double(), terms.map(lambda x: x.double()), config)
+    near = torch_coefficients(logps, terms, config)
+    with only_memory_of(logps, *(x for x in terms if x is not None)):
+        found = coefficients.row_coefficients(logps, terms, config)
+    others = torch.arange(len(logps)) != 11
+    for actual, torch_s, expected in zip(found, near, exact, strict=True):
+        assert actual[11].isnan()
+        error, bar = ((x.double() - expected)[others].abs().max() for x in (actual, torch_s))
+        assert error <= 2 * bar + 1e-7 * expected[others].abs().max()
+
+
 # ---- a single chunk, and rows that are known to be inactive
 
 
-def make(rows=70, width=40, vocab=640):
-    hidden, weight = draw(rows, width), draw(vocab, width, seed=1)
+def make(rows=70, width=40, vocab=1600, seed=0):
+    hidden, weight = draw(rows, width, seed=seed), draw(vocab, width, seed=seed + 1)
     ids = torch.arange(rows) * 37 % vocab
     ids[::4] = 9
-    return hidden.bfloat16(), (weight / 3).bfloat16(), ids, draw(rows, seed=2)
+    return hidden.bfloat16(), (weight / 3).bfloat16(), ids, draw(rows, seed=seed + 2)
 
 
-def gradients_of(hidden, weight, ids, advantages, backend="triton"):
+def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="triton", **options):
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     out = grpo_fast.linear_grpo_loss(
-        *leaves, ids, advantages, LossConfig(), backend=backend,
+        *leaves, ids, advantages, LossConfig(loss_type=loss_type, **options), backend=backend,
         cu_seqlens=torch.tensor([0, len(ids)]),
     )  # fmt: skip
     out.loss.backward()
@@ -203,7 +259,7 @@ def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
     addition to the budget. That is enough for the 16-bit exponentials of all 70 rows, which take
     224,000 bytes.
     """
-    hidden, weight, ids, advantages = make(vocab=1600)
+    hidden, weight, ids, advantages = make()
     bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
     results = []
     for missing, chunks in ((0, [70]), (1, [32, 32, 6])):
@@ -223,7 +279,7 @@ def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
 
 def test_frozen_heads_and_filters_spare_nothing(monkeypatch):
     hidden, weight, ids, advantages = make()
-    taken = chunks_of(monkeypatch, 70 * 640 * 2 - 1)
+    taken = chunks_of(monkeypatch, 70 * 1600 * 2 - 1)
     given = ids, advantages, LossConfig()
     options = {"backend": "triton", "cu_seqlens": torch.tensor([0, 70])}
     grpo_fast.linear_grpo_loss(hidden.clone().requires_grad_(), weight, *given, **options)

@@ -1,11 +1,12 @@
-"""Tests of the row kernels against fp64 formulas, in C++ and in Triton's interpreter.
+"""Tests of the row kernels against fp64 formulas and the loss oracle.
 
-tests/loss/test_loss_parity.py tests the values of every loss with the same kernels. test_csrc.py
-runs the tests named *numerics* again with other instruction sets.
+They run in C++ and in Triton's interpreter. The tests of the loss also run with the torch backend.
+test_csrc.py runs the tests named *numerics* again with other instruction sets.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -15,6 +16,8 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels import formulas
 from tests.kernels.formulas import only_memory_of
 from tests.loss_cases import ENGINES, IS_INTERPRETER
@@ -30,6 +33,18 @@ TRANSFORMS = {
     "plain": (1.0, None, 1.0), "temperature": (1.0, None, 0.7), "scale": (0.0625, None, 1.0),
     "negative_scale": (-1.0, None, 1.3), "softcap": (1.0, 30.0, 1.0), "all": (0.5, 20.0, 0.9),
 }  # fmt: skip
+# The kernels compute the loss of each token, but no mean over tokens. Losses that differ only in
+# the mean share one kernel function, so test one loss for each function.
+LOCAL = [x for x in OBJECTIVES if LossConfig(x, max_completion_length=8).is_token_local]
+LEAVES = list({OBJECTIVES[name].function: name for name in LOCAL}.values())
+OPTIONS: dict[str, dict] = {
+    "grpo": {"epsilon_low": 0.1, "epsilon_high": 0.3, "delta": 1.5},
+    "dual_clip": {"dual_clip_c": 1.3},
+    "cispo": {"epsilon_high": 1.2},
+    "dppo_tv": {"epsilon_low": 0.02, "epsilon_high": 0.01},
+    "dppo_kl": {"epsilon_low": 0.02, "epsilon_high": 0.01},
+}
+CLAMPS = ({}, {"kl_clamp": 0.2}, {"kl_input_clamp": 0.8}, {"kl_clamp": 0.3, "kl_input_clamp": 0.8})
 
 
 @pytest.fixture(params=[engine for engine in ENGINES if engine.id != "torch"])
@@ -272,6 +287,52 @@ def call(
         ), out
 
 
+def config_of(loss_type: str, **more) -> LossConfig:
+    options = {"beta": 0.3, "max_completion_length": 8, **OPTIONS.get(loss_type, {}), **more}
+    return LossConfig(loss_type, **options)
+
+
+OF_LOSS = ("old_logps", "ref_logps", "advantages", "policy_weights", "kl_weights")
+
+
+def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | None = None) -> None:
+    """Check losses, coefficients and the gradient of the logits against the oracle."""
+    z, slope = formulas.final(x["logits"], *(transform or LogitTransform()))
+    lp = formulas.statistics(z, x["target_ids"])[1]
+    losses, g = formulas.loss_and_slope(lp, *(x[name] for name in OF_LOSS), config)
+    exact = formulas.gradient(z, slope, x["target_ids"], g, x["grad_entropy"])
+    result, d = call(rows, x, config, transform)
+    rtol, least = (1e-5, 3e-6) if IS_INTERPRETER else (3e-6, 1e-6)
+    torch.testing.assert_close(result.losses.double(), losses, rtol=rtol, atol=3e-6)
+    error, size = (d.double() - exact).norm(dim=1), exact.norm(dim=1)
+    bar = 1e-5 if d.dtype == torch.float32 else 2**-8  # one rounding to bf16
+    assert (error <= bar * size + least).all(), (config, error.max())
+
+
+@pytest.mark.parametrize("loss_type", LEAVES)
+def test_every_leaf(rows, loss_type: str) -> None:
+    """Check every loss function against the oracle with three logit transforms.
+
+    One transform is tested with all inputs, one without old_logps, and one without a reference.
+    Some weights are 0.
+    """
+    x = make_loss(MANY)
+    x["policy_weights"][3] = x["kl_weights"][3] = x["policy_weights"][5] = x["kl_weights"][6] = 0.0
+    transforms = [LogitTransform(), LogitTransform(0.5, 20.0, 0.9)]
+    transforms += [LogitTransform(1.0, None, 1.3)]
+    missing = [(), ("old_logps",), ("ref_logps", "kl_weights", "grad_entropy")]
+    for transform, names in zip(transforms, missing, strict=True):
+        check_loss(rows, {**x, **dict.fromkeys(names)}, config_of(loss_type), transform)
+
+
+@pairs(estimator=KL_ESTIMATORS, clamps=CLAMPS, times_ratio=[False, True], has_old=[False, True])
+def test_every_kl(rows, estimator, clamps, times_ratio, has_old) -> None:
+    x = make_loss(MANY)
+    options = {"kl_estimator": estimator, "kl_times_ratio": times_ratio, **clamps}
+    x = x if has_old else {**x, "old_logps": None}
+    check_loss(rows, x, config_of("grpo", **options))
+
+
 @pairs(columns=[1, 131, 2600], dtype=DTYPES)
 def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int) -> None:
     x, config = make_loss(ROWS, columns, dtype), LossConfig(loss_type="grpo", beta=0.3)
@@ -315,12 +376,14 @@ def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
         assert all(torch.equal(part, every[index]) for part, every in zip(run(index), whole))  # noqa: B905
 
 
-def test_rows_that_do_not_count_are_inert(rows) -> None:
+@pytest.mark.parametrize("loss_type", LEAVES)
+def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
     """Check that a row without a target has outputs of 0, even if its inputs are NaN.
 
     The results of all other rows must not change by a bit.
     """
-    x, config = make_loss(8), LossConfig("grpo", beta=0.3, kl_times_ratio=True)
+    x = make_loss(8)
+    config = config_of(loss_type, kl_times_ratio=OBJECTIVES[loss_type].reference)
     clean, d_clean = call(rows, x, config)
     dead, live = torch.tensor([1, 4, 6]), torch.tensor([0, 2, 3, 5, 7])
     bad_ids = torch.tensor([-100, 131, 2**40])
@@ -336,11 +399,27 @@ def test_rows_that_do_not_count_are_inert(rows) -> None:
         for value, expected in ((d, d_clean), (result.losses, clean.losses),
                                 (result.grad_logps, clean.grad_logps)):  # fmt: skip
             assert (value[dead] == 0).all() and torch.equal(value[live], expected[live])
-    # A weight of 0 must remove a NaN in the term that it multiplies, but not the other term.
+    # A weight of 0 must remove a NaN in the term that it multiplies, but not a NaN in another term.
     x["policy_weights"][2], x["advantages"][2] = 0.0, math.nan
     x["kl_weights"][3], x["ref_logps"][3] = 0.0, math.nan
     result, d = call(rows, x, config)
-    assert d.isfinite().all() and result.losses.isfinite().all() and result.losses[2:4].all()
+    assert d.isfinite().all() and result.losses.isfinite().all()
+    assert result.losses[3] != 0 and (result.losses[2] != 0 or not OBJECTIVES[loss_type].reference)
+
+
+def test_far_ratios_stay_finite(rows) -> None:
+    """Check that losses and gradients are finite for any old_logps.
+
+    The kernels limit the ratio exp(logp - old_logp) to e^20.
+    """
+    x = {**make_loss(4), "grad_entropy": None}
+    x["old_logps"] = torch.tensor([-1e4, -200.0, -1e30, 1e4])
+    for loss_type, sign in itertools.product(("unclipped", "grpo"), (-1.0, 1.0)):
+        x["advantages"], x["ref_logps"] = torch.full((4,), sign), x["ref_logps"] + 100
+        result, d = call(rows, x, LossConfig(loss_type=loss_type, beta=0.1))
+        assert result.losses.isfinite().all() and d.isfinite().all() and d.any()
+    slope = call(rows, {**x, "kl_weights": None}, LossConfig("unclipped"))[0].grad_logps[0]
+    torch.testing.assert_close(slope / x["policy_weights"][0], -torch.tensor(math.exp(20.0)))
 
 
 def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:

@@ -7,14 +7,13 @@ test_fuzz.py tests masked tokens.
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 import grpo_fast
 from benchmarks.kernels.exact import logps_bar
 from grpo_fast.kernels.head import sources
+from grpo_fast.kernels.head import support as head_support
 from tests import oracle_inputs
 from tests.kernels.formulas import torch_threads
 from tests.loss_cases import (
@@ -23,19 +22,13 @@ from tests.loss_cases import (
     HAS_GPU,
     LAYOUTS,
     LOSS_LEVELS,
-    SETS,
-    Case,
-    compute_sets,
     cu_seqlens_of,
-    exact_logps,
-    kept_ids,
     make_case,
     moved,
     on_device,
     options_for,
     relative_l2,
     run,
-    truth,
     worst_row,
 )
 from tests.pairs import pairs
@@ -78,42 +71,26 @@ def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backen
             assert torch.equal(result.grads[name], alone.grads[name]), name
 
 
-def problem(dtype, N, H, V, std=1.0):
-    """Return random inputs whose logits have the standard deviation `std`.
-
-    Every fp32 matrix product computes a logit z with an error of about z·6e-8·√H/4.
-
-    Returns:
-        hidden (N, H), weight (V, H), target ids (N,), advantages (N,) and old logps (N,).
-    """
-    g = torch.Generator().manual_seed(0)
+def token_problem(dtype, N, H, V, seed=0):
+    g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, H, generator=g).to(dtype)
-    weight = (std * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
+    weight = (2 * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
     ids, A = torch.randint(V, (N,), generator=g), torch.randn(N, generator=g)
     return hidden, weight, ids, A, -6 + torch.randn(N, generator=g)
 
 
-def sets_of(kept):
-    """Return a `Support` with the sorted kept ids of each row, or with no ids if all are kept."""
-    kept = kept & ~kept.all(-1, keepdim=True)
-    ends = kept.sum(-1).cumsum(0)
-    return grpo_fast.Support(kept.nonzero()[:, 1], torch.cat([ends[:1] * 0, ends]))
-
-
-def rows_of(inputs, index, backend, *, lengths=None, advantages=None, kept=None, **options):
+def rows_of(problem, index, backend, *, lengths=None, advantages=None, **options):
     """Compute logps, dH, dW and db of a batch that has only the rows in `index`.
 
-    num_items_in_batch is always 1000, so that the token weights do not depend on the batch. `kept`
-    has the token sets of all rows.
+    num_items_in_batch is always 1000, so that the token weights do not depend on the batch.
     """
-    hidden, weight, ids, A, old = inputs
+    hidden, weight, ids, A, old = problem
     A = A if advantages is None else advantages
     leaves = [hidden[index].clone(), weight.clone(), weight[:, 0] * 0]
     h, w, b = (x.requires_grad_() for x in leaves)
     config = grpo_fast.LossConfig(epsilon_low=50.0, epsilon_high=50.0, **options)
-    support = None if kept is None else sets_of(kept[index])
     out = grpo_fast.linear_grpo_loss(
-        h, w, ids[index], A[index], config, bias=b, old_logps=old[index], support=support,
+        h, w, ids[index], A[index], config, bias=b, old_logps=old[index],
         cu_seqlens=cu_seqlens_of(lengths or [len(index)]), num_items_in_batch=1000,
         backend=backend,
     )  # fmt: skip
@@ -132,42 +109,35 @@ N = 150
 EVERY = torch.arange(N)
 
 
-@pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2], sets=SETS)
-def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, sets, backend, monkeypatch):
+@pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
+def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkeypatch):
     """Check that other rows, the packing and the chunk size do not change the bits of a row.
 
     It also does not matter which other rows have a coefficient of 0, and which gradients are
     computed.
     """
-    inputs, g = problem(dtype, N, H, V, std=2.0), torch.Generator().manual_seed(1)
-    hidden, weight, ids, A, _ = inputs
-    kept = None
-    if sets != "none":
-        kept = kept_ids(6, ids, V, sets)
-        kept &= kept.all(-1, keepdim=True) | (torch.rand(N, V, generator=g) < 0.1)
-        kept.scatter_(-1, ids[:, None], True)
-    compute_sets(monkeypatch, "gathered")
-    compute = partial(rows_of, inputs, backend=backend, kept=kept, entropy_coef=entropy_coef)
-    whole = compute(EVERY)
+    problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
+    hidden, weight, ids, A, _ = problem
+    whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
     subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
     subsets += [torch.randperm(N, generator=g), torch.randperm(N, generator=g)[:77]]
     for index in subsets:
-        assert_rows(compute(index), whole, index)
+        assert_rows(rows_of(problem, index, backend, entropy_coef=entropy_coef), whole, index)
     for lengths in ([1] * N, [100, 0, 50], [7, 140, 3]):
-        assert_rows(compute(EVERY, lengths=lengths), whole)
+        packed = rows_of(problem, EVERY, backend, lengths=lengths, entropy_coef=entropy_coef)
+        assert_rows(packed, whole)
     for fraction in (0.05, 0.5, 0.95) if entropy_coef == 0 else ():
         off = torch.rand(N, generator=g) < fraction
-        dh = compute(EVERY, advantages=torch.where(off, 0.0, A))[1]
+        dh = rows_of(problem, EVERY, backend, advantages=torch.where(off, 0.0, A))[1]
         assert torch.equal(dh[~off], whole[1][~off]) and (dh[off] == 0).all()
     for rows, wants in ((EVERY, ""), (EVERY[3:5], ""), (EVERY, "h"), (EVERY, "w")):
         h, w = hidden[rows].clone(), weight.clone()
         h.requires_grad_("h" in wants), w.requires_grad_("w" in wants)
-        support = None if kept is None else sets_of(kept[rows])
-        found = grpo_fast.linear_logps(h, w, ids[rows], backend=backend, support=support)
+        found = grpo_fast.linear_logps(h, w, ids[rows], backend=backend)
         assert torch.equal(found.detach(), whole[0][rows])
     for rows in (1, 64, 149):
         monkeypatch.setattr(sources, "workspace_bytes", lambda *_, rows=rows: rows * V * 4)
-        assert_rows(compute(EVERY), whole)
+        assert_rows(rows_of(problem, EVERY, backend, entropy_coef=entropy_coef), whole)
 
 
 @pytest.mark.gpu
@@ -177,7 +147,7 @@ def test_a_row_does_not_see_its_batch_on_a_gpu(entropy):
 
     If the entropy is computed, the kernel uses a different tile size.
     """
-    hidden, weight, ids, *_ = (x.cuda() for x in problem(torch.bfloat16, 700, 896, 32000))
+    hidden, weight, ids, *_ = (x.cuda() for x in token_problem(torch.bfloat16, 700, 896, 32000))
 
     def logps(rows):
         found = grpo_fast.linear_logps(hidden[rows], weight, ids[rows], return_entropy=entropy)
@@ -193,9 +163,9 @@ def test_a_row_does_not_see_its_batch_on_a_gpu(entropy):
 @pytest.mark.parametrize("kind", ["plain", "hidden_rows", "gathered", "product"])
 def test_any_number_of_threads_gives_the_same_bits(kind, monkeypatch):
     """Check also 2,000 targets that share 7 rows of `hidden`, and token sets of a sampler."""
-    compute_sets(monkeypatch, "gathered" if kind == "gathered" else "product")
+    monkeypatch.setattr(head_support, "GATHERED_COST", 0 if kind == "gathered" else 10**9)
     T, V = 2000, 50
-    hidden, weight, ids, *_ = problem(torch.float32, T, 64, V)
+    hidden, weight, ids, *_ = token_problem(torch.float32, T, 64, V)
     leaves, more = [hidden, weight], {}
     if kind == "hidden_rows":
         more = {"hidden_rows": torch.randint(7, (T,), generator=torch.Generator().manual_seed(2))}
@@ -235,6 +205,22 @@ def test_a_token_of_any_token_level_loss_does_not_see_its_batch(loss_type):
 GRADIENT_BAR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 
+def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
+    """Return random inputs whose logits have the standard deviation `std`.
+
+    Every fp32 matrix product computes a logit z with an error of about z·6e-8·√H/4.
+
+    Returns:
+        hidden (N, H), weight (V, H), target ids (N,) and advantages (N,).
+    """
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, H, generator=g).to(dtype)
+    weight = (std * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
+    ids = torch.randint(V, (N,), generator=g)
+    advantages = torch.randn(N, generator=g)
+    return hidden, weight, ids, advantages
+
+
 # 896 and 2048 are the hidden sizes of the models in our recipes. 8192 is the largest hidden size
 # for which the bounds are promised, and 33 is not a multiple of any vector width.
 @pairs(
@@ -242,7 +228,7 @@ GRADIENT_BAR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
     dtype=[torch.bfloat16, torch.float16, torch.float32],
 )  # fmt: skip
 def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
-    hidden, weight, ids, *_ = problem(dtype, 16, H, 1000, std=2.5)
+    hidden, weight, ids, _ = problem(dtype, N=16, H=H, V=1000, std=2.5)
     lp64, H64 = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
     bar = logps_bar(H, on_device(backend))
     for wants in (False, True):
@@ -252,12 +238,19 @@ def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
         assert (entropy.detach().cpu().double() - H64).abs().max() <= bar
 
 
-def case_of(inputs, **options):
-    """Return a `Case` in which all tokens of `problem` form one completion."""
-    hidden, weight, ids, advantages, _ = inputs
+def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
+    h, w = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    given = moved((h, w, ids, advantages, config), on_device(backend))
+    more = {"old_logps": old, "cu_seqlens": cu_seqlens_of([len(ids)]), "backend": backend}
+    grpo_fast.linear_grpo_loss(*given, **moved(more, on_device(backend))).loss.backward()
+    return h.grad, w.grad
+
+
+def exact_of(hidden, weight, ids, advantages, options, old=None):
+    """Compute loss and gradients with the fp64 oracle. All tokens form one completion."""
     mask = torch.ones(1, len(ids), dtype=torch.bool)
-    own = hidden[None], weight, None, ids[None], mask, advantages[None], None, None
-    return Case(*own, options=options)
+    own = hidden[None], weight, ids[None], advantages[None], options
+    return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
 
 
 # On a GPU, use sizes (N, H, V) just below, at and above the block sizes of the kernels. The blocks
@@ -267,32 +260,35 @@ GPU_SIZES = [(1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257
              (257, 128, 2049), (130, 896, 4104), (65, 60, 50257)]  # fmt: skip
 WAYS = [pytest.param(*p.values, (96, 256, 700), id=p.id, marks=p.marks) for p in BACKENDS]
 WAYS += [pytest.param("triton", x, id=f"gpu-{x}", marks=pytest.mark.gpu) for x in GPU_SIZES]
-WAYS = WAYS if HAS_GPU else WAYS[: len(BACKENDS)]
 
 
-@pairs(backend__size=WAYS, dtype=DTYPES, chunks=[1, 3], off_policy=[False, True],
-       softcap=[None, 20.0])  # fmt: skip
+@pairs(
+    backend__size=WAYS if HAS_GPU else WAYS[: len(BACKENDS)], dtype=DTYPES, chunks=[1, 3],
+    off_policy=[False, True], softcap=[None, 20.0],
+)  # fmt: skip
 def test_gradients_against_fp64_overall_and_worst_row(
     off_policy, chunks, dtype, backend, size, softcap, monkeypatch
 ):
     N, H, V = size
-    case = case_of(problem(dtype, N, H, V), loss_type="dapo", softcap=softcap)
+    hidden, weight, ids, advantages = problem(dtype, N=N, H=H, V=V)
     if chunks > 1:
         rows = -(-N // chunks // 32) * 32
         monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: rows)
+    old, options = None, {"loss_type": "dapo", "softcap": softcap}
     if off_policy:
+        raw = hidden.double() @ weight.double().T
+        lp64, _ = oracle_inputs.logps_and_entropy(raw, ids, softcap=softcap)
         g = torch.Generator().manual_seed(9)
-        apart = 0.11 * torch.randn(1, N, generator=g).clamp(-1, 1)
-        case = case.but(old=(exact_logps(case)[0] - apart).clamp(max=0).float())
-    found, true = run("linear", case, backend=backend), truth("linear", case)
-    assert (found.logps.double() - true.logps).abs().max() <= logps_bar(H, on_device(backend))
+        old = (lp64 - 0.11 * torch.randn(len(ids), generator=g).clamp(-1, 1)).float()
+    d_hidden, d_weight = loss_gradients(
+        hidden, weight, ids, advantages, old, grpo_fast.LossConfig(**options), backend
+    )
+    exact = exact_of(hidden, weight, ids, advantages, options, old)
     bar = GRADIENT_BAR[dtype] * (2 if backend == "triton" and dtype == torch.float32 else 1)
-    for name, grad in found.grads.items():
-        exact = getattr(true, f"{name}_grad")
-        assert relative_l2(grad, exact) <= bar, name
+    for found, true in ((d_hidden, exact.hidden_grad[0]), (d_weight, exact.weight_grad)):
+        assert relative_l2(found, true) <= bar
         if V > 2:
-            rows = (grad[0], exact[0]) if name == "hidden" else (grad, exact)
-            assert worst_row(*rows) <= bar, name
+            assert worst_row(found, true) <= bar
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -302,13 +298,16 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     The tolerance is 1.05 times the error of one rounding. Sums in bf16 would have 2.8 times the
     error of one rounding.
     """
-    case = case_of(problem(torch.bfloat16, 1024, 16, 64), loss_type="reinforce")
+    hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
     # Use advantages of one sign, so that the running sum is much larger than each term.
-    case = case.but(advantages=1.0 + 0.1 * case.advantages)
+    advantages = 1.0 + 0.1 * advantages
     monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: 32)
-    d_weight = run("linear", case, backend=backend).grads["weight"]
-    exact = truth("linear", case).weight_grad
-    assert relative_l2(d_weight, exact) <= 1.05 * relative_l2(exact.to(torch.bfloat16), exact)
+    _, d_weight = loss_gradients(
+        hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
+    )
+    exact = exact_of(hidden, weight, ids, advantages, {"loss_type": "reinforce"})
+    stored = exact.weight_grad.to(torch.bfloat16)
+    assert relative_l2(d_weight, exact.weight_grad) <= 1.05 * relative_l2(stored, exact.weight_grad)
 
 
 @pytest.mark.parametrize("all_active", [True, False])

@@ -43,8 +43,7 @@ def test_it_is_the_sum_of_two_calls(name, backend, kind, mib, dtype, monkeypatch
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
     long = torch.arange(40)[None, :] < torch.tensor([40, 17, 0, 33])[:, None]
     options = LOSSES[name] | dict(aggregation="token_mean_global")
-    case = make_case(4, mask=long, dtype=dtype, sets="mixed" if kind == "sets" else "none",
-                     **options)  # fmt: skip
+    case = make_case(4, mask=long, dtype=dtype, support=kind == "sets", **options)
     teacher = teacher_of(case, topk=kind == "top-k")
     term = DivergenceTerm(teacher, "jsd", 0.4, beta=0.3)
     found = loss_cases.run("linear", case, divergence=term, backend=backend)

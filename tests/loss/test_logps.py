@@ -7,12 +7,11 @@ import torch
 
 from grpo_fast import linear_logps, logits_logps
 from grpo_fast.kernels import support_reference
+from grpo_fast.kernels.head import support as head_support
 from tests import oracle_inputs
 from tests.loss_cases import (
     EVERYWHERE,
     IS_INTERPRETER,
-    SETS,
-    compute_sets,
     kept_ids,
     moved,
     on_device,
@@ -29,8 +28,7 @@ RULES = {
     "warm": {"temperature": 1.7, "logit_scale": 1.2},
 }  # fmt: skip
 
-FORMS = {name: ("linear", name) for name in ("gathered", "product")}
-FORMS["logits"] = ("logits", "gathered")
+FORMS = {"gathered": ("linear", 0), "product": ("linear", 10**9), "logits": ("logits", 0)}
 # One axis, so that each backend has each form with each kind of sets.
 WAYS = [
     pytest.param(*p.values, *form, id=f"{p.id}-{name}", marks=p.marks)
@@ -40,21 +38,22 @@ WAYS = [
 
 
 @pairs(
-    backend__function__how=WAYS, rule=RULES.items(), sets=SETS,
+    backend__function__cost=WAYS, rule=RULES.items(), sets=["none", "mixed", "every row"],
     workspace=["256", "0"], repeats=[False, True], V=VOCABULARIES,
 )  # fmt: skip
 def test_values_and_gradients(
-    backend, function, rule, sets, how, workspace, repeats, V, monkeypatch
+    backend, function, rule, sets, cost, workspace, repeats, V, monkeypatch
 ):
     """Check logps, entropies, and the gradients of weighted sums of them.
 
     With `sets`, some or all rows have a `Support`, whose ids are gathered or part of a product of
-    all logits (`how`). With `repeats`, a row of `hidden` predicts several targets. Some rows have
+    all logits (`cost`). With `repeats`, a row of `hidden` predicts several targets. Some rows have
     no target, and their hidden states and sets may hold anything. The first backward pass reads the
     cached logits, and the second computes them again. It must give the same bits of dH. The error
     of a gradient may be three times that of plain torch in fp32.
     """
-    compute_sets(monkeypatch, how)
+    for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
+        monkeypatch.setattr(head_support, name, cost)
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)  # 0 means chunks of 32 rows
     if workspace == "0":
         monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 7 * H)
@@ -65,7 +64,10 @@ def test_values_and_gradients(
     ids, (up, up_entropy) = torch.randint(V, (T,), generator=g), torch.randn(2, T, generator=g)
     up[5:9] = 0.0
     live = torch.rand(T, generator=g) > 0.2
-    kept = torch.ones(T, V, dtype=torch.bool) if sets == "none" else kept_ids(0, ids, V, sets)
+    kept = kept_ids(0, ids[None], V)[0] if sets != "none" else torch.ones(T, V, dtype=torch.bool)
+    if sets == "every row":
+        kept[kept.all(-1), 5:] = False
+        kept.scatter_(-1, ids[:, None], True)
     repeats = repeats and function == "linear"  # the rows of logits cannot be named
     index = torch.randint(20, (T,), generator=g) if repeats else torch.arange(T)
     inputs = [hidden, weight, bias] if function == "linear" else [hidden @ weight.T + bias]

@@ -20,9 +20,7 @@ from tests.loss_cases import (
     IS_INTERPRETER,
     LAYOUTS,
     LEAVES_AND_LEVELS,
-    SETS,
     Case,
-    compute_sets,
     make_case,
     options_for,
     run,
@@ -31,17 +29,15 @@ from tests.pairs import pairs
 
 WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
-SPOILED = [(where, value) for where in WHERE for value in BAD]
-# Some options give a token a weight of 0, by corrections or by the entropy mask.
-KLS = {
-    name: {"beta": 0.2, "kl_estimator": name, "kl_times_ratio": name in ("k1", "k3")}
-    for name in KL_ESTIMATORS
-}
-OPTIONS = {
-    "plain": {}, "bonus": {"entropy_coef": 0.1, "temperature": 0.7}, **KLS,
-    **{str(name): {"corrections": x} for name, x in oracles.WORDS.items() if x},
+HEADS = ("linear", "logits")
+ON_POLICY = {"old": False, "on-policy": True}.items()
+# Options that give some tokens a weight of 0, by corrections or by the entropy mask. Only the last
+# entry, "rules", gives no token a weight of 0.
+FILTERS = {
+    **{name: {"corrections": x} for name, x in oracles.WORDS.items()},
     "masks": {"corrections": [oracles.off_policy(0.0)], "top_entropy_quantile": 0.3},
-}  # fmt: skip
+    "rules": {"entropy_coef": 0.1, "softcap": 4.0, "temperature": 0.7},
+}
 
 
 def spoiled(case: Case, where: str, value: float) -> Case:
@@ -63,32 +59,38 @@ def assert_seen(case: Case, function: str, backend: str, layout: str = "padded",
     result = run(function, case, backend=backend, layout=layout, **more)
     assert not math.isfinite(result.loss.item()), "the loss is finite"
     for name, grad in result.grads.items():
-        if name != "entropy":  # the gradient of a given entropy is a weight
-            assert not grad.isfinite().all(), f"d{name} is finite"
+        assert not grad.isfinite().all(), f"d{name} is finite"
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"
 
 
-@pairs(layout=LAYOUTS, is_on_policy=[False, True], backend=EVERYWHERE, function=FUNCTIONS,
-       loss_type__level=LEAVES_AND_LEVELS, option=OPTIONS, where__value=SPOILED,
-       idle=[False, True], below=[0, 5], sets=SETS, sets_by=["gathered", "product"])  # fmt: skip
-def test_losses(
-    loss_type, level, backend, function, is_on_policy, layout, option, where, value, idle, below,
-    sets, sets_by, monkeypatch,
-):  # fmt: skip
-    """Check every loss, also if the spoiled row has the advantage 0 or a filter drops it.
+@pairs(layout=LAYOUTS, is_on_policy=ON_POLICY, backend=EVERYWHERE, function=FUNCTIONS,
+       loss_type__level=LEAVES_AND_LEVELS)  # fmt: skip
+def test_for_every_loss(loss_type, level, backend, function, is_on_policy, layout):
+    case = make_case(31, **options_for(loss_type, level))
+    case = case.but(old=None) if is_on_policy else case
+    for where in WHERE:
+        for value in BAD:
+            assert_seen(spoiled(case, where, value), function, backend, layout)
 
-    `below` lowers the sampling logps, so that the ratios exceed the bounds of the corrections. With
-    token sets, only `hidden` is spoiled, because no set may contain the spoiled row of the weight.
-    """
-    compute_sets(monkeypatch, sets_by)
-    where = where if sets == "none" else "hidden"
-    options = OPTIONS[option] if option not in KLS or loss_type not in ("kimi", "dro") else {}
-    case = make_case(31, sampling=True, sets=sets, **options_for(loss_type, level, **options))
-    case = case.but(old=None if is_on_policy else case.old, sampling=case.sampling - below)
-    if idle:
-        case = case.but(advantages=case.advantages.index_fill(0, torch.tensor(1), 0.0))
-    assert_seen(spoiled(case, where, value), function, backend, layout)
+
+@pairs(kl_estimator=tuple(KL_ESTIMATORS), backend=EVERYWHERE, function=HEADS,
+       is_on_policy=ON_POLICY, times_ratio=[False, True],
+       loss_type=["grpo", "gspo", "gmpo", "vespo", "cispo"])  # fmt: skip
+def test_beside_a_kl(loss_type, backend, function, kl_estimator, is_on_policy, times_ratio):
+    kl = {"beta": 0.2, "kl_estimator": kl_estimator, "kl_times_ratio": times_ratio}
+    case = spoiled(make_case(32, **options_for(loss_type, **kl)), "hidden", math.nan)
+    assert_seen(case.but(old=None) if is_on_policy else case, function, backend)
+
+
+@pairs(options=FILTERS.items(), backend=EVERYWHERE, function=HEADS, advantage=[-0.8, 0.0],
+       loss_type=["grpo", "gspo", "kimi", "reinforce"])  # fmt: skip
+def test_where_a_filter_drops_the_row(loss_type, backend, function, options, advantage):
+    case = make_case(33, sampling=True, **options_for(loss_type, **options))
+    values = case.advantages.index_fill(0, torch.tensor(1), advantage)
+    bad = spoiled(case.but(advantages=values), "hidden", math.nan)
+    for below in (0, 5):  # sampling logps with ratios of 1 or above the bound
+        assert_seen(bad.but(sampling=bad.sampling - below), function, backend)
 
 
 @pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=EVERYWHERE, where=WHERE,

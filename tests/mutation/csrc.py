@@ -117,7 +117,7 @@ PLANTS = {
     "csrc/rows/loss.h": [
         ("csrc-nan-hidden", "csrc_nan", "an active row's NaN is lost in a comparison",
          "  if (std::isnan(logp)) return {logp, logp};\n", ""),
-        ("csrc-overflow", "csrc_losses", "exp(logp - old_logp) overflows",
+        ("csrc-overflow", "csrc", "exp(logp - old_logp) overflows",
          "if (log_ratio > kLogRatioMax) log_ratio = kLogRatioMax;", ""),
     ],
     "csrc/rows/statistics.h": [

@@ -41,6 +41,7 @@ from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
 from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig
 from grpo_fast.train.config.recipes import load_saved
+from grpo_fast.train.config.words import validated
 from grpo_fast.train.folder import check_regular, sync, written
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
@@ -64,7 +65,7 @@ class State:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
-    format: Literal[12]  # other versions of the package write other formats
+    format: Literal[13]  # other versions of the package write other formats
     length: Count  # length of metrics.jsonl in bytes
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     step: Count  # finished steps
@@ -271,7 +272,7 @@ class Checkpoints:
         """
         run = self.run
         vars(run).update(changes)
-        self.state = State(12, self.report.length, self.settings, **run.state_dict())
+        self.state = State(13, self.report.length, self.settings, **run.state_dict())
         for optimizer in run.optimizers.values():
             optimizer.has_moved = False
 
@@ -440,7 +441,7 @@ def export(source: str | Path, out: str | Path) -> Path:
         with refused("export", checkpoint):
             settings = read_state(checkpoint).settings
             settings.pop(folder.FILES)
-            config = RunConfig.model_validate(settings)
+            config = validated(RunConfig, settings)
             # The checkpoint may come from an untrusted source, so loading must not run custom code.
             plain = config.model.model_copy(update={"trust_remote_code": False})
             policy = _trained(checkpoint, plain)

@@ -210,9 +210,11 @@ def check_same(was: dict[str, Any], now: dict[str, Any]) -> None:
     refused = {key: line for key, line in changed.items() if not f"{key}.".startswith(free)}
     if refused:
         said = "resume: expected the configuration and files that the run began with, got others"
-        may = f"only these keys may change: {', '.join(FREE)}"
-        advice = "for other files, start a new run from the model that `grpo-fast export` writes"
-        raise ValueError("\n  ".join([said, *refused.values(), may, advice]))
+        lines = [said, *refused.values(), f"only these keys may change: {', '.join(FREE)}"]
+        if any(key.startswith(f"{FILES}.") for key in refused):
+            export = "the model that `grpo-fast export` writes"
+            lines.append(f"for other files, start a new run from {export}")
+        raise ValueError("\n  ".join(lines))
     if "steps" in changed and now["optim"]["schedule"] != "constant":
         said = "resume: %s changes the learning rates of the remaining steps"
         log.warning(said, changed["steps"])

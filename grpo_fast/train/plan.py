@@ -45,11 +45,11 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import yaml
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from grpo_fast.attention.hybrid import recurrent_layers
@@ -296,6 +296,12 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def _gigabytes(value: Any) -> Any:
+    if isinstance(value, str):  # the name of a GPU
+        raise ValueError("expected GB of memory, such as gpu=80")
+    return value
+
+
 class PlanSettings(Section):
     """Settings of the command `grpo-fast plan`. All other arguments are settings of the run.
 
@@ -305,7 +311,7 @@ class PlanSettings(Section):
             leave.
     """
 
-    gpu: float | None = Field(None, gt=0, lt=1e9)
+    gpu: Annotated[float | None, BeforeValidator(_gigabytes)] = Field(None, gt=0, lt=1e9)
     prompt: Positive | None = None
 
 

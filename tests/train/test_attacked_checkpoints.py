@@ -93,8 +93,8 @@ FIELDS = [
     ("settings.optim", None, "optim: None → "),
     ("settings.files", {}, "files.data.train: None → "),
     ("run", "x", "state.json: run: Unexpected keyword"),
-    *(("format", number, "format: Input should be 12; use the version of grpo_fast that wrote it")
-      for number in (11, 13)),
+    *(("format", number, "format: Input should be 13; use the version of grpo_fast that wrote it")
+      for number in (12, 14)),
 ]  # fmt: skip
 TENSORS = {  # for each case a function that edits the tensors, and a part of the message
     "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT}: expected .* got none"),
@@ -120,7 +120,7 @@ def test_an_edited_checkpoint_is_refused_and_no_file_changes(folder, newest, edi
 
 
 # The texts include a million nested lists, and a number of a million digits.
-TEXTS = ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', '{"format": 12}',
+TEXTS = ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', '{"format": 13}',
          "null")  # fmt: skip
 GARBAGE = [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x00" + b"{" * 99]
 
@@ -224,13 +224,15 @@ def test_a_run_is_exported_from_its_newest_checkpoint(folder, newest, tmp_path):
 
 
 def test_an_exported_config_is_data(newest, tmp_path):
-    """Check that an export refuses too many layers, and an attention kernel from the hub."""
+    """Check that an export refuses too many layers, an attention kernel, and an unknown setting."""
     words = "export", str(newest), str(tmp_path / "out")
     change(newest, "settings.model.config.num_hidden_layers", 10**7)
     assert refused(invoke(*words), "num_hidden_layers: expected 0 to")
     change(newest, "settings.model.config.num_hidden_layers", 1)
     change(newest, "settings.model.config.attn_implementation", "some/kernel")
     assert refused(invoke(*words), "expected one of transformers' implementations")
+    change(newest, "settings.model.attn", "some/kernel")
+    assert refused(invoke(*words), "got another: model.attn: unknown key")
     assert not (tmp_path / "out").exists()
 
 

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from grpo_fast.data.hub import MOST_LAYERS
+from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import loading
 from tests.command_line import invoke, refused, write_recipe
 
@@ -125,10 +126,21 @@ def test_a_reason_names_its_type_and_has_no_frames(run, file, fields, said):
     assert refused(result, said) and "frame #0" not in result.stderr
 
 
-def test_a_device_that_is_not_here(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="model.device: expected auto or cpu without a GPU"):
-        loading._device("cuda")
+@pytest.mark.parametrize(
+    ("gpus", "name", "found"),
+    [(0, "auto", "cpu"), (2, "auto", "cuda"), (2, "cuda", "cuda"), (2, "cuda:1", "cuda:1"),
+     (2, "cpu", "cpu"), (0, "cuda", None), (0, "cuda:0", None), (2, "cuda:2", None)],
+)  # fmt: skip
+def test_a_device_of_this_machine_and_one_that_is_not_here(monkeypatch, gpus, name, found):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    device = load_recipe("sort", [f"model.device={name}"]).model.device
+    if found is not None:
+        assert str(loading._device(device)) == found
+        return
+    said = rf"model.device: expected auto, cpu or a GPU .*\(it has {gpus}\), got {name}"
+    with pytest.raises(ValueError, match=said):
+        loading._device(device)
 
 
 # ----------------------------------------------------------------------- Settings of a training run

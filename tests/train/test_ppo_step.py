@@ -290,3 +290,11 @@ def test_what_is_fixed_follows_its_completion_through_a_shuffle():
     first = batch.parts
     batch.shuffle("0/1/0")
     assert len(dealt) > 1 and batch.parts == first
+
+
+def test_a_separate_critic_does_not_train_its_lm_head():
+    policy = tiny_policy()
+    own = Critic(policy, CriticConfig(kind="model"))
+    trained = {id(p) for p in own.parameters()}
+    assert id(own.trunk.lm.get_output_embeddings().weight) not in trained
+    assert len(trained) == len(policy.trainable()) + 1  # without the LM head, with the value head

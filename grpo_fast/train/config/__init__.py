@@ -98,7 +98,8 @@ class ModelConfig(Section):
         vocab_size: Vocabulary size of the tokenizer `bpe`.
         dtype: Dtype of the weights.
         autocast: Dtype of the layers' computations with fp32 weights; null computes in `dtype`.
-        device: Device of the model; auto uses a GPU if one exists.
+        device: auto, cpu, cuda or cuda:N, where N is the number of a GPU; auto uses a GPU if one
+            exists.
         lora: Train a low-rank adapter instead of the weights; null trains the weights.
         gradient_checkpointing: Recompute each layer in the backward pass; offload also moves layer
             inputs to host memory.
@@ -113,7 +114,7 @@ class ModelConfig(Section):
     vocab_size: Size = 2048
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     autocast: Literal["bfloat16", "float16"] | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[1-9]?[0-9])?)$")
     lora: LoraConfig | None = None
     gradient_checkpointing: Literal[True, False, "offload"] = False
     tiled_mlp: Positive | None = None
@@ -417,6 +418,7 @@ class LossSettings(
 
 # ------------------------------------------------------------------------------ The whole run
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
+MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 
 
 class LogConfig(Section):
@@ -535,6 +537,8 @@ class RunConfig(Section):
         is_weighted = any(reward.weight for reward in self.rewards)
         require(is_weighted, "rewards", "a weight that is not 0", came)
         count = self.rollout.prompts_per_step * self.rollout.group_size
+        most = f"at most {MOST_COMPLETIONS} completions in a step"
+        require(count <= MOST_COMPLETIONS, "rollout.group_size", most, count)
         expected = f"a number that divides the {count} completions of a step"
         require(count % self.minibatches == 0, "minibatches", expected, self.minibatches)
         fits = (self.distributed == "hsdp") == (self.distributed_replicas is not None)

@@ -247,9 +247,12 @@ def _from_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _device(name: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    require(has_gpu or name != "cuda", "model.device", "auto or cpu without a GPU", name)
-    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
+    is_here = device.type == "cpu" or (device.index or 0) < gpus
+    expected = f"auto, cpu or a GPU of this machine (it has {gpus})"
+    require(is_here, "model.device", expected, name)
+    return device
 
 
 @contextmanager

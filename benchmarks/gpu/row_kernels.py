@@ -168,6 +168,9 @@ def kept_row_loss_(
     entropies, and a transform of the logits are not supported.
     """
     assert transform == (1.0, None, 1.0) and not return_entropy and terms.kl_weights is None
+    vocab = logits.shape[1]
+    assert vocab >= 2 * sizes.block * sizes.kept  # the kept blocks are loaded without a mask
+    assert all(x % 2 == 0 for x in (vocab, logits.stride(0), out.stride(0)))
     lse, logps, losses, grad_logps = (
         torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4)
     )

@@ -96,7 +96,10 @@ def run(path: Path) -> list[dict[str, Any]]:
         print(f"\n# allocator: {allocator}", flush=True)
         command = [sys.executable, "-m", "benchmarks.kernels.runner", str(path), allocator]
         environment = measure.child_environment(**changes)
-        status = subprocess.run(command, env=environment, check=False).returncode
+        try:
+            status = subprocess.run(command, env=environment, check=False).returncode
+        except KeyboardInterrupt:
+            status = -2
         if status:
             print(f"# interrupted (status {status}): the finished cases remain", file=sys.stderr)
     return json.loads(path.read_text())["cases"]

@@ -337,7 +337,7 @@ def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_pa
     from grpo_fast.kernels.gpu import rows
 
     wrong, bad, *right, _ = row_candidates.CANDIDATES
-    shipped = rows.row_loss_
+    shipped, gradient = rows.row_loss_, torch.zeros(4)
 
     def call():
         config = rows.row_config(64)
@@ -345,10 +345,11 @@ def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_pa
             replaced.extend(getattr(rows.row_loss_, "args", [rows.row_loss_]))
         if config == bad:
             raise RuntimeError("out of resources")
-        return torch.zeros(4) + (1.0 if config == wrong else 0.0)
+        gradient.fill_(2.0 if config == wrong else 1.0)
+        return torch.zeros(4)
 
     times = {"shipped": {"median_ms": 4.0}, "candidate": {"median_ms": 1.0}}
-    monkeypatch.setattr(row_candidates, "call_of", lambda *_: call)
+    monkeypatch.setattr(row_candidates, "call_of", lambda *_: (call, gradient))
     monkeypatch.setattr(row_candidates.measure, "header", lambda *_: {"commit": "abc"})
     monkeypatch.setattr(row_candidates.measure, "interleaved", lambda *_, **__: times)
     file, replaced = tmp_path / "rows.json", []
@@ -367,7 +368,7 @@ def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_pa
 
 
 def test_no_candidate_is_timed_after_a_cuda_error(monkeypatch, tmp_path):
-    calls = []
+    calls, gradient = [], torch.zeros(4)
 
     def call():
         calls.append(1)
@@ -375,7 +376,7 @@ def test_no_candidate_is_timed_after_a_cuda_error(monkeypatch, tmp_path):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return torch.zeros(4)
 
-    monkeypatch.setattr(row_candidates, "call_of", lambda *_: call)
+    monkeypatch.setattr(row_candidates, "call_of", lambda *_: (call, gradient))
     monkeypatch.setattr(row_candidates.measure, "header", lambda *_: {})
     file = tmp_path / "rows.json"
     assert row_candidates.main(["--out", str(file)]) == 1 and len(calls) == 2

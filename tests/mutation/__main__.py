@@ -99,7 +99,8 @@ class Copy:
         ours = ("GRPO_FAST_", "PYTEST_", "TRITON_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
         found = {key: x for key, x in os.environ.items() if not key.startswith(ours)}
         found |= {"GRPO_FAST_CACHE": str(self.cache), "OPENBLAS_NUM_THREADS": "1",
-                  "PYTHONPATH": str(self.folder)}  # fmt: skip
+                  "PYTHONPATH": str(self.folder),
+                  "PYTHONPYCACHEPREFIX": str(self.cache / "pycache")}  # fmt: skip
         if engine != "csrc":
             found["GRPO_FAST_DISABLE_CSRC"] = "1"
         if engine == "triton":
@@ -139,6 +140,19 @@ class Copy:
         return "ERROR", f"pytest ended with {status}: {printed.strip()[-400:]}"
 
 
+def outcome_of(task: Plant | str, copy: Copy) -> tuple[str, str, str]:
+    """Test a bug, or a suite without a bug, in a copy. Return its name, the outcome and details."""
+    if isinstance(task, str):
+        outcome, detail = copy.outcome(task)
+        return f"unchanged: {task}", "ERROR" if outcome == "killed" else outcome, detail
+    text = (ROOT / task.file).read_text()
+    copy.write(task.file, text.replace(task.old, task.new))
+    outcome, detail = copy.outcome(task.suite)
+    copy.write(task.file, text)
+    detail += "" if outcome == "killed" else f"  ({task.why})"
+    return task.name, "SURVIVED" if outcome == "passed" else outcome, detail
+
+
 def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
     """Test every suite without a bug, then every bug, and return the outcomes of the bugs."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
@@ -147,17 +161,10 @@ def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
 
     def test(task: Plant | str) -> str:
         copy, begin = copies.get(), time.monotonic()
-        if isinstance(task, str):
-            name, (outcome, detail) = f"unchanged: {task}", copy.outcome(task)
-            outcome = "ERROR" if outcome == "killed" else outcome
-        else:
-            text = (ROOT / task.file).read_text()
-            copy.write(task.file, text.replace(task.old, task.new))
-            name, (outcome, detail) = task.name, copy.outcome(task.suite)
-            copy.write(task.file, text)
-            outcome = "SURVIVED" if outcome == "passed" else outcome
-            detail += "" if outcome == "killed" else f"  ({task.why})"
-        copies.put(copy)
+        try:
+            name, outcome, detail = outcome_of(task, copy)
+        finally:
+            copies.put(copy)  # otherwise the other tasks would wait for ever
         print(f"{outcome:9} {time.monotonic() - begin:6.1f} s  {name:34} {detail}", flush=True)
         return outcome
 

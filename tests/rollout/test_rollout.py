@@ -36,7 +36,15 @@ def test_draw_never_takes_an_impossible_token(uniform):
     assert 400 <= pick(logits.softmax(-1), torch.tensor([uniform])).item() < 600
 
 
-def test_a_tiny_top_p_and_a_temperature_in_the_logps():
+def test_top_k_then_top_p_and_a_temperature_in_the_logps():
+    probabilities = torch.tensor([[0.3, 0.05, 0.4, 0.1, 0.15]])
+    sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_k=4, top_p=0.7))
+    # top_k keeps the tokens with the probabilities .4, .3, .15 and .1, whose sum is .95. After
+    # normalization, the first two have .7 / .95 = .737 >= .7, so top_p drops the other two.
+    scores = sampler(torch.zeros(1, 1), probabilities.log())
+    assert scores.argmax(-1).item() == 2  # the last kept token in vocabulary order
+    assert sampler.logps.item() == pytest.approx(torch.tensor(0.4 / 0.7).log().item(), abs=1e-6)
+    assert sampler.draws[0].candidates.tolist() == [[0, 2, 3, 4]]
     logits = torch.tensor([[1.0, 3.0, 0.5]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_p=1e-300))
     assert sampler(torch.zeros(1, 1), logits).argmax(-1).item() == 1

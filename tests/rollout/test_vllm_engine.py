@@ -13,7 +13,7 @@ from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import Completion, EngineError, Sampling, awake
 from grpo_fast.rollout.engine import Request, warn_without_support
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.rollout.vllm.answers import VLLMRequest
+from grpo_fast.rollout.vllm.answers import StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import repack_heads
@@ -171,6 +171,14 @@ def test_an_engine_without_weights_is_not_waited_for(policy, vllm):
         pass
     with pytest.raises(EngineError, match="expected update before generate"):
         generate(policy, engine)  # vLLM has discarded the weights
+
+
+def test_completions_by_other_weights_are_refused(policy, vllm):
+    engine = VLLMEngine(policy, llm := StandIn(), frees_memory=False)
+    with awake(engine, policy, 3):
+        llm.version = "2"
+        with pytest.raises(StaleWeights, match="by the weights 3, got some by ..2"):
+            generate(policy, engine)
 
 
 def test_arguments_of_the_llm(policy, vllm):

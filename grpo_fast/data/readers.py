@@ -169,7 +169,8 @@ def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
             remedy = "write one object per line, or a list of objects"
-            raise ValueError(f"{path}:{number}: not a JSON object ({error}); {remedy}") from None
+            what = f"{path}: not a JSON list" if is_list else f"{path}:{number}: not a JSON object"
+            raise ValueError(f"{what} ({error}); {remedy}") from None
         if is_list:
             yield from ((f"{path}[{place}]", row) for place, row in enumerate(value, start=1))
         else:

@@ -12,6 +12,7 @@ Each column has one entry per completion:
 from __future__ import annotations
 
 import ast
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -182,11 +183,12 @@ def tests_of(example: Example) -> Any:
     if "tests" in given:
         return given["tests"]
     if "test_list" in given:
-        setup = [given.get("test_setup_code", ""), *given.get("test_imports", [])]
-        return [*setup, *given["test_list"]]
-    if "test" in given:
+        lists = [given.get("test_imports", []), given["test_list"]]
+        lists = [x if isinstance(x, list) else [x] for x in lists]
+        return [given.get("test_setup_code", ""), *itertools.chain(*lists)]
+    if isinstance(given.get("test"), str):
         return _with_entry_point(given["test"], given.get("entry_point", ""), _row_prompt(example))
-    return given.get("input_output")
+    return given.get("test", given.get("input_output"))
 
 
 def _with_entry_point(tests: str, entry_point: str, prompt: Prompt) -> str:

@@ -131,6 +131,7 @@ LINE = b'{"prompt": "q", "answer": "1"}\n'
         ("d.jsonl", b'{"prompt": "x \\ud800"}', r"d.jsonl:1: .*lone surrogate '\\ud800'"),
         ("d.jsonl", b'{"prompt": [{"role": "user", "content": "\\udc00"}]}', "lone surrogate"),
         ("d.json", b"[]", "d.json: expected at least one row, got none"),
+        ("d.json", b'[{"question": "q"},', "d.json: not a JSON list .*or a list of objects"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
         ("d.json", b'{\n "question": "q"\n}', "d.json:1: not a JSON object .*one object per line"),
         ("d.json", b'{"data": [{"question": "q"}]}', "expected a field 'prompt' .* found 'data'"),

@@ -101,8 +101,11 @@ def reply(names, objects, target, method, args, kwargs):
     """
     try:
         before = encode([args, kwargs])
-        function = names[target] if isinstance(target, str) else objects[target]
-        result = (getattr(function, method) if method else function)(*args, **kwargs)
+        function = names.get(target) if isinstance(target, str) else objects[target]
+        function = getattr(function, method, None) if method else function
+        if function is None:
+            return ["missing", ["LookupError"], [target, method]]
+        result = function(*args, **kwargs)
         after = encode([args, kwargs])
         after = None if after == before else after
         try:

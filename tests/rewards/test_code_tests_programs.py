@@ -120,3 +120,15 @@ def opened(paths):
                     worker.__file__]  # fmt: skip
     tests = f"import os\nassert opened({out_of_reach} + [os.__file__]) == [os.__file__]"
     assert worker.code_tests(completions=[code], tests=[tests], seconds=20.0) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tests"),
+    [
+        ({"test": ["assert f(1) == 2"]}, ["assert f(1) == 2"]),
+        ({"test_list": "assert f(1) == 2", "test_imports": "import math"},
+         ["", "import math", "assert f(1) == 2"]),
+    ],
+)  # fmt: skip
+def test_columns_may_contain_a_text_or_a_list(fields, tests):
+    assert columns.tests_of(Example("Write f.", None, None, fields)) == tests

@@ -99,13 +99,12 @@ def reply(names, objects, target, method, args, kwargs):
         args: positional arguments.
         kwargs: keyword arguments.
     """
+    if isinstance(target, str) and target not in names:
+        return ["missing", ["NameError"], [f"the answer defines no {target}"]]
     try:
         before = encode([args, kwargs])
-        function = names.get(target) if isinstance(target, str) else objects[target]
-        function = getattr(function, method, None) if method else function
-        if function is None:
-            return ["missing", ["LookupError"], [target, method]]
-        result = function(*args, **kwargs)
+        function = names[target] if isinstance(target, str) else objects[target]
+        result = (getattr(function, method) if method else function)(*args, **kwargs)
         after = encode([args, kwargs])
         after = None if after == before else after
         try:

@@ -22,34 +22,29 @@ ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind
 # Methods whose argument may be the expected value of a test. Only an object that was created
 # without arguments has them: in place of a list, `Extract([1, 2])` may return an object.
 JUDGING = {*dir(str), *dir(frozenset)}
-# The result of a function with arguments is usually data. An object in its place has no method of
-# data, because tests compare what the method returns, as in `f(1).is_integer()`.
-DATA = JUDGING.union(*map(dir, (list, dict, bytearray, float)), ["compare", "is_nan", "is_zero"])
 
 
 class Object:
     """Object of the answer, of which tests can only call methods.
 
     Args:
-        method: function that returns a method, given its name, or None.
-        missing: names of methods that the object does not have.
+        call: function that calls a method, given its name and arguments, or None.
+        is_new: True if the object was created without arguments.
     """
 
-    __slots__ = ("__state",)
-
-    def __init__(self, method, missing):
-        object.__setattr__(self, "_Object__state", (method, missing))
+    def __init__(self, call, is_new):
+        self.__state = (call, is_new)
 
     def __getattr__(self, name):
-        method, missing = self.__state
-        if method is None or name.startswith("__") or name in missing:
+        call, is_new = self.__state
+        if call is None or name.startswith("__") or (name in JUDGING and not is_new):
             raise AttributeError(f"code_tests: an object of the answer has no .{name}")
-        return method(name)
+        return functools.partial(call, name)
 
     def __eq__(self, *_):
         raise TypeError("code_tests: an object of the answer has no value")
 
-    __ne__ = __bool__ = __repr__ = __str__ = __format__ = __setattr__ = __eq__
+    __ne__ = __bool__ = __eq__
 
 
 class Judge:
@@ -65,7 +60,6 @@ class Judge:
         self.changes = []  # (argument before a call, argument after the call)
         self.errors = {}  # exception classes that the answer defines, keyed by name
         self.open = 0  # number of tests that are running
-        self.uncalled = set()  # methods that a test has looked up and not called
         self.is_reached = self.has_failed = False
 
     def __enter__(self):
@@ -73,8 +67,7 @@ class Judge:
         self.open += 1
 
     def __exit__(self, kind, *_):
-        self.has_failed |= kind is not None or bool(self.uncalled)
-        self.uncalled.clear()
+        self.has_failed |= kind is not None
         self.open -= 1
         self.apply_changes()
 
@@ -99,27 +92,12 @@ class Judge:
         except Exception:  # the answer's process has ended or does not follow the protocol
             os._exit(0)
         if error is not None:
-            self.uncalled.clear()  # in `s.push(f(-1))`, the error of `f` comes before the call
             raise error
         if not self.open:
             self.apply_changes()
         # A method returns plain data. Of an object that it returns, no method can be called.
-        methods = None if method else functools.partial(self.method, result)
-        with_arguments = JUDGING if str(target)[:1].isupper() else DATA
-        missing = with_arguments if args or kwargs else ()
-        return result if kind == "value" else Object(methods, missing)
-
-    def method(self, target, name):
-        """Return a function that calls a method. A test that looks it up must call it."""
-        key = object()
-        if self.open:
-            self.uncalled.add(key)
-
-        def call(*args, **kwargs):
-            self.uncalled.discard(key)
-            return self.call(target, name, *args, **kwargs)
-
-        return call
+        methods = None if method else functools.partial(self.call, result)
+        return result if kind == "value" else Object(methods, is_new=not (args or kwargs))
 
     def error_of(self, kinds, args):
         """Rebuild an exception that the answer has raised, from the names of its classes."""

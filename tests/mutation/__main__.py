@@ -164,7 +164,7 @@ def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
         try:
             name, outcome, detail = outcome_of(task, copy)
         finally:
-            copies.put(copy)  # otherwise the other tasks would wait for ever
+            copies.put(copy)  # otherwise the other tasks would wait forever
         print(f"{outcome:9} {time.monotonic() - begin:6.1f} s  {name:34} {detail}", flush=True)
         return outcome
 

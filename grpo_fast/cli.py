@@ -171,7 +171,7 @@ def evaluate(
     The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
     """
     from grpo_fast.errors import RunError
-    from grpo_fast.train.evaluation.evaluate import run_eval
+    from grpo_fast.train.evaluation.command import run_eval
 
     with print_errors(debug, RunError, OSError):
         run_eval(model, settings or [], allow_code=allow_code, say=_print_lines)

@@ -17,7 +17,7 @@ from grpo_fast.errors import conflict, require
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words
-from grpo_fast.train.evaluation.evaluate import find_model
+from grpo_fast.train.evaluation.command import find_model
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
 # Keys of a run's `model` section that the doctor reads. trust_remote_code is excluded, because the

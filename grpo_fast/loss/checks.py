@@ -503,7 +503,5 @@ def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -
     This is the last check of a call, so it also starts to copy the stored numbers to the host.
     """
     if x.numel():
-        # Keep the dimension, which `send` needs to concatenate the numbers of all checks.
-        low = x.amin(0, keepdim=True)
-        checks.add(lambda values: message if values[0] == -math.inf else "", low)
+        checks.add(lambda low: message if low[0] == -math.inf else "", x.amin())
     checks.send()

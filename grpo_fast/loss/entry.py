@@ -177,8 +177,7 @@ def check_loss(call: Call) -> None:
     # 3. Check that no input requires grad. Its gradient is not computed, so the caller probably
     # forgot .detach() and expects a gradient.
     for name in CONSTANT:
-        if isinstance(x := getattr(call, name), Tensor):
-            checks.constant(name, x)
+        checks.constant(name, getattr(call, name))
     # 4. Check the arguments that the config requires or forbids.
     reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if call.sampling_logps is None and reading and config.corrections != DEFAULT:

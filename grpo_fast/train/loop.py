@@ -33,10 +33,10 @@ from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.metrics import Clock, finite
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy, Reference
+from grpo_fast.train.optimizer import warm_start
 from grpo_fast.train.report.page import rows_of
 from grpo_fast.train.report.report import RunReport, closing_lines, opening_lines
 from grpo_fast.train.run import Run
-from grpo_fast.train.update import warm_start
 
 log = logging.getLogger(__name__)
 

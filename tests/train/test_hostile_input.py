@@ -22,7 +22,7 @@ def change_json(path: Path, **fields) -> None:
 
 
 # -------------------------------------------------------------------------------- Unexpected errors
-EVAL = "grpo_fast.train.evaluation.evaluate.run_eval"
+EVAL = "grpo_fast.train.evaluation.command.run_eval"
 
 
 def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):

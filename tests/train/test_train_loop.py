@@ -15,7 +15,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.config import OptimConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics import LossMetrics, reward_metrics
-from grpo_fast.train.update import Optimizer, schedule
+from grpo_fast.train.optimizer import Optimizer, schedule
 from tests.tiny import tiny_folder
 from tests.train.resuming import config_of
 from tests.train.tiny_runs import logged, questions, run, sort

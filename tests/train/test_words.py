@@ -13,7 +13,7 @@ from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.config.words import described, dotted_keys, other_names, quoted
-from grpo_fast.train.evaluation.evaluate import read_settings
+from grpo_fast.train.evaluation.command import read_settings
 from grpo_fast.train.plan import plan
 from tests.command_line import invoke, refused
 

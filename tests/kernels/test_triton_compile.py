@@ -49,6 +49,12 @@ KNOWN_SPILLS = {
         "kept KeptRows(block=2048, num_warps=16, kept=16, stages=4, given=True)",
         "kept_rows_kernel",
     ): 4,
+    ("3.6", "sm_100", "rows torch.float16 1000", "row_loss_kernel"): 2,
+    ("3.6", "sm_100", "rows torch.float32 1001", "row_loss_kernel"): 2,
+    ("3.6", "sm_100", "rows torch.float32 32001", "row_loss_kernel"): 2,
+    ("3.6", "sm_120", "linear torch.float32 32001 897 bce", "slice_kernel"): 5,
+    ("3.6", "sm_120", "rows torch.float32 1001", "row_loss_kernel"): 6,
+    ("3.6", "sm_120", "rows torch.float32 32001", "row_loss_kernel"): 6,
 }
 
 

@@ -67,8 +67,8 @@ LONGEST = (
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 # The limits of the parts below are estimates. In the visit of 2026-11-26, a process needed 8 s
 # before its first kernel, three shapes with all peers took 115 s, and the long step took 82 s. It
-# is assumed that 10 s compile a CuTe-DSL kernel, and that the exact results of 114,688 rows take
-# 10 s.
+# is assumed that compiling a CuTe-DSL kernel takes 10 s, and that the exact results of 114,688 rows
+# take 10 s.
 
 
 class Part(NamedTuple):

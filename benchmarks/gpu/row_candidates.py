@@ -4,10 +4,10 @@
 
 The row kernel computes the loss of given logits. A `RowConfig` is a configuration of the shipped
 kernel, in which programs stride over rows. `KeptRows` is another kernel (row_kernels.py), and QUACK
-is the cross entropy of QuACK, which must be installed. The package never tunes its kernels at run
-time, because a training run would then not be reproducible. If a `RowConfig` is faster than the
-shipped one, copy its line into grpo_fast/kernels/gpu/rows.py by hand. On a CPU, the command only
-lists the candidates.
+is the cross entropy of the library QuACK, which must be installed. The package never tunes its
+kernels at run time, because a training run would then not be reproducible. If a `RowConfig` is
+faster than the shipped one, copy its line into grpo_fast/kernels/gpu/rows.py by hand. On a CPU, the
+command only lists the candidates.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ Candidate = RowConfig | KeptRows | str
 ROWS, VOCAB = 8192, 151936
 QUACK = "quack.cross_entropy"
 # Block, warps and programs per multiprocessor. On 132 multiprocessors, 132 rows of 16-bit logits
-# take 40 MB, so the second read of a row hits an L2 cache of 50 MB. With 32 warps, Triton 3.6
+# take 40 MB. The L2 cache has 50 MB, but on an H100 in two parts of 25 MB, so the second read of a
+# row may miss. With 32 warps, Triton 3.6
 # spills 6 registers at 8192 columns on sm_90.
-# KeptRows with 14 and 16 blocks keep 38 and 43% of a row in registers. More blocks would spill.
+# KeptRows keeps 38% of a row in registers with 14 blocks, and 43% with 16. With 16 blocks, Triton
+# 3.6 spills 4 registers.
 CANDIDATES: list[Candidate] = [
     RowConfig(16384, 32, 1, "evict_first"),
     RowConfig(8192, 16, 1, "evict_first"),
@@ -77,8 +79,8 @@ def quack_row_loss_(
 ) -> RowLoss:
     """Compute a cross entropy and its gradient with QuACK, in place of a GRPO loss.
 
-    A cluster of blocks keeps a row in shared memory, so the row is read and written once, as a GRPO
-    loss would be. The signature is that of version 0.6.4.
+    A cluster of blocks keeps a row in shared memory, so a row is read once and written once. A GRPO
+    loss would have the same traffic. The signature is that of version 0.6.4.
     """
     from quack.cross_entropy import cross_entropy_fwd_out
 

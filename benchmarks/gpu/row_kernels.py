@@ -7,10 +7,10 @@ in registers, as pairs of 16-bit logits, and reads only the rest a second time. 
 rest are pipelined: they are in flight while earlier blocks are processed.
 
 With GIVEN, the first pass subtracts `target logit - old logp`, which is near the lse, in place of a
-running maximum. A block then needs no reduction over the threads of a program. A row whose lse is
-far from this number would overflow. A second launch would have to compute it with the maximum, as
-in exponentials.py, but this candidate does not have it. With GIVEN, the last bits of a logp differ
-from those of `row_logps`, so an on-policy ratio would not be exactly 1.
+running maximum. A block then needs no reduction over the threads of a program. If the lse of a row
+is far from this number, its sum overflows. exponentials.py computes such rows again in a second
+launch, which this candidate does not have. With GIVEN, the last bits of a logp differ from those of
+`row_logps`, so an on-policy ratio would not be exactly 1.
 
 This kernel is a candidate (see row_candidates.py) and not part of the package. It has no soft cap,
 no temperature and no entropy.
@@ -45,7 +45,7 @@ def add_pairs(row_max, exp_sum, pairs, at_target, rest, GIVEN: tl.constexpr, ALL
     """Add a block of logits to the running maximum and sum, except the target.
 
     `at_target` is the distance of the target from each pair of the block, in logits. `rest` is the
-    number of pairs from the begin of the block to the end of the row. With ALL, it is not read.
+    number of pairs from the start of the block to the end of the row. With ALL, it is not read.
     """
     low, high = halves(pairs)
     low = tl.where(at_target != 0, low, float("-inf"))
@@ -85,8 +85,9 @@ def kept_rows_kernel(
         target = tl.load(target_ptr + row).to(tl.int32)
         z_target = tl.load(logits_ptr + row * stride_logits_t + target).to(tl.float32)
         pairs_ptr = (logits_ptr + row * stride_logits_t).to(tl.pointer_type(tl.int32)) + offs
-        # Subtract the block's first column later. Otherwise, the compiler would compute the columns
-        # of all blocks before the loop, and keep them in registers.
+        # Compute the distance from block 0 here, and subtract the first column of each block below.
+        # Otherwise, the compiler would compute the columns of all blocks before the loop, and keep
+        # them in registers.
         at_target = target - 2 * offs
         # 1. Compute the statistics, and keep the first blocks.
         exp_sum = tl.zeros([BLOCK], tl.float32)

@@ -67,7 +67,7 @@ class Pair(NamedTuple):
     def difference(self) -> str | None:
         """Return how the two computations differ, or None if they agree.
 
-        An error of one computation counts as a difference, except a lack of memory.
+        If a computation raises an error, this counts as a difference. A lack of memory is raised.
         """
         return exceeds(self.gap, self.bar, "nats" if self.in_nats else "of its size")
 

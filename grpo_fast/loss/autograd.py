@@ -335,7 +335,8 @@ _logps_with_autograd: Callable[..., LogpsValues] = LogpsFunction.apply
 def apply_logps(call: Call, *inputs: Tensor | None) -> LogpsValues:
     """Compute logps, entropies and lse of all rows, with autograd if a gradient is needed.
 
-    Autograd also raises an error if a forward-mode derivative is requested, which does not exist.
+    In forward mode and under the transforms of torch.func, `LogpsFunction` is called, too, because
+    it raises the error that these are not supported.
     """
     is_forward_mode = torch.autograd.forward_ad._current_level >= 0
     if any(call.wanted) or is_forward_mode or torch._C._are_functorch_transforms_active():
@@ -346,7 +347,7 @@ def apply_logps(call: Call, *inputs: Tensor | None) -> LogpsValues:
 def computed_logps(call: Call, tensors: RowTensors) -> tuple[LogpsValues, Driver]:
     """Compute logps, entropies and lse of all rows, and return them with the driver.
 
-    The driver has stored logits for the backward pass if a gradient is needed.
+    If a gradient is needed, the driver keeps the logits of the last chunk for the backward pass.
     """
     stores = any(call.wanted)
     route = call.route(tensors)

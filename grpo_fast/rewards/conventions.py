@@ -166,8 +166,8 @@ class Function:
             state: fields of TRL's `trainer_state`.
 
         Returns:
-            For each completion its score, or a string with the reason why it has no score. The
-            second item says what is wrong with the first value that is not a score, or is "".
+            A list with the score of each completion, or with the reason why it has no score, and a
+            description of the first value that is not a score. It is "" if all values are scores.
 
         Raises:
             RewardFailure: the function did not return one value per completion.

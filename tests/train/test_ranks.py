@@ -22,6 +22,7 @@ from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.report import report
 from tests.data.test_data import write_lines
 from tests.tiny import FAMILIES, tiny_folder
@@ -257,8 +258,8 @@ def shards(case: str, kind: str, folder: str) -> Any:
             found[name] = local / sum(x.numel() for x in tensors)
         return norm
 
-    step = gradients.Optimizer.step
-    with patch.object(gradients.Optimizer, "step", looking):
+    step = Optimizer.step
+    with patch.object(Optimizer, "step", looking):
         return {**train(case, kind, folder, "steps=1"), **found}
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.fake_driver import patched_launches
 from benchmarks.gpu.predict import CARDS
 
-PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
+PRODUCTS = ("mm", "addmm", "slice_kernel", "recompute_kernel")
 SET_SIZE = 50  # number of ids in the support of a row
 # Operations that do not launch a kernel.
 FREE = ("detach", "device", "scalar_tensor", "lift_fresh", "alias", "promote_types")
@@ -146,12 +146,11 @@ def sizes_of(*values: Any) -> int:
 def target_rows(given: dict[str, Any]) -> int:
     """Return the number of bytes that `add_targets_kernel` moves.
 
-    The kernel reads a row of `hidden` for each target, and reads and writes a row of dW. If
-    `product_ptr` is given, it processes only a few rows, which count as 0 bytes.
+    The kernel reads a row of `hidden` for each target, and reads and writes a row of dW.
     """
     rows, width = given["id_ptr"].shape[0], given["H"]
     once = given["hidden_ptr"].element_size() + 2 * given["out_ptr"].element_size()
-    return 0 if given["product_ptr"] is not None else rows * width * once
+    return rows * width * once
 
 
 def indexed_rows(given: dict[str, Any]) -> int:
@@ -165,7 +164,7 @@ def indexed_rows(given: dict[str, Any]) -> int:
     return len(ids) * (ids.element_size() + 4 + row_bytes) + sizes_of(written)
 
 
-UNCOUNTED = ("slice_kernel", "column_product_kernel", "scale_kernel")
+UNCOUNTED = ("slice_kernel", "recompute_kernel", "scale_kernel")
 KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     **dict.fromkeys(UNCOUNTED, lambda given: 0),
     "target_kernel": lambda given: 2 * given["hidden_ptr"].nbytes,

@@ -66,6 +66,6 @@ PLANTS = {
         ("triton-targets-flag", "triton_gradients", "rows that nearly cancel stay rounded twice",
          "cancels = (size > tl.sum", "cancels = (size < 0.0 * tl.sum"),
         ("triton-targets-depth", "triton_gradients", "a recomputed row sums its first block only",
-         "depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)", "depth = tl.where(tl.max(places, 0) >= 0, BLOCK_T, 0)"),
+         "tl.range(0, tl.where(has_flag, n_rows, 0), BLOCK_T)", "tl.range(0, tl.where(has_flag, BLOCK_T, 0), BLOCK_T)"),
     ],
 }  # fmt: skip

@@ -72,13 +72,23 @@ def product(
     return a.new_empty(shape, dtype=out_dtype or a.dtype) if out is None else out
 
 
+def judged(late: Any) -> list[str]:
+    """Judge the numbers of late checks without a message.
+
+    The kernel that would write the numbers does nothing, so they are not initialised.
+    """
+    for judge, numbers in zip(late.judges, late.numbers.tolist(), strict=True):
+        judge(*numbers)
+    return []
+
+
 @contextlib.contextmanager
 def claimed_gpu() -> Iterator[None]:
     """Make all CPU tensors claim to be on a GPU inside the context."""
     from triton.runtime import driver
 
     from grpo_fast.kernels import route, workspace
-    from grpo_fast.loss import autograd
+    from grpo_fast.loss import autograd, checks
 
     driver.set_active(Driver(TARGETS["sm_90"]))
     empty = torch.empty
@@ -94,6 +104,8 @@ def claimed_gpu() -> Iterator[None]:
             (workspace, {"gpu_bytes": lambda device: 141 << 30}),
             (route, runs_here),
             (autograd, runs_here),
+            (checks, runs_here),
+            (checks.LateChecks, {"messages": judged}),
         ):
             stack.enter_context(mock.patch.multiple(place, **changes))
         yield

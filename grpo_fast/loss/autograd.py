@@ -377,4 +377,4 @@ def with_targets(call: Call, x: Tensor) -> Tensor:
 
     Such rows exist only if `Call.find_targets` has kept them.
     """
-    return x if call.left_out is None else torch.where(call.left_out, 0.0, x)
+    return x if call.left_out is None else x.masked_fill(call.left_out, 0.0)

@@ -169,12 +169,14 @@ class Call:
         end = self.vocabulary_size
         expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
         ids = selected(flat, index, torch.int64)
-        valid = ids if ignored is None else torch.where(ignored, 0, ids)
-        valid = checks.checked_ids("target_ids", valid, end, self.checks, expected=expected)
-        if skips and ignored is not None:
-            valid = torch.where(ignored, -1, valid)  # -1 marks a row without a target
+        valid = ids if ignored is None else ids.masked_fill(ignored, 0)
+        if skips:
+            # The kernels compute nothing for an id outside of [0, V), such as -100.
+            checks.check_ids("target_ids", valid, end, self.checks, expected=expected)
+        else:
+            ids = checks.checked_ids("target_ids", valid, end, self.checks, expected=expected)
         self.left_out = ignored
-        self.rows = self._rows(index, valid)
+        self.rows = self._rows(index, ids)
         return self
 
     def find_all_rows(self, weights: Tensor) -> Call:
@@ -301,21 +303,17 @@ class Call:
             each = {"advantages": detached(advantages).float().index_select(0, segments)}
         else:
             each = {"advantages": selected(advantages, index)}
-        for name, x in (("old_logps", self.old_logps), ("ref_logps", self.ref_logps)):
+        for name in ("old_logps", "ref_logps", "sampling_logps"):
+            x = getattr(self, name)
             if x is not None:
                 each[name] = selected(x, index)
-        # Check all values in one pass, which saves launches on a GPU.
-        matrix = torch.stack(list(each.values()))
+        # Copy all values in one operation.
+        rows = dict(zip(each, torch.stack(list(each.values())).unbind(), strict=True))
         rules = checks.LOGPS_RULES if self.has_logits else checks.RULES
-        checks.check_rows(self.checks, rules, list(each), matrix)
-        rows = dict(zip(each, matrix.unbind(), strict=True))
-        sampling = None
-        if self.sampling_logps is not None:
-            sampling = selected(self.sampling_logps, index).clone()
-            checks.check_numbers(self.checks, rules, sampling_logps=sampling)
+        checks.check_numbers(self.checks, rules, **rows)
         self.tokens = Tokens(
             rows["advantages"], weights, entropy_weight, lengths, segments, rows.get("old_logps"),
-            rows.get("ref_logps"), sampling,
+            rows.get("ref_logps"), rows.get("sampling_logps"),
         )  # fmt: skip
 
     # ---- Kernels
@@ -469,4 +467,4 @@ def _check_targets(ids: Tensor, places: Tensor, repeated: Tensor, found: ValueCh
         absent += f", got {int(missing.sum())} that are not, the first of them target id {first}"
     found.add_flag(missing.any(), absent)
     twice = "support.ids: expected no id twice in one row, got id"
-    found.add(lambda x: "" if x[0] < 0 else f"{twice} {x[0]} twice", repeated)
+    found.add(lambda x, *_: "" if x < 0 else f"{twice} {x:.0f} twice", repeated.reshape(1))

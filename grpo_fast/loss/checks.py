@@ -11,10 +11,9 @@ offsets are clamped, so that no kernel reads out of bounds.
 from __future__ import annotations
 
 import math
-import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.kernels.gpu.launch import is_capturing
-from grpo_fast.kernels.route import BACKENDS
+from grpo_fast.kernels.route import BACKENDS, unavailable
 from grpo_fast.kernels.types import is_sharded
 from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
@@ -78,7 +77,7 @@ class Rule(NamedTuple):
     convert: Callable[[Tensor], Tensor] = lambda x: x
     hint: str = ""  # the usual cause of a value above `high`
 
-    def judge(self, name: str, x: Tensor | None, extremes: list[float]) -> str:
+    def judge(self, name: str, x: Tensor | None, low: float, high: float, _: float) -> str:
         """Return an error message if a converted value is not allowed, and "" if all are.
 
         Args:
@@ -86,9 +85,9 @@ class Rule(NamedTuple):
             x: the values before `convert`. With them, the message contains the first wrong value
                 and the number of wrong values. None on a GPU. The message then contains the text
                 `self.otherwise` instead.
-            extremes: the least and the greatest value after `convert`. Both are NaN if a value is.
+            low: the least value after `convert`.
+            high: the greatest value after `convert`.
         """
-        low, high = extremes
         if self.low <= low and high <= self.high:
             return ""
         got = self.otherwise
@@ -294,33 +293,27 @@ def options(**given: object) -> None:
 
 # ---- Values of tensors
 
-# A function that receives the numbers of a check, and returns an error message, or "" if they are
-# allowed.
-Judge = Callable[[list[float]], str]
-# Letter of each dtype in the format strings of Python's `struct` module.
-FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q", torch.int32: "i"}
+# A function that receives the least value of a vector, its greatest value, and the least step to
+# the next element, which is known only if the check is late. The first two are NaN if a value is
+# NaN. The function returns an error message, or "" if the values are allowed.
+Judge = Callable[[float, float, float], str]
 
 
 class ValueChecks:
     """The value checks of one call.
 
-    `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, `add` only stores
-    the numbers of the check, and `send` starts to copy all stored numbers to the host, once at the
-    end of a call. If the call raises an error before `send`, the stored numbers are dropped,
-    because the call returns no result that could be wrong.
+    `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, it only stores the
+    vector, and `send` starts to copy what the checks need of all vectors to the host, once at the
+    end of a call. If the call raises an error before `send`, the checks are dropped, because the
+    call returns no result that could be wrong.
 
     Args:
         validate: "auto" or "full", as in `linear_grpo_loss`.
     """
 
-    numbers: Tensor  # the bits of all stored numbers on the host, valid after `ready`
-    ready: torch.cuda.Event
-
     def __init__(self, validate: str) -> None:
         self.validate = validate
-        self.kept: list[tuple[Judge, int]] = []  # the stored checks, and how many numbers each has
-        self.parts: list[Tensor] = []  # the stored numbers as vectors of int32
-        self.layout = "="  # the format of the stored numbers, for Python's `struct` module
+        self.stored: list[tuple[Judge, Tensor]] = []
 
     def are_late(self, x: Tensor) -> bool:
         """Return whether a wrong value in x raises an error only in a later call.
@@ -329,55 +322,60 @@ class ValueChecks:
         """
         return x.is_cuda and self.validate == "auto"
 
-    def add(self, judge: Judge, *tensors: Tensor) -> ValueChecks:
-        """Check values of tensors. The tensors must be on one device, with dtypes in FORMATS."""
-        if self.are_late(tensors[0]):
-            count = 0
-            for x in tensors:
-                size = x.numel()
-                self.parts.append((x if x.dim() else x.reshape(1)).view(torch.int32))
-                self.layout += f"{size}{FORMATS[x.dtype]}"
-                count += size
-            self.kept.append((judge, count))
-        elif not is_capturing(tensors[0]):
-            if message := judge([y for x in tensors for y in x.reshape(-1).tolist()]):
+    def add(self, judge: Judge, x: Tensor) -> ValueChecks:
+        """Check the values of a vector, which must not be empty or change before `send`."""
+        if self.are_late(x):
+            self.stored.append((judge, x))
+        elif not is_capturing(x):
+            low, high = x.aminmax()
+            if message := judge(low.item(), high.item(), 0.0):
                 raise ValueError(message)
         return self
 
     def add_flag(self, is_wrong: Tensor, message: str) -> ValueChecks:
         """Check that a 0-d bool tensor is False. `message` is the error otherwise."""
-        return self.add(lambda flags: message if flags[0] else "", is_wrong.float())
+        return self.add(lambda flag, *_: message if flag else "", is_wrong.reshape(1))
 
     def send(self) -> None:
-        """Start to copy the stored numbers to the host, where `raise_pending` checks them."""
-        if not self.kept or is_capturing(self.parts[0]):
+        """Start to copy the stored checks to the host, where `raise_pending` judges them."""
+        if not self.stored or is_capturing(self.stored[0][1]):
             return
-        # A second backward pass checks its logps with this object, too. That pass must not change
-        # or repeat the checks that were already sent.
-        late = ValueChecks(self.validate)
-        late.kept = self.kept
-        late.layout = self.layout
-        # Copy the bits of all dtypes in one tensor, because each copy takes the host about 10 us.
-        late.numbers, late.ready = copy_to_host_async(torch.cat(self.parts))
+        judges, vectors = zip(*self.stored, strict=True)
+        # Copy all numbers in one tensor, because each copy takes the host about 10 us.
+        late = LateChecks(judges, *copy_to_host_async(extremes(vectors)))
         with _lock:
             _pending.append(late)
-        self.kept = []
-        self.parts = []
-        self.layout = "="
-
-    def messages(self) -> Iterator[str]:
-        """Yield the message of each stored check, or "" if it has not failed."""
-        # Decode the bits of all numbers at once. Views of the parts would take ten times as long.
-        bits = self.numbers.tolist()
-        values = list(struct.unpack(self.layout, struct.pack(f"={len(bits)}i", *bits)))
-        end = 0
-        for judge, count in self.kept:
-            start = end
-            end += count
-            yield judge(values[start:end])
+        # A second backward pass checks its logps with this object, too. That pass must not repeat
+        # the checks that were already sent.
+        self.stored = []
 
 
-_pending: list[ValueChecks] = []
+class LateChecks(NamedTuple):
+    """Checks whose numbers are on their way to the host."""
+
+    judges: Sequence[Judge]
+    numbers: Tensor  # (checks, 3) fp64, the arguments of each judge, valid after `ready`
+    ready: torch.cuda.Event
+
+    def messages(self) -> list[str]:
+        """Return the message of each check, or "" if it has not failed."""
+        rows = self.numbers.tolist()
+        return [judge(*row) for judge, row in zip(self.judges, rows, strict=True)]
+
+
+def extremes(vectors: Sequence[Tensor]) -> Tensor:
+    """Return the least value, the greatest value and the least step of vectors, (count, 3) fp64."""
+    if vectors[0].is_cuda and unavailable("triton", "cuda") is None:
+        from grpo_fast.kernels.gpu import extremes as kernels
+
+        return kernels.extremes(vectors)
+    doubles = [x.double() for x in vectors]
+    steps = [x.diff(append=x.new_tensor([math.inf])).amin() for x in doubles]
+    ends = [(*x.aminmax(), step) for x, step in zip(doubles, steps, strict=True)]
+    return torch.stack([torch.stack(x) for x in ends])
+
+
+_pending: list[LateChecks] = []
 _lock = threading.Lock()
 
 
@@ -390,7 +388,7 @@ def raise_pending() -> None:
         return
     with _lock:
         arrived = [x for x in _pending if x.ready.query()]
-        _pending[:] = [x for x in _pending if x not in arrived]
+        _pending[:] = [x for x in _pending if not any(x is y for y in arrived)]
     text = "; ".join(dict.fromkeys(y for x in arrived for y in x.messages() if y))
     if text:
         raise ValueError(f"{text} (in an earlier call; validate='full' checks at once)")
@@ -402,26 +400,11 @@ def check_numbers(
     """Check each tensor by the rule for its name. Tensors without a rule are not checked."""
     for name, x in tensors.items():
         if x is not None and x.numel() and name in rules:
-            low, high = rules[name].convert(x).aminmax()
-            if low.dtype not in (torch.float32, torch.float64, torch.int64):
-                low, high = low.float(), high.float()
-            checks.add(partial(rules[name].judge, name, x if x.is_cpu else None), low, high)
+            numbers = rules[name].convert(x).reshape(-1)
+            if numbers.dtype not in (torch.float32, torch.float64):
+                numbers = numbers.float()
+            checks.add(partial(rules[name].judge, name, x if x.is_cpu else None), numbers)
     return checks
-
-
-def check_rows(checks: ValueChecks, rules: Rules, names: list[str], x: Tensor) -> None:
-    """Check each row of x, (len(names), T) fp32, by the rule for its name, in one pass over x."""
-    if not x.numel():
-        return
-
-    def judge(extremes: list[float]) -> str:
-        for i, name in enumerate(names):
-            values = x[i] if x.is_cpu else None
-            if message := rules[name].judge(name, values, extremes[i :: len(names)]):
-                return message
-        return ""
-
-    checks.add(judge, *x.aminmax(dim=1))
 
 
 def checked_total(
@@ -437,7 +420,11 @@ def checked_total(
     # Do not copy a number from the CPU to a GPU, because the copy costs a GPU sync.
     value = value if value.is_cpu else value.to(device).double()
     message = f"{name}: expected {TOTALS}, got "
-    checks.add(lambda x: "" if LEAST_TOTAL <= x[0] < math.inf else f"{message}{x[0]}", value)
+
+    def judge(total: float, *_: float) -> str:
+        return "" if LEAST_TOTAL <= total < math.inf else f"{message}{total}"
+
+    checks.add(judge, value.reshape(1))
     return float(value) if value.is_cpu else value
 
 
@@ -454,24 +441,42 @@ def check_offsets(
         end: symbol for num_rows in the message, for example "T".
     """
 
-    def judge(offsets: list[float]) -> str:
-        first, last = offsets[0], offsets[-1]
-        if (first, last) == (0, num_rows) and offsets == sorted(offsets):
-            return ""
-        shown = offsets if len(offsets) <= 16 else [first, "...", last]
-        expected = f"non-decreasing offsets from 0 to {end} = {num_rows}"
-        return f"{name}: expected {expected}, got {shown}"
+    expected = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}, got "
 
-    # `send` cannot view the bits of a strided tensor.
-    checks.add(judge, cu if cu.stride(0) == 1 else cu.clone(memory_format=torch.contiguous_format))
+    def judge(low: float, high: float, step: float) -> str:
+        is_allowed = low == 0 and high == num_rows and step >= 0
+        return (
+            ""
+            if is_allowed
+            else f"{expected}offsets from {low:.0f} to {high:.0f}, least step {step:.0f}"
+        )
+
+    if checks.are_late(cu):
+        checks.add(judge, cu)
+    elif not is_capturing(cu):
+        offsets = cu.tolist()
+        if offsets[0] == 0 and offsets[-1] == num_rows and offsets == sorted(offsets):
+            return
+        shown = offsets if len(offsets) <= 16 else [offsets[0], "...", offsets[-1]]
+        raise ValueError(f"{expected}{shown}")
 
 
 def checked_ids(
     name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """Check that ids are in [0, end), and return a copy.
+    """Check ids like `check_ids`, and return a copy.
 
-    If the check is deferred, the copy is clamped to [0, end).
+    If the check is deferred, the copy is clamped to [0, end), because the kernels use ids as memory
+    indices and run before the check.
+    """
+    check_ids(name, x, end, checks, expected=expected, kind=kind)
+    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
+
+
+def check_ids(
+    name: str, x: Tensor, end: int, checks: ValueChecks, *, expected: str, kind: str = "ids"
+) -> None:
+    """Check that ids are in [0, end).
 
     Args:
         name: name of the argument in the message.
@@ -481,20 +486,15 @@ def checked_ids(
         expected: description of the allowed values in the message.
         kind: the word for the values in the message.
     """
-    if not x.numel():
-        return x
 
-    def judge(extremes: list[float]) -> str:
-        low, high = extremes
+    def judge(low: float, high: float, _: float) -> str:
         if 0 <= low and high < end:
             return ""
         hint = IGNORED_HINT if name == "target_ids" and low == IGNORED_TARGET else ""
-        return f"{name}: expected {expected}, got {kind} from {low} to {high}{hint}"
+        return f"{name}: expected {expected}, got {kind} from {low:.0f} to {high:.0f}{hint}"
 
-    checks.add(judge, *x.aminmax())
-    # Clamp ids whose check is deferred, because the kernels use ids as memory indices and run
-    # before the check.
-    return x.clamp(0, end - 1) if checks.are_late(x) else x.clone()
+    if x.numel():
+        checks.add(judge, x)
 
 
 def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -> None:
@@ -503,5 +503,5 @@ def check_logps(x: Tensor, checks: ValueChecks, message: str = NO_FINITE_LOSS) -
     This is the last check of a call, so it also starts to copy the stored numbers to the host.
     """
     if x.numel():
-        checks.add(lambda low: message if low[0] == -math.inf else "", x.amin())
+        checks.add(lambda low, *_: message if low == -math.inf else "", x)
     checks.send()

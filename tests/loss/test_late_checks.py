@@ -151,7 +151,7 @@ def test_a_second_backward_does_not_repeat_the_checks_of_its_call(late):
     with pytest.raises(ValueError, match="^advantages: "):
         value_checks.raise_pending()
     loss.backward()
-    assert [len(x.kept) for x in late] == [1]  # the check of the logps that were computed again
+    assert [len(x.judges) for x in late] == [1]  # the check of the logps that were computed again
     value_checks.raise_pending()
 
 
@@ -173,10 +173,9 @@ def test_offsets_of_no_completion_are_refused_at_once(late):
 
 def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
     def check(flag, message, after=0):
-        checks = ValueChecks("auto")
-        checks.kept, checks.layout = [(lambda flags: message if flags[0] else "", 1)], "=1f"
-        checks.numbers, checks.ready = torch.tensor([float(flag)]).view(torch.int32), Event(after)
-        return checks
+        numbers = torch.tensor([[float(flag), float(flag), 0.0]])
+        judges = [lambda low, high, step: message if low else ""]
+        return value_checks.LateChecks(judges, numbers, Event(after))
 
     late = check(True, "c: expected 3", after=1)
     checks = [check(True, "a: expected 1"), check(False, "no"), late, check(True, "b: expected 2")]

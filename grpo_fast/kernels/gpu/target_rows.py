@@ -36,11 +36,33 @@ CANCELS = tl.constexpr(1 / 16)
 # processes. An H100 starts a program about every 5 ns, so programs with fewer columns would take
 # longer to start than to run.
 SEGMENT_ROWS, SEGMENT_H = 4, 1024
+# Up to this number of rows, their target ids are sorted by counting, in one launch. The work grows
+# with the square of the number of rows. torch.sort takes several launches.
+COUNTED_ROWS = 8192
 # Number of elements of a column of E that a program copies per step. With 1024, Triton 3.9 spills
 # registers on sm_120, and with 512, Triton 3.6 on sm_80.
 COPIED = tl.constexpr(256)
 # Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def sort_kernel(
+    target_ptr, id_ptr, order_ptr, n_rows, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Sort target ids stably. The place of a row is the number of rows that come before it."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    ids = tl.load(target_ptr + rows, mask=rows < n_rows, other=0).to(tl.int32)
+    place = tl.zeros([BLOCK_T], tl.int32)
+    for start in range(0, n_rows, BLOCK_S):
+        others = start + tl.arange(0, BLOCK_S)
+        other_ids = tl.load(target_ptr + others, mask=others < n_rows, other=2**31 - 1)
+        other_ids = other_ids.to(tl.int32)[None, :]
+        is_before = other_ids < ids[:, None]
+        is_before |= (other_ids == ids[:, None]) & (others[None, :] < rows[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(id_ptr + place, ids, mask=rows < n_rows)
+    tl.store(order_ptr + place, rows.to(tl.int64), mask=rows < n_rows)
 
 
 @triton.jit
@@ -152,6 +174,26 @@ def recompute_kernel(
             )  # fmt: skip
             to = out_ptr + vocab_row * stride_out_v + cols
             tl.store(to, row.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def sorted_targets(target_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort target ids (C,) stably, so that the rows of an id stay in order.
+
+    Returns:
+        The ids in ascending order, (C,) int32, and the row of each, (C,) int64.
+    """
+    count = target_ids.shape[0]
+    if count > COUNTED_ROWS:
+        # Sort int32, which takes a GPU half as long as int64.
+        ids, order = target_ids.to(torch.int32).sort(stable=True)
+        return ids, order
+    ids = torch.empty(count, dtype=torch.int32, device=target_ids.device)
+    order = torch.empty(count, dtype=torch.int64, device=target_ids.device)
+    launch(
+        sort_kernel, ceil_div(count, 32), target_ids, ids, order, count, BLOCK_T=32, BLOCK_S=256,
+        num_warps=4,
+    )  # fmt: skip
+    return ids, order
 
 
 def add_targets_(

@@ -241,9 +241,8 @@ class HeadSums:
         if self.wanted.weight:
             if scaled is None:
                 scaled = self.kernels.scaled_hidden(h, by.by_row, h.dtype)
-            # Sort stably, so that the rows of an id stay in order. The sum is then reproducible.
-            # Sort int32, which takes a GPU half as long as int64.
-            ids, order = by.target_ids.to(torch.int32).sort(stable=True)
+            # Add the rows of an id in order, so that the sum is reproducible.
+            ids, order = self.kernels.sorted_targets(by.target_ids)
             total = accumulate_outer(
                 self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
             )

@@ -1,0 +1,89 @@
+"""Triton kernel that finds what the late checks need of several vectors, in one launch.
+
+For each vector, these are its least value, its greatest value and its least step from one element
+to the next (loss/checks.py). Each vector has one program, which reads it once. With torch, every
+vector would take the host several operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_fast.kernels.gpu.launch import launch
+
+# Number of vectors of one launch, and number of elements that a program reads per step.
+VECTORS = 8
+BLOCK = 2048
+
+
+@triton.jit
+def find_extremes(x_ptr, size, vector, out_ptr, BLOCK: tl.constexpr):
+    """Write the extremes of `size` values in the program of this vector."""
+    if tl.program_id(0) == vector:
+        infinity = tl.full([BLOCK], float("inf"), tl.float64)
+        low = infinity
+        high = -infinity
+        step = infinity
+        is_nan = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < size
+            has_next = at + 1 < size
+            x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float64)
+            after = tl.load(x_ptr + at + 1, mask=has_next, other=0).to(tl.float64)
+            is_nan |= (inside & (x != x)).to(tl.int32)
+            low = tl.minimum(low, tl.where(inside, x, infinity))
+            high = tl.maximum(high, tl.where(inside, x, -infinity))
+            step = tl.minimum(step, tl.where(has_next, after - x, infinity))
+        has_nan = tl.max(is_nan, 0) > 0
+        out = out_ptr + 3 * vector
+        tl.store(out, tl.where(has_nan, float("nan"), tl.min(low, 0)))
+        tl.store(out + 1, tl.where(has_nan, float("nan"), tl.max(high, 0)))
+        tl.store(out + 2, tl.min(step, 0))
+
+
+@triton.jit(do_not_specialize=[f"size_{i}" for i in range(VECTORS)])
+def extremes_kernel(
+    x_0, size_0, x_1, size_1, x_2, size_2, x_3, size_3, x_4, size_4, x_5, size_5, x_6, size_6, x_7,
+    size_7, out_ptr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    find_extremes(x_0, size_0, 0, out_ptr, BLOCK)
+    if x_1 is not None:
+        find_extremes(x_1, size_1, 1, out_ptr, BLOCK)
+    if x_2 is not None:
+        find_extremes(x_2, size_2, 2, out_ptr, BLOCK)
+    if x_3 is not None:
+        find_extremes(x_3, size_3, 3, out_ptr, BLOCK)
+    if x_4 is not None:
+        find_extremes(x_4, size_4, 4, out_ptr, BLOCK)
+    if x_5 is not None:
+        find_extremes(x_5, size_5, 5, out_ptr, BLOCK)
+    if x_6 is not None:
+        find_extremes(x_6, size_6, 6, out_ptr, BLOCK)
+    if x_7 is not None:
+        find_extremes(x_7, size_7, 7, out_ptr, BLOCK)
+
+
+def extremes(vectors: Sequence[Tensor]) -> Tensor:
+    """Return the least value, the greatest value and the least step of vectors, (count, 3) fp64.
+
+    The vectors are not empty. The first two numbers are NaN if the vector contains NaN. The step of
+    a single value is inf.
+    """
+    out = torch.empty((len(vectors), 3), dtype=torch.float64, device=vectors[0].device)
+    for first in range(0, len(vectors), VECTORS):
+        arguments: list[object] = []
+        for x in vectors[first : first + VECTORS]:
+            arguments += x.contiguous(), x.numel()
+        programs = len(arguments) // 2
+        arguments += (None, 0) * (VECTORS - programs)
+        launch(
+            extremes_kernel, programs, *arguments, out[first:] if first else out, BLOCK=BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+    return out

@@ -128,7 +128,7 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
         with contextlib.suppress(IndexError):  # there is none
             spare = _spare.pop()
     if spare is None or spare.dtype != dtype or spare.numel() < rows * columns:
-        return like.new_empty((rows, columns), dtype=dtype)
+        return torch.empty((rows, columns), dtype=dtype, device=like.device)
     return spare.view(-1)[: rows * columns].view(rows, columns)
 
 

@@ -26,7 +26,7 @@ from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
 from grpo_fast.kernels.route import Route, unavailable
-from grpo_fast.kernels.types import Context, detached
+from grpo_fast.kernels.types import Context
 from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
 from grpo_fast.objective.coefficients import row_terms, token_loss
@@ -341,7 +341,7 @@ def apply_logps(call: Call, *inputs: Tensor | None) -> LogpsValues:
     is_forward_mode = torch.autograd.forward_ad._current_level >= 0
     if any(call.wanted) or is_forward_mode or torch._C._are_functorch_transforms_active():
         return _logps_with_autograd(call, *inputs)
-    return computed_logps(call, tuple([None if x is None else detached(x) for x in inputs]))[0]
+    return computed_logps(call, inputs)[0]
 
 
 def computed_logps(call: Call, tensors: RowTensors) -> tuple[LogpsValues, Driver]:

@@ -9,7 +9,7 @@ are copied, because metrics are computed later, when the caller may have changed
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.head.terms import saves_time
-from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route
+from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route, unavailable
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted, detached
@@ -115,16 +115,14 @@ class Call:
         """Find the active tokens of a loss, and check the values of the arguments."""
         config = self.config
         assert config is not None
-        # 1. Find the completion of each active token.
+        # 1. Find the completion of each active token, and its values.
         like = self.like
         cu = self.cu_seqlens
         count = like.shape[0] if cu is None else cu.shape[0] - 1
         index = self._unmasked()
-        segments = self._segments(count)
-        if index is not None:
-            segments = segments.index_select(0, index)
-        # 2. Collect the inputs of the loss, and check their values.
-        self._find_inputs(config, index, segments, count)
+        segments, values = self._expanded(index, count)
+        # 2. Compute the inputs of the loss, and check their values.
+        self._find_inputs(config, segments, values, count)
         ids = segments
         if self.has_logits:
             end = self.vocabulary_size
@@ -252,6 +250,49 @@ class Call:
             flat = flat != 0
         return unless_all(flat)
 
+    @property
+    def _has_triton(self) -> bool:
+        """Return whether Triton kernels compute what does not depend on the backend."""
+        like = self.like
+        is_asked = self.backend == "triton" or (like.is_cuda and self.backend == "auto")
+        return is_asked and unavailable("triton", like.device.type) is None
+
+    def _expanded(self, index: Tensor | None, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the completion of each active token, and copies of its values by name.
+
+        Returns:
+            A pair (segments, values). The segments, (T,) int64, ascend. The values are (T,) fp32.
+        """
+        advantages = self.advantages
+        assert advantages is not None
+        num_rows = self.like.numel()
+        cu = self.cu_seqlens
+        if cu is not None:
+            checks.check_offsets(cu, num_rows, self.checks)
+        per_token = advantages.shape != (count,)
+        given = {"advantages": selected(advantages)}
+        for name in ("old_logps", "ref_logps", "sampling_logps"):
+            x = getattr(self, name)
+            if x is not None:
+                given[name] = selected(x)
+        if self._has_triton:
+            from grpo_fast.kernels.gpu.tokens import expanded
+
+            first, *others = given.values()
+            segments, matrix = expanded(
+                index, cu, num_rows, count, first, others, per_token=per_token
+            )
+        else:
+            segments = self._segments(count)
+            if index is not None:
+                segments = segments.index_select(0, index)
+            at = dict.fromkeys(given, index)
+            if not per_token:
+                at["advantages"] = segments
+            # Copy all values in one operation.
+            matrix = torch.stack([active(x, at[name]) for name, x in given.items()])
+        return segments, dict(zip(given, matrix.unbind(), strict=True))
+
     def _segments(self, count: int) -> Tensor:
         """Return the index of each row's completion, (N,) int64. The indices ascend."""
         device = self.like.device
@@ -259,7 +300,6 @@ class Call:
         cu = self.cu_seqlens
         if cu is None:
             return torch.arange(count, device=device).repeat_interleave(num_rows // max(count, 1))
-        checks.check_offsets(cu, num_rows, self.checks)
         rows = torch.arange(num_rows, dtype=cu.dtype, device=device)
         # With right=True, an empty completion gets no row. Pass only the inner offsets, because the
         # indices are then less than B. A binary search gives ascending indices for ascending rows.
@@ -267,7 +307,7 @@ class Call:
         return torch.searchsorted(cu[1:-1], rows, right=True)
 
     def _find_inputs(
-        self, config: LossConfig, index: Tensor | None, segments: Tensor, count: int
+        self, config: LossConfig, segments: Tensor, values: dict[str, Tensor], count: int
     ) -> None:
         """Set `tokens`, the inputs of the loss for the active tokens."""
         # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
@@ -283,7 +323,7 @@ class Call:
             "num_completions_in_batch", self.num_completions_in_batch, device, self.checks
         )
         # 2. Compute the weight of every token.
-        lengths = functools.cache(lambda: lengths_of(segments, count))
+        lengths = lengths_of(segments, count)
         weights = step_weights(
             str(config.aggregation), segments, lengths, count, len(segments),
             max_completion_length=config.max_completion_length, num_items_in_batch=items,
@@ -296,24 +336,11 @@ class Call:
             entropy_weight = weights
         elif items is not None:
             entropy_weight = 1.0 / items
-        # 3. Expand advantages to one per token, and copy the other values of the tokens.
-        advantages = self.advantages
-        assert advantages is not None
-        if advantages.dim() == 1 and advantages.shape[0] == count:
-            each = {"advantages": detached(advantages).float().index_select(0, segments)}
-        else:
-            each = {"advantages": selected(advantages, index)}
-        for name in ("old_logps", "ref_logps", "sampling_logps"):
-            x = getattr(self, name)
-            if x is not None:
-                each[name] = selected(x, index)
-        # Copy all values in one operation.
-        rows = dict(zip(each, torch.stack(list(each.values())).unbind(), strict=True))
         rules = checks.LOGPS_RULES if self.has_logits else checks.RULES
-        checks.check_numbers(self.checks, rules, **rows)
+        checks.check_numbers(self.checks, rules, **values)
         self.tokens = Tokens(
-            rows["advantages"], weights, entropy_weight, lengths, segments, rows.get("old_logps"),
-            rows.get("ref_logps"), rows.get("sampling_logps"),
+            values["advantages"], weights, entropy_weight, lengths, segments,
+            values.get("old_logps"), values.get("ref_logps"), values.get("sampling_logps"),
         )  # fmt: skip
 
     # ---- Kernels
@@ -360,7 +387,7 @@ class Call:
         return x if self.like.dim() == 1 else x.reshape(self.like.shape)
 
 
-def selected(x: Tensor, index: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+def selected(x: Tensor, index: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the active elements of x, which has N elements, as a flat tensor.
 
     The result may share memory with x. The caller must copy it, because metrics are computed
@@ -370,15 +397,31 @@ def selected(x: Tensor, index: Tensor | None, dtype: torch.dtype = torch.float32
     x = detached(x)
     if x.dim() != 1:
         x = x.reshape(-1)
-    if index is not None:
-        x = x.index_select(0, index)
+    x = active(x, index)
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def lengths_of(segments: Tensor, count: int) -> Tensor:
-    """Return the number of tokens of each of `count` completions. `segments` must be ascending."""
-    # Find the first token of each completion by a binary search. bincount would cost two GPU syncs.
-    return torch.searchsorted(segments, torch.arange(count + 1, device=segments.device)).diff()
+def active(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return the elements of x (N,) at the positions `index`, or x if `index` is None."""
+    return x if index is None else x.index_select(0, index)
+
+
+def lengths_of(segments: Tensor, count: int) -> Callable[[], Tensor]:
+    """Return a function that returns the number of tokens of each of `count` completions.
+
+    `segments` must be ascending. The lengths are computed once, when they are first needed.
+    """
+    found: list[Tensor] = []
+
+    def lengths() -> Tensor:
+        if not found:
+            # Find the first token of each completion by a binary search. bincount would cost two
+            # GPU syncs.
+            starts = torch.arange(count + 1, device=segments.device)
+            found.append(torch.searchsorted(segments, starts).diff())
+        return found[0]
+
+    return lengths
 
 
 def unless_all(is_active: Tensor) -> Tensor | None:

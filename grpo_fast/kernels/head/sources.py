@@ -25,6 +25,7 @@ fp32 dW. This is done if it takes no more memory than a smaller chunk and an fp3
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +91,6 @@ class RowSource:
     """
 
     on_gpu = True
-    chunk_rows = 1
     skips = False
     has_entropy_gradient = True
     in_one_pass = False
@@ -101,6 +101,10 @@ class RowSource:
         self.rows = rows
         self.kernels = route.kernels
         self.num_rows = rows.target_ids.shape[0]
+
+    @property
+    def chunk_rows(self) -> int:
+        return 1
 
     def chunks(self, *, stores: bool) -> list[slice]:
         """Return the chunks. Without `stores`, no logits of these chunks are needed later."""
@@ -224,11 +228,9 @@ class DenseHead(RowSource):
         self.in_one_pass = route.kernels.head_logps is None
         self.dtype = self._stored_dtype(route)
         d_weight_16_bit = self.on_gpu and not in_parts and self._allows_16_bit_d_weight()
-        self.chunk_rows = self._chunk_rows(spares and d_weight_16_bit)
-        self.max_rows = padded(min(self.chunk_rows, self.num_rows))
+        self._spares = spares and d_weight_16_bit
         # Whether dW may be rounded if all rows are in one chunk.
-        may_round = d_weight_16_bit or not self.on_gpu
-        self.is_single_chunk = self.num_rows <= self.chunk_rows and may_round
+        self._may_round = d_weight_16_bit or not self.on_gpu
         self._workspace: Tensor | None = None
         self._gradient_16_bit: Tensor | None = None
 
@@ -249,8 +251,19 @@ class DenseHead(RowSource):
         """Return the number of columns that determines the size of a chunk."""
         return self.weight.shape[0]
 
-    def _chunk_rows(self, spares: bool) -> int:
-        """Return the number of rows per chunk.
+    @property
+    def is_single_chunk(self) -> bool:
+        """Return whether all rows are in one chunk, and its dW may be rounded."""
+        return self._may_round and self.num_rows <= self.chunk_rows
+
+    @property
+    def max_rows(self) -> int:
+        return padded(min(self.chunk_rows, self.num_rows))
+
+    # A pass of `head_logps` does not need the number, so it is computed on first use.
+    @functools.cached_property
+    def chunk_rows(self) -> int:
+        """The number of rows per chunk.
 
         All rows form one chunk if this takes no more memory than several chunks and their fp32 dW.
         Otherwise, chunks have equal size and fit into the workspace. Ranks that share a vocabulary
@@ -261,7 +274,7 @@ class DenseHead(RowSource):
         row_bytes = max(self.widest, 1) * bytes_per_logit
         # A single chunk does not need an fp32 dW, so its logits may use the memory that the fp32 dW
         # would take.
-        spared = 4 * self.weight.numel() if spares else 0
+        spared = 4 * self.weight.numel() if self._spares else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)

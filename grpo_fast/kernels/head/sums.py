@@ -231,7 +231,8 @@ class HeadSums:
         scaled: Tensor | None = None
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
-            out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
+            shape = count, product.shape[1]
+            out = torch.empty(shape, dtype=self.hidden_dtype, device=product.device)
             scaled = self.kernels.write_hidden_(
                 out, product, by.by_row, by.by_target, by.target_ids, self.weight,
                 h if self.wanted.weight else None,
@@ -386,7 +387,7 @@ class HeadSums:
         sums = (self.d_hidden, self.d_weight, self.d_bias)
         for sum_, like, is_wanted in zip(sums, self.tensors, self.wanted, strict=True):
             if not is_wanted or like is None:
-                results.append(self.hidden.new_empty(0))
+                results.append(torch.empty(0))
                 continue
             dtype = self.dtype if self.keep_fp32 else like.dtype
             if sum_ is None:

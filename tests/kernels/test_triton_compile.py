@@ -29,7 +29,8 @@ ARCHITECTURES = [
 ]
 KERNELS = (
     "slice join target row_logps row_grad row_loss row_divergence scale coefficients times "
-    "write_hidden scaled_hidden add_targets recompute support_head sums"
+    "write_hidden scaled_hidden sort add_targets recompute support_head sums "
+    "tokens extremes"
 )
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 # Spilled registers that are accepted, by Triton version, architecture, case and kernel. Triton 3.8

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.row_candidates import CANDIDATES
 from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
-from grpo_fast.kernels.gpu import coefficients, exponentials, gradients
+from grpo_fast.kernels.gpu import coefficients, exponentials, extremes, gradients, tokens
 from grpo_fast.kernels.gpu import divergence as divergence_triton
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
@@ -123,6 +123,16 @@ def around_gemms(hidden_size: int) -> None:
         gradients.add_targets_(d_weight, ids.int(), ids, by, hidden, matrix, scaled)
 
 
+def around_calls() -> None:
+    """Compile the kernels that expand tokens, check values and sort targets."""
+    v, ids = torch.ones(ROWS), torch.zeros(ROWS, dtype=torch.long)
+    for cu, given, index in ((ids.int(), [v] * 3, None), (None, [v], ids)):
+        tokens.expanded(index, cu, ROWS, 4, v, given, per_token=cu is None)
+    extremes.extremes([v, ids, ids.int(), v.double(), v == 0])
+    extremes.extremes([v] * extremes.VECTORS)
+    gradients.sorted_targets(ids)
+
+
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
     """Compile the kernels for token sets. See `problem` for the meaning of `options`."""
     (hidden, weight, bias, ids, transform, _), has_entropy = problem(
@@ -215,6 +225,7 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         yield call(compared, kind, vocab)
     for hidden_size in (896, 897):
         yield call(around_gemms, hidden_size)
+    yield call(around_calls)
     # Cover each number of warps, an odd hidden size, and the largest hidden size.
     for hidden_size in (897, 4096, 8192):
         yield call(supported, bf16, hidden_size, "bce")

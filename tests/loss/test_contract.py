@@ -273,7 +273,7 @@ def test_gradients_against_fp64_overall_and_worst_row(
     hidden, weight, ids, advantages = problem(dtype, N=N, H=H, V=V)
     if chunks > 1:
         rows = -(-N // chunks // 32) * 32
-        monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: rows)
+        monkeypatch.setattr(sources.DenseHead, "chunk_rows", rows)
     old, options = None, {"loss_type": "dapo", "softcap": softcap}
     if off_policy:
         raw = hidden.double() @ weight.double().T
@@ -301,7 +301,7 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
     # Use advantages of one sign, so that the running sum is much larger than each term.
     advantages = 1.0 + 0.1 * advantages
-    monkeypatch.setattr(sources.DenseHead, "_chunk_rows", lambda *_: 32)
+    monkeypatch.setattr(sources.DenseHead, "chunk_rows", 32)
     _, d_weight = loss_gradients(
         hidden, weight, ids, advantages, None, grpo_fast.LossConfig(loss_type="reinforce"), backend
     )

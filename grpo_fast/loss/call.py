@@ -89,6 +89,7 @@ class Call:
         self.tokens: Tokens | None = None
         self.weights: Tensor
         self.left_out: Tensor | None = None
+        self._route: Route | None = None
 
     @property
     def has_logits(self) -> bool:
@@ -169,11 +170,11 @@ class Call:
         ids = selected(flat, index, torch.int64)
         valid = ids if ignored is None else ids.masked_fill(ignored, 0)
         if skips:
-            # The kernels compute nothing for an id outside of [0, V), such as -100.
+            # For an id outside of [0, V), such as -100, the kernels return 0.
             checks.check_ids("target_ids", valid, end, self.checks, expected=expected)
         else:
             ids = checks.checked_ids("target_ids", valid, end, self.checks, expected=expected)
-        self.left_out = ignored
+            self.left_out = ignored
         self.rows = self._rows(index, ids)
         return self
 
@@ -206,7 +207,7 @@ class Call:
         """Return whether a pass without gradient skips each block of rows without a target."""
         if not self._is_plain_head or self.tensors[0].nbytes > MOVED_BYTES:
             return False
-        return head_route(self.backend, self.tensors[1]).backend == "triton"
+        return self.route(self.tensors).backend == "triton"
 
     @property
     def _is_plain_head(self) -> bool:
@@ -351,10 +352,13 @@ class Call:
         Divergences need rows of logits, as a vocabulary shard does. They cannot use the kernels
         that compute logps directly from hidden states.
         """
-        if len(tensors) == 1:
-            return rows_route(self.backend, tensors[0])
-        needs_rows = self.shard is not None or self.divergence is not None
-        return head_route(self.backend, tensors[1], is_shard=needs_rows)
+        if self._route is None:
+            if len(tensors) == 1:
+                self._route = rows_route(self.backend, tensors[0])
+            else:
+                needs_rows = self.shard is not None or self.divergence is not None
+                self._route = head_route(self.backend, tensors[1], is_shard=needs_rows)
+        return self._route
 
     def driver(
         self, tensors: RowTensors, route: Route, *, entropy_gradient: bool, keep_fp32: bool = False

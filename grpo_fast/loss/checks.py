@@ -400,9 +400,9 @@ def check_numbers(
     """Check each tensor by the rule for its name. Tensors without a rule are not checked."""
     for name, x in tensors.items():
         if x is not None and x.numel() and name in rules:
-            numbers = rules[name].convert(x).reshape(-1)
-            if numbers.dtype not in (torch.float32, torch.float64):
-                numbers = numbers.float()
+            numbers = rules[name].convert(x)
+            if numbers.dim() != 1 or numbers.dtype not in (torch.float32, torch.float64):
+                numbers = numbers.reshape(-1).float()
             checks.add(partial(rules[name].judge, name, x if x.is_cpu else None), numbers)
     return checks
 

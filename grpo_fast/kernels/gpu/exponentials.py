@@ -89,9 +89,9 @@ def head_exponentials(
 ) -> Exponentials:
     """Compute statistics and write exponentials in bf16, like `cpu/linear.head_exponentials`.
 
-    If a target id is outside [0, V), its logit counts as 0. The result has no units, which
-    `gradients.times` computes. `dominant` is always None, because the GEMM uses the stored bf16
-    values without further rounding. With `loss`, the result includes a token-level loss.
+    If a target id is outside [0, V), logp and entropy of its row are 0. The result has no units,
+    which `gradients.times` computes. `dominant` is always None, because the GEMM uses the stored
+    bf16 values without further rounding. With `loss`, the result includes a token-level loss.
     """
     p = prepared(p)
     # 1. Compute the raw logits of the targets. The kernel uses the final logit of the target as s.

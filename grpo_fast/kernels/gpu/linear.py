@@ -287,8 +287,11 @@ def join_kernel(
             )
         exp_sum = exp_sum * rescale + tl.sum(exp_sum_s * rescale_s, 0)
         row_max = new_max
-    # 3. Add the target to the sums, and compute the lse, logp and entropy.
+    # 3. Add the target to the sums, and compute the lse, logp and entropy. Without a target, logp
+    # and entropy are 0.
     lse, lp, entropy = finish(row_max, exp_sum, exp_z_sum, z_target, inside)
+    lp = tl.where(inside, lp, 0.0)
+    entropy = tl.where(inside, entropy, 0.0)
     tl.store(lse_ptr + rows, lse, mask=in_rows)
     tl.store(logps_ptr + rows, lp, mask=in_rows)
     if entropy_ptr is not None:
@@ -453,9 +456,8 @@ def head_logps(
     """Compute lse, logps and entropies from hidden states in Triton, like `cpu/linear.head_logps`.
 
     Logits stay in registers unless `logits_out` is given. The last dimension of `logits_out` must
-    be contiguous. If a target id is outside [0, V), its logit counts as 0. But if all target ids of
-    a block of rows are outside [0, V) and no logits are stored, the results of these rows are
-    undefined.
+    be contiguous. If a target id is outside [0, V), logp and entropy of its row are 0. If all
+    target ids of a block of rows are outside and no logits are stored, their lse is undefined.
     """
     return statistics(prepared(p), return_entropy=return_entropy, out=logits_out)[0]
 

@@ -20,6 +20,12 @@ PLANTS = {
         ("beyond-logit", "triton_range", "the target's logit of a large transposed head is read from a wrong address",
          "offs_h.to(tl.int64) * stride_weight_h", "offs_h * stride_weight_h"),
     ],
+    "grpo_fast/kernels/gpu/extremes.py": [
+        ("triton-extremes-step", "triton_tokens", "the least step includes the end of the vector",
+         "has_next = at + 1 < size", "has_next = at < size"),
+        ("triton-extremes-nan", "triton_tokens", "NaN in a vector is not seen",
+         "is_nan |= (inside & (x != x)).to(tl.int32)", "is_nan |= (inside & (x > x)).to(tl.int32)"),
+    ],
     "grpo_fast/kernels/gpu/gradients.py": [
         ("triton-scale-blocks", "triton_scale", "programs scale each other's elements again",
          "first = tl.program_id(0).to(tl.int64) * BLOCK", "first = tl.program_id(0).to(tl.int64)"),
@@ -58,7 +64,15 @@ PLANTS = {
         ("triton-support-normaliser", "triton_support", "the slope of the other ids uses the maximum that includes the target",
          "d -= exp_fp32(row_max - lse) * others", "d -= exp_fp32(new_max - lse) * others"),
     ],
+    "grpo_fast/kernels/gpu/tokens.py": [
+        ("triton-tokens-search", "triton_tokens", "the first token of a completion belongs to the one before",
+         "is_right = is_open & (offset <= row)", "is_right = is_open & (offset < row)"),
+        ("triton-tokens-mask", "triton_tokens", "advantages per token ignore the mask",
+         "at = row\n", "at = tokens\n"),
+    ],
     "grpo_fast/kernels/gpu/target_rows.py": [
+        ("triton-targets-stable", "triton_tokens", "equal ids are sorted in reverse",
+         "(others[None, :] < rows[:, None])", "(others[None, :] > rows[:, None])"),
         ("triton-targets-first", "triton_gradients", "every occurrence of an id adds the remainder of its run",
          "if before != vocab_row:", "if vocab_row >= 0:"),
         ("triton-targets-run", "triton_gradients", "a run of more than four rows is cut",

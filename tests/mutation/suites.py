@@ -33,6 +33,7 @@ SUITES = {
     "csrc_sums": "tests/loss/test_chunks.py tests/kernels/test_grad_filter.py tests/loss/test_contract.py -k fused",
     "triton_linear": "tests/kernels/triton_tools/cases_tiles.py tests/kernels/test_head.py -k 'triton_tools or triton and (infinity or values)'",
     "triton_gradients": "tests/kernels/triton_tools/cases_gradients.py",
+    "triton_tokens": "tests/kernels/triton_tools/cases_tokens.py",
     "triton_weights": "tests/kernels/triton_tools/cases_launches.py tests/kernels/test_head.py -k 'triton_tools or triton and (far_below or bad_row or values)'",
     "triton_support": "tests/kernels/test_support_kernels.py -k 'triton and not 1030'",
     "triton_support_public": "tests/loss/test_logps.py tests/loss/test_support.py -k 'triton and (values_and or losses)'",

@@ -163,8 +163,7 @@ def row_grad_(
             own = pick(here, *stats)
             g, g_entropy = pick(here, grad_logps, grad_entropy)
             ids = target_ids[here]
-            rows = logits[0, at]
-            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform)
+            logits[0, at] = row_grad_(logits[0, at], ids, own, g, g_entropy, transform)
         return logits
     # 2. Compute the gradient of g·logp, which is g·(1 - p) in the target column and -g·p elsewhere.
     out = logits if out is None else out

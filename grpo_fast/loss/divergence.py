@@ -254,9 +254,8 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
 def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
     """Check that a teacher tensor has one row per element of `like`, and return it as (N, K)."""
     checks.tensor(name, x, kind, same_device=("hidden", like))
-    fits = x.shape[:-1] == like.shape
-    expected = "one row for each of the student's, "
-    require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
+    expected = f"one row for each of the student's, {tuple(like.shape)}"
+    require(x.shape[:-1] == like.shape, name, expected, tuple(x.shape))
     return x.reshape(-1, x.shape[-1])
 
 

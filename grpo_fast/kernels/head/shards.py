@@ -54,16 +54,8 @@ class VocabularyShard(NamedTuple):
     def owners(self, target_ids: Tensor) -> Tensor:
         """Return the rank whose shard contains each target."""
         # Compare with one number at a time, because copying a tensor to a GPU costs a GPU sync.
-        owners = torch.zeros_like(target_ids)
-        for end in accumulate(self.sizes[:-1]):
-            owners += target_ids >= end
-        return owners
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Gather x from all ranks, stacked in a new first dimension."""
-        everyone = x.new_empty((len(self.sizes), *x.shape))
-        distributed.all_gather(list(everyone), x, group=self.group)
-        return everyone
+        ends = accumulate(self.sizes[:-1])
+        return sum((target_ids >= end for end in ends), torch.zeros_like(target_ids))
 
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks. It may overwrite x."""
@@ -75,7 +67,7 @@ class VocabularyShard(NamedTuple):
         """Combine the statistics of all shards into fp32 statistics over the full vocabulary."""
         # Use fp64, because fp32 would lose digits that the statistics of an unsharded row have.
         parts = torch.stack([x for x in stats if x is not None]).double()
-        lse, logps, *entropies = self.gathered(parts).unbind(1)
+        lse, logps, *entropies = gathered(parts, self.group).unbind(1)
         total = lse.logsumexp(0)
         owner = self.owners(target_ids)[None]
         own = lse.gather(0, owner)[0]
@@ -94,6 +86,13 @@ class VocabularyShard(NamedTuple):
         # NaN.
         terms = torch.where(share == 0, 0.0, share * (entropies[0] + (total - lse)))
         return total.float(), logp.float(), terms.sum(0).float()
+
+
+def gathered(x: Tensor, group: distributed.ProcessGroup) -> Tensor:
+    """Gather x from all ranks of a group, stacked in a new first dimension."""
+    everyone = x.new_empty((distributed.get_world_size(group), *x.shape))
+    distributed.all_gather(list(everyone), x, group=group)
+    return everyone
 
 
 def unrounded_statistics(

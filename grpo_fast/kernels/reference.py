@@ -62,9 +62,8 @@ def row_logps(
     if offsets is not None:
         sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
         for here, at in rows_by_length(offsets):
-            stats = row_logps(
-                logits[0, at], target_ids[here], transform, return_entropy=return_entropy
-            )
+            ids = target_ids[here]
+            stats = row_logps(logits[0, at], ids, transform, return_entropy=return_entropy)
             for to, x in zip(sums, stats, strict=True):
                 if x is not None:
                     to[here] = x

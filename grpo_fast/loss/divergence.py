@@ -194,10 +194,9 @@ def _checked_teacher(
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
     # 2. Check that teacher and student have the same vocabulary.
-    fits = len(teacher.weight) == len(weight)
     expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
-    require(fits, "teacher.weight", expected, came)
+    require(len(teacher.weight) == len(weight), "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     numbers = ("logit_scale", "softcap", "temperature")

@@ -95,6 +95,5 @@ def head_exponentials(
         p, out, known, has_exponentials=True, return_entropy=return_entropy
     )
     stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
-    return Exponentials(
-        stats, unit, target_unit, Dominant(*dominant) if out.dtype == POSITIVE16 else None
-    )
+    found = Dominant(*dominant) if out.dtype == POSITIVE16 else None
+    return Exponentials(stats, unit, target_unit, found)

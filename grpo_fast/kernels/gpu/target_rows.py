@@ -159,8 +159,6 @@ def add_targets_(
         scaled: (padded C, H), contiguous.
     """
     count, (rows, width) = ids.shape[0], scaled.shape
-    if not count:
-        return
     block_h = min(1 << (width - 1).bit_length(), SEGMENT_H)
     blocks, device = ceil_div(width, block_h), ids.device
 

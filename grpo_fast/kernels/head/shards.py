@@ -27,8 +27,6 @@ from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, RowStats
 
-ELSEWHERE = -1  # local target id of a target in a different rank's shard
-
 
 class VocabularyShard(NamedTuple):
     """The vocabulary shard of this rank.
@@ -46,10 +44,10 @@ class VocabularyShard(NamedTuple):
         return sum(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
-        """Convert target ids to row numbers of this shard. Ids in other shards become ELSEWHERE."""
+        """Convert target ids to row numbers of this shard. Ids in other shards become -1."""
         places = target_ids - sum(self.sizes[: self.rank])
         is_own = (places >= 0) & (places < self.sizes[self.rank])
-        return torch.where(is_own, places, ELSEWHERE)
+        return torch.where(is_own, places, -1)
 
     def owners(self, target_ids: Tensor) -> Tensor:
         """Return the rank whose shard contains each target."""

@@ -72,7 +72,8 @@ def fold(
     exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
         # 4. Make the exponentials relative to the row's `normaliser` instead of the running
-        # maximum, and store them.
+        # maximum, and store them. Without a soft cap, tanh_slope is the constant 1, so that the
+        # compiler removes its product.
         e *= exp_fp32(new_max - normaliser)[:, None]
         e *= tanh_slope
         # tl.maximum also replaces NaN with 0. A NaN in a row with coefficient 0 would make all of

@@ -50,9 +50,9 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> tuple[in
     """Return BLOCK_K, BLOCK_H and the number of warps of `support_head_kernel`.
 
     One program processes one row of hidden states, and reads BLOCK_K rows of W at a time. `width`
-    is the hidden size. Each thread loads 128 bytes of W at a time, so that two programs
-    keep about 64 KiB of loads in flight on a multiprocessor. If W is unaligned, every element needs
-    a separate address, and a thread loads only a quarter as much.
+    is the hidden size. Each thread loads 128 bytes of W at a time, so that two programs keep about
+    64 KiB of loads in flight on a multiprocessor. If W is unaligned, every element needs a separate
+    address, and a thread loads only a quarter as much.
     """
     # Round H up, because the size of a Triton block must be a power of two.
     block_h = max(1 << (width - 1).bit_length(), 128)
@@ -140,7 +140,7 @@ def support_head_kernel(
             )
         exp_sum = exp_sum * rescale + tl.sum(e, 0)
         if slope_ptr is not None:
-            e *= f
+            e *= f  # the constant 1 without a soft cap
             # Load the tile of W again, which hits L1. If it stayed in registers, a second program
             # would not fit on the multiprocessor.
             w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")

@@ -97,15 +97,13 @@ def fold_parts(
         )  # fmt: skip
     else:
         # Split the tile into its left and right halves.
-        left, right = tl.split(tl.permute(tl.reshape(raw, [BLOCK_T, 2, COLS // 2]), [0, 2, 1]))
-        sums = fold_parts(
-            left, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
-            STORE_TMA, CLEAN, BLOCK_T, COLS // 2, PARTS // 2,
-        )  # fmt: skip
-        sums = fold_parts(
-            right, start + COLS // 2, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE,
-            ENTROPY, STORE_TMA, CLEAN, BLOCK_T, COLS // 2, PARTS // 2,
-        )  # fmt: skip
+        halves = tl.split(tl.permute(tl.reshape(raw, [BLOCK_T, 2, COLS // 2]), [0, 2, 1]))
+        for side in tl.static_range(2):
+            sums = fold_parts(
+                halves[side], start + side * (COLS // 2), sums, row, matrix, out, bias_ptr,
+                logit_scale, softcap, STORE, ENTROPY, STORE_TMA, CLEAN, BLOCK_T, COLS // 2,
+                PARTS // 2,
+            )  # fmt: skip
     return sums
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 R = TypeVar("R")
-SMALLEST = 1e-300  # avoids a division by 0; 0 agrees only with 0
 # Texts of errors that mean "out of memory" although the error is no torch.OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -44,7 +43,7 @@ class Pair(NamedTuple):
     gradients: bool = False
     in_nats: bool = False
     by_norm: bool = False
-    floor: float = SMALLEST
+    floor: float = 1e-300  # avoids a division by 0; 0 agrees only with 0
 
     def gap(self) -> float:
         """Return the largest difference. It is NaN if a result is NaN."""

@@ -57,10 +57,6 @@ def row_divergence_(
     Returns:
         The sums of every row, (C,) fp64 each.
     """
-    if offsets is not None:
-        logits = logits[0]
-        teacher = teacher[0]
-        out = None if out is None else out[0]
     # Use fp64, because a divergence close to 0 is a sum of terms that nearly cancel.
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
@@ -175,8 +171,8 @@ def row_lse(z: Tensor) -> Tensor:
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
     """Split the rows of a matrix x into blocks.
 
-    Like `_ragged_blocks`, yield pairs (row numbers, element positions). Here, both members of a
-    pair are the same slice of rows.
+    Like `_ragged_blocks`, yield pairs of row numbers and of an index that selects the rows. Here,
+    both members of a pair are the same slice of rows.
     """
     # A block has at least one row, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
@@ -185,14 +181,15 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
         yield rows, rows
 
 
-def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, tuple[int, Tensor]]]:
     """Split rows of unequal length into blocks of rows of equal length, which are matrices.
 
     Yields:
-        Pairs (row numbers, element positions) of shapes (n,) and (n, k), for n rows of length k.
+        Pairs of row numbers, (n,), and of an index that selects n rows of length k, (n, k), from a
+        tensor (1, nnz).
     """
     for here, at in rows_by_length(offsets):
-        yield from ((here[rows], at[rows]) for rows, _ in _blocks(at))
+        yield from ((here[rows], (0, at[rows])) for rows, _ in _blocks(at))
 
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:

@@ -62,9 +62,8 @@ def row_logps(
     if offsets is not None:
         sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
         for here, at in rows_by_length(offsets):
-            stats = row_logps(
-                logits[0, at], target_ids[here], transform, return_entropy=return_entropy
-            )
+            ids = target_ids[here]
+            stats = row_logps(logits[0, at], ids, transform, return_entropy=return_entropy)
             for to, x in zip(sums, stats, strict=True):
                 if x is not None:
                     to[here] = x
@@ -163,8 +162,7 @@ def row_grad_(
             own = pick(here, *stats)
             g, g_entropy = pick(here, grad_logps, grad_entropy)
             ids = target_ids[here]
-            rows = logits[0, at]
-            logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform)
+            logits[0, at] = row_grad_(logits[0, at], ids, own, g, g_entropy, transform)
         return logits
     # 2. Compute the gradient of g·logp, which is g·(1 - p) in the target column and -g·p elsewhere.
     out = logits if out is None else out

@@ -84,10 +84,7 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     Ids with d = 0 contribute nothing, even if their weight row contains NaN.
     """
     sums = d.new_zeros((len(rows.places), weight.shape[1]))
-    for block in _blocks(len(d), weight):
-        add_rows_(
-            sums, rows.rows[block], scaled_rows(weight[rows.ids[block]].to(d.dtype), d[block])
-        )
+    _add_terms_(sums, rows.rows, d, weight, rows.ids)
     return sums
 
 
@@ -104,11 +101,16 @@ def head_weight(
     The terms are added in row order. The sums overwrite `out`, or are added to it if `add` is set.
     """
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
-    sources = rows.hidden_rows
-    for block in _blocks(len(d), hidden):
-        add_rows_(sums, rows.ids[block], scaled_rows(hidden[sources[block]].to(d.dtype), d[block]))
+    _add_terms_(sums, rows.ids, d, hidden, rows.hidden_rows)
     if sums is not out:  # round a 16-bit dW once, after the sum
         out.copy_(sums)
+
+
+def _add_terms_(sums: Tensor, to: Tensor, d: Tensor, matrix: Tensor, index: Tensor) -> None:
+    """Add d[i]·matrix[index[i]] to sums[to[i]] for every i, in order. Terms with d = 0 are 0."""
+    for block in _blocks(len(d), matrix):
+        terms = scaled_rows(matrix[index[block]].to(d.dtype), d[block])
+        add_rows_(sums, to[block], terms)
 
 
 def _blocks(count: int, like: Tensor) -> Iterator[slice]:

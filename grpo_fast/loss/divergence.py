@@ -194,10 +194,9 @@ def _checked_teacher(
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
     # 2. Check that teacher and student have the same vocabulary.
-    fits = len(teacher.weight) == len(weight)
     expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
-    require(fits, "teacher.weight", expected, came)
+    require(len(teacher.weight) == len(weight), "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     numbers = ("logit_scale", "softcap", "temperature")
@@ -254,9 +253,8 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
 def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
     """Check that a teacher tensor has one row per element of `like`, and return it as (N, K)."""
     checks.tensor(name, x, kind, same_device=("hidden", like))
-    fits = x.shape[:-1] == like.shape
-    expected = "one row for each of the student's, "
-    require(fits, name, f"{expected}{tuple(like.shape)}", tuple(x.shape))
+    expected = f"one row for each of the student's, {tuple(like.shape)}"
+    require(x.shape[:-1] == like.shape, name, expected, tuple(x.shape))
     return x.reshape(-1, x.shape[-1])
 
 

@@ -12,7 +12,6 @@ every rank raises the same ValueError and no rank deadlocks in a later collectiv
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor, distributed
 
 from grpo_fast.errors import argument_error, require
 from grpo_fast.kernels.gpu.launch import refuse
-from grpo_fast.kernels.head.shards import VocabularyShard
+from grpo_fast.kernels.head.shards import VocabularyShard, gathered
 from grpo_fast.kernels.route import head_route
-from grpo_fast.kernels.types import Context, is_sharded
+from grpo_fast.kernels.types import is_sharded
 from grpo_fast.kernels.workspace import workspace_bytes
 
 if TYPE_CHECKING:
@@ -95,28 +94,18 @@ def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) 
     return x.to_local()
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather of a sharded parameter. The backward pass averages and scatters the gradient."""
+def _gather(x: DTensor) -> Tensor:
+    """All-gather a sharded parameter. The backward pass averages and scatters the gradient."""
+    from torch.distributed.tensor import Partial
 
-    @staticmethod
-    def forward(ctx: Context, x: DTensor) -> Tensor:
-        ctx.mesh = x.device_mesh
-        ctx.placements = x.placements
-        full: Tensor = x.full_tensor()
-        return full
-
-    @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> Any:
-        from torch.distributed.tensor import DTensor, Partial
-
-        # Mark the gradient as a sum that is not reduced yet, with Partial(). redistribute() then
-        # reduces and scatters it in one collective.
-        parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
-        reduced = parts.redistribute(placements=ctx.placements)
-        return reduced / ctx.mesh.size()  # gloo cannot average, so sum and divide
-
-
-_gather: Callable[[DTensor], Tensor] = _Gather.apply
+    alias: Any = x.view_as(x)  # so that the hook does not stay on the parameter
+    if alias.requires_grad:
+        # Divide the sum of the ranks' gradients, because gloo cannot average.
+        alias.register_hook(lambda total: total / x.device_mesh.size())
+    # Partial() marks the gradient of the full tensor as a sum that is not reduced yet. The backward
+    # pass of full_tensor() then reduces and scatters it in one collective.
+    full: Tensor = alias.full_tensor(grad_placements=[Partial()])
+    return full
 
 
 class Agreement:
@@ -199,16 +188,13 @@ class Agreement:
         """
         assert self.group is not None
         self.is_open = False  # if the collective fails, no rank waits for another message
-        ranks = distributed.get_world_size(self.group)
         # Move the message to the GPU for NCCL, which cannot send CPU tensors.
         is_cuda = distributed.get_backend(self.group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
         # Messages have a fixed size, because all_gather needs equal shapes.
         line = (verdict + text.encode())[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         mine = torch.tensor(list(line), dtype=torch.uint8, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(ranks)]
-        distributed.all_gather(everyone, mine, group=self.group)
-        lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
+        lines = [bytes(x).rstrip(b"\0") for x in gathered(mine, self.group).tolist()]
         # Ignore decoding errors, because the end of a long message may be cut inside a character.
         texts = [x[1:].decode(errors="ignore") for x in lines]
         errors = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == ERROR}
@@ -216,7 +202,7 @@ class Agreement:
             self.is_open = True
             return texts
         rank, message = next(iter(errors.items()))
-        is_common = len(errors) == ranks and len(set(texts)) == 1
+        is_common = len(errors) == len(lines) and len(set(texts)) == 1
         raise ValueError(message if is_common else f"{message} (on rank {rank} of group)")
 
 

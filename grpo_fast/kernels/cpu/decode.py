@@ -137,8 +137,7 @@ def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, pac
     The weight must be the result of `pack` for a single (width, K) matrix. If the weight is bf16, x
     is rounded to bf16, too.
     """
-    operator = loader.operator("decoder", "linear")
-    return operator(x.contiguous(), weight, width, uses_tiles(weight))
+    return loader.operator("decoder", "linear")(x.contiguous(), weight, width, uses_tiles(weight))
 
 
 def decode_layer_(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.agree import Pair, draw, in_fresh_thread
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
+from grpo_fast.kernels.types import POSITIVE16, AddedRows, contiguous_rows, detached
 
 logger = logging.getLogger("grpo_fast")
 
@@ -71,10 +71,7 @@ def _bf16_difference() -> str | None:
     """
 
     def ours(a: Tensor, b: Tensor) -> Tensor:
-        out = torch.empty(len(a), len(b), dtype=torch.float32)
-        layout = False, True, False, has_tiles()
-        loader.operator("gemm", "mm_")(a, b, out, *layout, *[None] * 6)
-        return out
+        return mm_(a, b.t(), a.new_empty(len(a), len(b), dtype=torch.float32))
 
     # Choose sizes that are not multiples of a tile, so that full and incomplete tiles are tested.
     inputs = [draw(rows, 96, seed=rows).bfloat16() for rows in (130, 70)]
@@ -128,8 +125,7 @@ def mm_(
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4
     if added is not None:
-        values = detached(added.values)
-        values = values if values.stride(1) == 1 else values.contiguous()
+        values = contiguous_rows(added.values)
         extra = detached(added.coefficients), values, added.ids, added.rows
     # The first two flags say whether the matrices are passed as their transposes.
     layout = a_transposed, b_transposed, add, uses_tiles(b)

@@ -29,22 +29,10 @@ from grpo_fast.kernels.types import (
 )
 
 
-def _rows(
-    p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
-    out: Tensor | None,
-    known: RowStats | None,
-    *,
-    has_exponentials: bool,
-    return_entropy: bool,
-) -> tuple[Tensor, ...]:
-    """Call the C++ operator `linear_rows` with arguments of the types that it requires."""
-    lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
-    weight = contiguous_rows(p.weight)
-    results: tuple[Tensor, ...] = loader.operator("linear", "linear_rows")(
-        contiguous_rows(p.hidden), weight, vector(p.bias), p.target_ids.contiguous(), out,
-        has_exponentials, lse, logps, *p.transform, return_entropy, uses_tiles(weight),
-    )  # fmt: skip
-    return results
+def _tensors(p: HeadInputs) -> tuple[Tensor | None, ...]:
+    """Return hidden, weight, bias and target ids in the form that the C++ operator requires."""
+    hidden, weight = contiguous_rows(p.hidden), contiguous_rows(p.weight)
+    return hidden, weight, vector(p.bias), p.target_ids.contiguous()
 
 
 def head_logps(
@@ -67,9 +55,11 @@ def head_logps(
     Returns:
         lse, logps and entropy (or None), (T,) fp32 each.
     """
-    lse, logps, entropy, *_ = _rows(
-        p, logits_out, None, has_exponentials=False, return_entropy=return_entropy
-    )
+    # Pass False and twice None: no exponentials, and no statistics from an earlier call.
+    lse, logps, entropy, *_ = loader.operator("linear", "linear_rows")(
+        *_tensors(p), logits_out, False, None, None, *p.transform, return_entropy,
+        uses_tiles(p.weight),
+    )  # fmt: skip
     return lse, logps, entropy if return_entropy else None
 
 
@@ -91,10 +81,10 @@ def head_exponentials(
         known: statistics of these rows from an earlier call, which are then not computed again.
             `out` is bitwise identical with and without this argument.
     """
-    lse, logps, entropy, unit, target_unit, *dominant = _rows(
-        p, out, known, has_exponentials=True, return_entropy=return_entropy
-    )
+    given = (None, None) if known is None else (vector(known[0]), vector(known[1]))
+    lse, logps, entropy, unit, target_unit, *dominant = loader.operator("linear", "linear_rows")(
+        *_tensors(p), out, True, *given, *p.transform, return_entropy, uses_tiles(p.weight),
+    )  # fmt: skip
     stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
-    return Exponentials(
-        stats, unit, target_unit, Dominant(*dominant) if out.dtype == POSITIVE16 else None
-    )
+    found = Dominant(*dominant) if out.dtype == POSITIVE16 else None
+    return Exponentials(stats, unit, target_unit, found)

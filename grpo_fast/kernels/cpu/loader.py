@@ -157,10 +157,8 @@ def source_folder() -> Path | None:
 
     In a checkout, the folder is csrc/. In an installed wheel, it is grpo_fast/csrc.
     """
-    for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
-        if (folder / "api" / "rows.cpp").is_file():
-            return folder
-    return None
+    folders = (_PACKAGE / "csrc", _PACKAGE.parent / "csrc")
+    return next((x for x in folders if (x / "api" / "rows.cpp").is_file()), None)
 
 
 def compiler() -> list[str] | None:
@@ -247,9 +245,7 @@ def compile_library(
             includes = f"-I{sources}", f"-I{output.parent}"
             # A warning, because the default level hides an INFO line, and the user has to wait.
             logger.warning("grpo_fast: compiling %s once (up to a minute) …", source.name)
-            reason = _run_compiler(command, [*flags, *includes], source, output)
-            if reason:
-                raise CsrcUnavailable(reason)
+            _run_compiler(command, [*flags, *includes], source, output)
             by = shlex.join(command)
             logger.info("grpo_fast: compiled %s for %s with %s", library, instruction_set, by)
 
@@ -263,7 +259,12 @@ def compile_library(
         return None, f"{failed} ({hint}): {error}"
 
 
-def _run_compiler(command: list[str], flags: list[str], source: Path, output: Path) -> str | None:
+def _run_compiler(command: list[str], flags: list[str], source: Path, output: Path) -> None:
+    """Compile a library.
+
+    Raises:
+        CsrcUnavailable: it was not compiled; the message contains the compiler's output.
+    """
     torch_folder = Path(torch.__file__).resolve().parent
     line = [*command, *flags, f"-I{torch_folder / 'include'}", str(source), "-o", str(output)]
     line += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
@@ -273,15 +274,16 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
             line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"the compiler did not run: {error}"
+        raise CsrcUnavailable(f"the compiler did not run: {error}") from error
     if done.returncode == 0 and output.is_file():
-        return None
+        return
     said = done.stderr.strip()
     # Begin with the first line that contains "error", because logs show only the first line of a
     # reason.
     errors = [text for text in said.splitlines() if "error" in text.lower()]
     outcome = f"status {done.returncode}: {errors[0] if errors else 'it names no error'}"
-    return f"the compiler failed with {outcome}\n{shlex.join(line)}\n{said[-4000:]}"
+    text = f"the compiler failed with {outcome}\n{shlex.join(line)}\n{said[-4000:]}"
+    raise CsrcUnavailable(text)
 
 
 # ---- Cache folder of the compiled libraries. The file name of a library ends with the sha256 of

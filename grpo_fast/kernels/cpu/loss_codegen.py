@@ -176,16 +176,8 @@ class Variable:
         raise ValueError(f"expected tl.where, got a branch in Python on {self.name}")
 
 
-Operator = Callable[[Variable, Variable | float], Variable]
-
-
-def _operator(sign: str) -> tuple[Operator, Operator]:
-    form = f"{{}} {sign} {{}}"
-    return lambda x, y: x.write(form, x, y), lambda x, y: x.write(form, y, x)
-
-
 # Define __add__, __radd__ and so on. Each operator writes one C++ statement.
 for _word, _sign in OPERATORS.items():
-    _forward, _reflected = _operator(_sign)
-    setattr(Variable, f"__{_word}__", _forward)
-    setattr(Variable, f"__r{_word}__", _reflected)
+    _form = f"{{}} {_sign} {{}}"
+    setattr(Variable, f"__{_word}__", lambda x, y, form=_form: x.write(form, x, y))
+    setattr(Variable, f"__r{_word}__", lambda x, y, form=_form: x.write(form, y, x))

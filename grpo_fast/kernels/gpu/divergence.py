@@ -91,25 +91,26 @@ def split_lse(lse):
 @triton.jit
 def row_divergence_kernel(
     logits_ptr, teacher_ptr, out_ptr, weights_ptr, known_ptr, sums_ptr,
-    C, V, stride_logits_t, stride_teacher_t, stride_out_t, logit_scale, softcap, temperature,
-    teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
+    C, V, stride_logits_t, stride_teacher_t, stride_out_t, scale_p, softcap_p, temperature_p,
+    scale_q, softcap_q, temperature_q, beta,
     DIVERGENCE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the divergence of one row and its gradient."""
+    """Compute the divergence of one row and its gradient.
+
+    Names that end in _p belong to the student, and names that end in _q to the teacher.
+    """
     # 1. Compute the lse of student and teacher, or load them for a vocabulary shard.
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_logits_t
-    other_ptr = teacher_ptr + row * stride_teacher_t
-    inv_t = tl.div_rn(1.0, temperature)
-    inv_other = tl.div_rn(1.0, teacher_temperature)
-    top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
+    row_p = logits_ptr + row * stride_logits_t
+    row_q = teacher_ptr + row * stride_teacher_t
+    inv_p = tl.div_rn(1.0, temperature_p)
+    inv_q = tl.div_rn(1.0, temperature_q)
+    top, lse_high_p, lse_low_p = row_normaliser(row_p, V, scale_p, softcap_p, inv_p, BLOCK_V)
     lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
     # `known` has the shape (4, C). Its rows are the values, the centers, the student's lse and the
     # teacher's lse.
     if known_ptr is None:
-        unused_q, lse_high_q, lse_low_q = row_normaliser(
-            other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
-        )
+        top_q, lse_high_q, lse_low_q = row_normaliser(row_q, V, scale_q, softcap_q, inv_q, BLOCK_V)
         lse_q = lse_high_q.to(tl.float64) + lse_low_q.to(tl.float64)
         lse_high_p = tl.where(lse_high_p == float("-inf"), 0.0, lse_high_p)
         lse_high_q = tl.where(lse_high_q == float("-inf"), 0.0, lse_high_q)
@@ -123,10 +124,8 @@ def row_divergence_kernel(
     slope_sum = tl.zeros([BLOCK_V], tl.float32)
     # 2. Compute the value and the slope of the student's most likely logit now, because step 3 may
     # overwrite the teacher's logits with slopes.
-    z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
-    y_top, chain_other = load_final_logits(
-        other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other
-    )
+    z_top, unused_p = load_final_logits(row_p, top, V, scale_p, softcap_p, inv_p)
+    y_top, unused_q = load_final_logits(row_q, top, V, scale_q, softcap_q, inv_q)
     lp_top = (z_top - lse_high_p) - lse_low_p
     lq_top = (y_top - lse_high_q) - lse_low_q
     d_top = tl.where(lp_top == lq_top, 0.0, lp_top - lq_top)
@@ -137,10 +136,8 @@ def row_divergence_kernel(
     # from the sum, because step 5 needs the sum of the other slopes.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
-        z, chain_p = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
-        y, chain_q = load_final_logits(
-            other_ptr, cols, V, teacher_logit_scale, teacher_softcap, inv_other
-        )
+        z, chain_p = load_final_logits(row_p, cols, V, scale_p, softcap_p, inv_p)
+        y, chain_q = load_final_logits(row_q, cols, V, scale_q, softcap_q, inv_q)
         lp = (z - lse_high_p) - lse_low_p
         lq = (y - lse_high_q) - lse_low_q
         # Set the difference to 0 if both log-probabilities are -inf, because -inf - (-inf) is NaN.
@@ -154,10 +151,9 @@ def row_divergence_kernel(
     # stores of slopes in step 3 before the loads by other threads in step 5.
     center_others = tl.sum(slope_sum, 0).to(tl.float64)
     center = center_others + slope_top.to(tl.float64)
-    if known_ptr is not None:
-        if out_ptr is not None:
-            center = tl.load(known_ptr + C + row)
-            center_others = center - slope_top.to(tl.float64)
+    if known_ptr is not None and out_ptr is not None:
+        center = tl.load(known_ptr + C + row)
+        center_others = center - slope_top.to(tl.float64)
     tl.store(sums_ptr + row, tl.sum(values, 0).to(tl.float64))
     tl.store(sums_ptr + C + row, center)
     tl.store(sums_ptr + 2 * C + row, lse_p)
@@ -169,7 +165,7 @@ def row_divergence_kernel(
         c = center.to(tl.float32)
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
-            z, chain = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
+            z, chain = load_final_logits(row_p, cols, V, scale_p, softcap_p, inv_p)
             to_ptr = out_ptr + row * stride_out_t + cols
             slope = tl.load(to_ptr, mask=cols < V, other=0.0)
             p = exp_fp32((z - lse_high_p) - lse_low_p)

@@ -14,12 +14,6 @@ from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32
 
 
 @triton.jit
-def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Split a tile into its left and right halves."""
-    return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLS // 2]), [0, 2, 1]))
-
-
-@triton.jit
 def store_tile(
     out, values, row_start, n_rows, start, V, stride_out_t,
     USE_TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -78,10 +72,10 @@ def fold(
     exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
         # 4. Make the exponentials relative to the row's `normaliser` instead of the running
-        # maximum, and store them.
+        # maximum, and store them. Without a soft cap, tanh_slope is the constant 1, so that the
+        # compiler removes its product.
         e *= exp_fp32(new_max - normaliser)[:, None]
-        if softcap is not None:
-            e *= tanh_slope
+        e *= tanh_slope
         # tl.maximum also replaces NaN with 0. A NaN in a row with coefficient 0 would make all of
         # dW NaN, because 0·NaN is NaN.
         e = tl.maximum(e, 0.0)
@@ -102,15 +96,14 @@ def fold_parts(
             STORE_TMA, CLEAN, BLOCK_T, COLS,
         )  # fmt: skip
     else:
-        left, right = halves(raw, BLOCK_T, COLS)
-        sums = fold_parts(
-            left, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
-            STORE_TMA, CLEAN, BLOCK_T, COLS // 2, PARTS // 2,
-        )  # fmt: skip
-        sums = fold_parts(
-            right, start + COLS // 2, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE,
-            ENTROPY, STORE_TMA, CLEAN, BLOCK_T, COLS // 2, PARTS // 2,
-        )  # fmt: skip
+        # Split the tile into its left and right halves.
+        halves = tl.split(tl.permute(tl.reshape(raw, [BLOCK_T, 2, COLS // 2]), [0, 2, 1]))
+        for side in tl.static_range(2):
+            sums = fold_parts(
+                halves[side], start + side * (COLS // 2), sums, row, matrix, out, bias_ptr,
+                logit_scale, softcap, STORE, ENTROPY, STORE_TMA, CLEAN, BLOCK_T, COLS // 2,
+                PARTS // 2,
+            )  # fmt: skip
     return sums
 
 
@@ -127,24 +120,21 @@ def fold_tile(
     or fp32 operands, because the two code paths would then need too many registers. A branch also
     prevents Triton from warp-specialising the loop.
     """
+    needs_masks = True
     if BRANCH:
         target, _, _ = row
         _, _, V, _ = matrix
         # The condition is the same for all threads of the program, so no warp diverges.
         is_here = (target >= start) & (target < start + COLS)
-        if (tl.max(is_here.to(tl.int32), 0) > 0) | (start + COLS > V):
-            sums = fold_parts(
-                raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
-                STORE_TMA, False, BLOCK_T, COLS, PARTS,
-            )  # fmt: skip
-        else:
-            sums = fold_parts(
-                raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
-                STORE_TMA, True, BLOCK_T, COLS, PARTS,
-            )  # fmt: skip
-    else:
+        needs_masks = (tl.max(is_here.to(tl.int32), 0) > 0) | (start + COLS > V)
+    if needs_masks:
         sums = fold_parts(
             raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
             STORE_TMA, False, BLOCK_T, COLS, PARTS,
+        )  # fmt: skip
+    else:
+        sums = fold_parts(
+            raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
+            STORE_TMA, True, BLOCK_T, COLS, PARTS,
         )  # fmt: skip
     return sums

@@ -105,10 +105,7 @@ def capped_logits(raw, logit_scale, softcap, inv_temperature):
 def final_logits(raw, logit_scale, softcap, inv_temperature):
     """Return the final logits z and their derivative with respect to the raw logits."""
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
-    slope = logit_scale * inv_temperature
-    if softcap is not None:
-        slope = tanh_slope * slope
-    return z, slope
+    return z, tanh_slope * (logit_scale * inv_temperature)
 
 
 # If lse - z[target] is at most this many nats, the stored exponentials of the row are exp(z -

@@ -24,9 +24,6 @@ W and the row's scalars.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -38,44 +35,28 @@ from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32, expm1, fi
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.types import HeadTensors, LogitTransform
 
-
-class SupportConfig(NamedTuple):
-    """Block sizes of a kernel for token sets.
-
-    One program processes one row of hidden states, and reads BLOCK_K rows of W at a time.
-    """
-
-    block_k: int
-    block_h: int
-    num_warps: int
-
-
 # Maximum hidden size of the token-set kernel. One row of `hidden` and one row of slopes must fit
 # into the registers of 16 warps.
 SUPPORT_COLUMNS = 8192
+# Number of columns per program of the kernel that sums listed rows. Several programs share one row
+# of dW. A common token, such as a line break, may occur in every set, and one program would take
+# too long for its row.
+SUMS_COLUMNS = 1024
 
 
-def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
-    """Return the block sizes of the kernel that reads the weight rows of a token set.
+def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> tuple[int, int, int]:
+    """Return BLOCK_K, BLOCK_H and the number of warps of `support_head_kernel`.
 
-    `width` is the hidden size. Each thread loads 128 bytes of W at a time, so that two programs
-    keep about 64 KiB of loads in flight on a multiprocessor. If W is unaligned, every element needs
-    a separate address, and a thread loads only a quarter as much.
+    One program processes one row of hidden states, and reads BLOCK_K rows of W at a time. `width`
+    is the hidden size. Each thread loads 128 bytes of W at a time, so that two programs keep about
+    64 KiB of loads in flight on a multiprocessor. If W is unaligned, every element needs a separate
+    address, and a thread loads only a quarter as much.
     """
     # Round H up, because the size of a Triton block must be a power of two.
     block_h = max(1 << (width - 1).bit_length(), 128)
     num_warps = min(max(block_h // 512, 4), 16)
     numbers = 32 * num_warps * (128 // dtype.itemsize if aligned else 16)
-    return SupportConfig(min(max(numbers // block_h, 1), 32), block_h, num_warps)
-
-
-def sums_config(*, aligned: bool) -> SupportConfig:
-    """Return the block sizes of the kernel that sums listed rows, 1024 columns at a time.
-
-    Several programs share one row of dW, each with 1024 of its columns. A common token, such as a
-    line break, may occur in every set, and one program would take too long for its row.
-    """
-    return SupportConfig(8 if aligned else 4, 1024, 4)
+    return min(max(numbers // block_h, 1), 32), block_h, num_warps
 
 
 @triton.jit
@@ -157,8 +138,7 @@ def support_head_kernel(
             )
         exp_sum = exp_sum * rescale + tl.sum(e, 0)
         if slope_ptr is not None:
-            if softcap is not None:
-                e *= f
+            e *= f  # the constant 1 without a soft cap
             # Load the tile of W again, which hits L1. If it stayed in registers, a second program
             # would not fit on the multiprocessor.
             w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
@@ -240,23 +220,22 @@ def head_rows(
         return support_reference.head_rows(
             tensors, rows, transform, return_entropy=return_entropy, return_slopes=return_slopes
         )
-    config = support_config(width, weight.dtype, aligned=is_aligned(weight))
-    new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
-    stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
-    slopes = new((count, width)) if return_slopes else None
+    block_k, block_h, warps = support_config(width, weight.dtype, aligned=is_aligned(weight))
+    stats = outputs(rows.places, return_entropy)
+    raw = stats[0].new_empty(len(rows.ids))
+    slopes = raw.new_empty((count, width)) if return_slopes else None
     launch(
         support_head_kernel, count, hidden, rows.hidden_index, weight, bias, rows.ids,
         rows.offsets, rows.places, raw, *stats, slopes, width, hidden.stride(0), hidden.stride(1),
-        weight.stride(0), weight.stride(1), *transform, BLOCK_K=config.block_k,
-        BLOCK_H=config.block_h, num_warps=config.num_warps,
+        weight.stride(0), weight.stride(1), *transform, BLOCK_K=block_k,
+        BLOCK_H=block_h, num_warps=warps,
     )  # fmt: skip
     return HeadRows(raw, stats, slopes)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, H) fp32
     """Compute dH from d-logits over token sets, like `support_reference.head_hidden`."""
-    shape = len(rows.places), weight.shape[1]
-    out = torch.empty(shape, dtype=torch.float32, device=d.device)
+    out = d.new_empty((len(rows.places), weight.shape[1]))
     _sums(d, rows.ids, rows.offsets, weight, out)
     return out
 
@@ -302,9 +281,9 @@ def _sums(
         out: (S, H), rows contiguous.
         add: add to `out` instead of overwriting it.
     """
-    width, config = out.shape[1], sums_config(aligned=is_aligned(matrix))
+    width = out.shape[1]
     launch(
-        sums_kernel, out.shape[0] * ceil_div(width, config.block_h), factors, index, offsets,
+        sums_kernel, out.shape[0] * ceil_div(width, SUMS_COLUMNS), factors, index, offsets,
         matrix, out, width, matrix.stride(0), matrix.stride(1), out.stride(0), ADD=add,
-        BLOCK_R=config.block_k, BLOCK_H=config.block_h, num_warps=config.num_warps,
+        BLOCK_R=8 if is_aligned(matrix) else 4, BLOCK_H=SUMS_COLUMNS, num_warps=4,
     )  # fmt: skip

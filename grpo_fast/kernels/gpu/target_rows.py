@@ -221,8 +221,6 @@ def add_targets_(
     """
     count = ids.shape[0]
     rows, width = scaled.shape
-    if not count:
-        return
     block_h = min(1 << (width - 1).bit_length(), SEGMENT_H)
     blocks = ceil_div(width, block_h)
     flags = columns = None

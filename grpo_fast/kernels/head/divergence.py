@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import divergence_reference
 from grpo_fast.kernels.head.products import matmul_logits
-from grpo_fast.kernels.head.shards import ShardedHead
+from grpo_fast.kernels.head.shards import ShardedHead, gathered
 from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.head.support import GatheredSets, sets_of_head
@@ -141,16 +141,16 @@ class Divergences(RowTerm):
         has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
-        gathered = source.shard.gathered
+        group = source.shard.group
         # 1. Process the columns of this rank, and combine the lse values of all ranks into the lse
         # of the full rows.
         own = self.kernels.row_divergence_(z, *given) if has_columns else none
-        lses = gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
+        lses = gathered(torch.stack([own.lse, own.teacher_lse]), group).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)
         # 2. Compute this rank's values and centers with the lse of the full rows, and sum them over
         # all ranks.
         own = self.kernels.row_divergence_(z, *given, known=full) if has_columns else none
-        sums = gathered(torch.stack([own.values, own.centers])).sum(0)
+        sums = gathered(torch.stack([own.values, own.centers]), group).sum(0)
         return DivergenceRows(*sums, *lses)
 
 

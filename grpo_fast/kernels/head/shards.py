@@ -27,8 +27,6 @@ from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, RowStats
 
-ELSEWHERE = -1  # local target id of a target in a different rank's shard
-
 
 class VocabularyShard(NamedTuple):
     """The vocabulary shard of this rank.
@@ -46,24 +44,16 @@ class VocabularyShard(NamedTuple):
         return sum(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
-        """Convert target ids to row numbers of this shard. Ids in other shards become ELSEWHERE."""
+        """Convert target ids to row numbers of this shard. Ids in other shards become -1."""
         places = target_ids - sum(self.sizes[: self.rank])
         is_own = (places >= 0) & (places < self.sizes[self.rank])
-        return torch.where(is_own, places, ELSEWHERE)
+        return torch.where(is_own, places, -1)
 
     def owners(self, target_ids: Tensor) -> Tensor:
         """Return the rank whose shard contains each target."""
         # Compare with one number at a time, because copying a tensor to a GPU costs a GPU sync.
-        owners = torch.zeros_like(target_ids)
-        for end in accumulate(self.sizes[:-1]):
-            owners += target_ids >= end
-        return owners
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Gather x from all ranks, stacked in a new first dimension."""
-        everyone = x.new_empty((len(self.sizes), *x.shape))
-        distributed.all_gather(list(everyone), x, group=self.group)
-        return everyone
+        ends = accumulate(self.sizes[:-1])
+        return sum((target_ids >= end for end in ends), torch.zeros_like(target_ids))
 
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks. It may overwrite x."""
@@ -75,7 +65,7 @@ class VocabularyShard(NamedTuple):
         """Combine the statistics of all shards into fp32 statistics over the full vocabulary."""
         # Use fp64, because fp32 would lose digits that the statistics of an unsharded row have.
         parts = torch.stack([x for x in stats if x is not None]).double()
-        lse, logps, *entropies = self.gathered(parts).unbind(1)
+        lse, logps, *entropies = gathered(parts, self.group).unbind(1)
         total = lse.logsumexp(0)
         owner = self.owners(target_ids)[None]
         own = lse.gather(0, owner)[0]
@@ -94,6 +84,13 @@ class VocabularyShard(NamedTuple):
         # NaN.
         terms = torch.where(share == 0, 0.0, share * (entropies[0] + (total - lse)))
         return total.float(), logp.float(), terms.sum(0).float()
+
+
+def gathered(x: Tensor, group: distributed.ProcessGroup) -> Tensor:
+    """Gather x from all ranks of a group, stacked in a new first dimension."""
+    everyone = x.new_empty((distributed.get_world_size(group), *x.shape))
+    distributed.all_gather(list(everyone), x, group=group)
+    return everyone
 
 
 def unrounded_statistics(

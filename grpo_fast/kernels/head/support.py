@@ -57,7 +57,10 @@ class TokenSets(RowSource):
         return Chunk(index, self.support.places, self.rows.transform)
 
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        """Compute the logits at the ids of every set, and the statistics of every row."""
+        """Compute the logits at the ids of every set, and the statistics of every row.
+
+        This base class computes no slopes.
+        """
         raw = self.raw()
         stats = self.kernels.row_logps(
             raw[None], at.target_ids, at.transform, return_entropy=return_entropy,
@@ -137,9 +140,7 @@ class ProductSets(GatheredSets):
             raw += bias[self.support.ids].to(dtype)
         return raw
 
-    def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        """Compute the logits and statistics without slopes."""
-        return TokenSets.head_rows(self, at, return_entropy=return_entropy, return_slopes=False)
+    head_rows = TokenSets.head_rows  # without slopes
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the gradients of the rows to dH, dW and db."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import socket
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,21 +47,22 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # 1. Unwrap the modules that peft has wrapped. A wrapper can be inside of another one.
-    unwrapped: dict[str, nn.Module] = {}
-    for name, module in lm.named_modules():
-        is_wrapper = hasattr(module, "get_base_layer") or hasattr(module, UNLOAD)
-        if is_wrapper and _outermost(name, unwrapped) is None:
-            unwrapped[name] = _unwrap(module, merged=merged)
-    # 2. Collect the weights. keep_vars=True returns the parameters themselves, so tied parameters
-    #    have the same id().
+    # keep_vars=True returns the parameters themselves, so tied parameters have the same id(). With
+    # FSDP2, this call also makes all parameters sharded again.
+    named = lm.state_dict(keep_vars=True)
+    # Of peft's wrappers, unwrap only the outermost ones. The cache keeps the results alive, so that
+    # ids stay unique.
+    wrappers = {name: m for name, m in lm.named_modules() if is_wrapper(m)}
+    unwrap = cache(partial(_unwrap, merged=merged))
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        outermost = _outermost(name, unwrapped)
+    for name, tensor in named.items():
+        parents = accumulate(name.split("."), "{}.{}".format)
+        outermost = next((parent for parent in parents if parent in wrappers), None)
         found = {name: tensor}
         if outermost is not None:
-            found = unwrapped[outermost].state_dict(prefix=f"{outermost}.", keep_vars=True)
+            module = unwrap(wrappers[outermost])
+            found = module.state_dict(prefix=f"{outermost}.", keep_vars=True)
         state |= {key: value.detach() for key, value in found.items() if id(value) not in seen}
         seen |= {id(value) for value in found.values()}
     for name, source in lm.all_tied_weights_keys.items():
@@ -70,9 +72,9 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
     return revert_weight_conversion(lm, state)
 
 
-def _outermost(name: str, wrappers: Container[str]) -> str | None:
-    """Return the name of the outermost wrapper that contains a module or weight, or None."""
-    return next((x for x in accumulate(name.split("."), "{}.{}".format) if x in wrappers), None)
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is a wrapper of peft around a module of the model."""
+    return hasattr(module, "get_base_layer") or hasattr(module, UNLOAD)
 
 
 def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:

@@ -50,9 +50,9 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
     # keep_vars=True returns the parameters themselves, so tied parameters have the same id(). With
     # FSDP2, this call also makes all parameters sharded again.
     named = lm.state_dict(keep_vars=True)
-    # Of peft's wrappers, unwrap only the outermost ones. The cache keeps the results alive, so that
-    # ids stay unique.
-    wrappers = {name: m for name, m in lm.named_modules() if is_wrapper(m)}
+    # All wrappers of peft have this attribute. Unwrap only the outermost ones. The cache keeps the
+    # results alive, so that ids stay unique.
+    wrappers = {n: m for n, m in lm.named_modules() if hasattr(m, "adapter_layer_names")}
     unwrap = cache(partial(_unwrap, merged=merged))
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -70,11 +70,6 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
         came = "different ones, because an adapter changes only one of the two"
         require(name not in state, name, expected, came)
     return revert_weight_conversion(lm, state)
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is a wrapper of peft around a module of the model."""
-    return hasattr(module, "get_base_layer") or hasattr(module, UNLOAD)
 
 
 def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:

@@ -76,8 +76,12 @@ def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:
     """Return the module that peft has wrapped, with or without what its adapters have learnt."""
     if not merged:
         return getattr(wrapper, "original_module", None) or wrapper.get_base_layer()
-    if not hasattr(wrapper, "modules_to_save"):  # peft merges LoRA matrices in place
-        wrapper = copy.deepcopy(wrapper)
+    if not hasattr(wrapper, "modules_to_save"):
+        # Work on a copy, because peft merges in place. Fill it with full tensors, because peft's
+        # formula for DoRA is wrong for shards. `deepcopy` takes results from its second argument.
+        shards = [p for p in wrapper.parameters() if hasattr(p, "full_tensor")]
+        full = {id(p): nn.Parameter(p.full_tensor().clone()) for p in shards}
+        wrapper = copy.deepcopy(wrapper, full)
     if hasattr(wrapper, UNLOAD):
         return getattr(wrapper, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
     wrapper.merge()

@@ -80,7 +80,7 @@ def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:
         # Work on a copy, because peft merges in place. Fill it with full tensors, because peft's
         # formula for DoRA is wrong for shards. `deepcopy` takes results from its second argument.
         shards = [p for p in wrapper.parameters() if hasattr(p, "full_tensor")]
-        full = {id(p): nn.Parameter(p.full_tensor().clone()) for p in shards}
+        full = {id(p): nn.Parameter(p.full_tensor().clone(), False) for p in shards}
         wrapper = copy.deepcopy(wrapper, full)
     if hasattr(wrapper, UNLOAD):
         return getattr(wrapper, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)

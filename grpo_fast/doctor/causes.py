@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as library
 
-from grpo_fast import Support, logits_logps
+from grpo_fast import logits_logps
 from grpo_fast.data import Prompt
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.samples import select_support
@@ -130,9 +130,8 @@ class Case:
                         logits = sampler(settings[name])(context, logits)
                 # 3. If the samples record which tokens the sampler kept, restrict the distribution
                 # to them.
-                support = select_support(samples.support, torch.arange(*samples.rows[i : i + 2]))
-                if support is not None:
-                    support = Support(*(tensor.to(policy.device) for tensor in support))
+                rows = torch.arange(*samples.rows[i : i + 2])
+                support = select_support(samples.support, rows, policy.device)
                 found.append(logits_logps(logits, ids[len(prompt) :], support=support).cpu())
         return torch.cat(found)
 

@@ -78,7 +78,6 @@ def token_metrics(
     return metrics
 
 
-EXTENTS = ("mean", "min", "max")
 CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective_sample_size")
 
 
@@ -107,9 +106,7 @@ def mean(x: Tensor) -> Tensor:
 def extents(name: str, x: Tensor) -> dict[str, Tensor]:
     """Return the mean, minimum and maximum of x (T,), keyed by name. For an empty x, they are 0."""
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
-    return {
-        f"{name}/{how}": value for how, value in zip(EXTENTS, (mean(x), low, high), strict=True)
-    }
+    return {f"{name}/mean": mean(x), f"{name}/min": low, f"{name}/max": high}
 
 
 def sampling_metrics(

@@ -90,17 +90,12 @@ def generate(
         fits = one.logps.shape == (len(one.ids),)
         shape = tuple(one.logps.shape)
         require(fits, name, f"logps of shape ({len(one.ids)},)", shape, RuntimeError)
-    # 4. Decode the texts.
-    texts = decoded(policy.tokenizer, [one.ids for one in done])
+    # 4. Decode the texts, without special tokens.
+    texts = [""] * len(done)
+    if policy.tokenizer is not None:
+        each = [one.ids for one in done]
+        texts = policy.tokenizer.batch_decode(each, skip_special_tokens=True)
     return table_of(ids, done, texts, places)
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, completions: list[list[int]]) -> list[str]:
-    """Return the text of each completion without special tokens, or "" without a tokenizer."""
-    if tokenizer is None:
-        return [""] * len(completions)
-    texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    return texts
 
 
 def table_of(

@@ -220,12 +220,15 @@ def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:
     return torch.arange(total) + starts.repeat_interleave(counts, output_size=total)
 
 
-def select_support(support: Support | None, rows: Tensor) -> Support | None:
-    """Select the support of some completion tokens.
+def select_support(
+    support: Support | None, rows: Tensor, device: torch.device | str = "cpu"
+) -> Support | None:
+    """Select the support of some completion tokens, and move it to a device.
 
     Args:
-        support: the support of R tokens, or None.
+        support: the support of R tokens on the CPU, or None.
         rows: (r,) int64, indices of the tokens to select.
+        device: device of the result.
 
     Returns:
         The support of the r tokens. None if all r tokens were sampled from the full vocabulary.
@@ -233,7 +236,8 @@ def select_support(support: Support | None, rows: Tensor) -> Support | None:
     if support is None:
         return None
     ids = support.ids[ranges(support.offsets, rows)]
-    return Support(ids, pad(support.offsets.diff()[rows].cumsum(0), (1, 0))) if len(ids) else None
+    offsets = pad(support.offsets.diff()[rows].cumsum(0), (1, 0))
+    return Support(ids.to(device), offsets.to(device)) if len(ids) else None
 
 
 def join_supports(parts: Sequence[tuple[Support | None, int]]) -> Support | None:

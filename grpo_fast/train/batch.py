@@ -213,9 +213,7 @@ class StepBatch:
         rows = ranges(samples.rows, at)
         mask = self.counts[at].repeat_interleave(torch.tensor(packed.lengths))
         advantages = self.advantages[at].float().nan_to_num(nan=0.0)
-        support = select_support(samples.support, rows)
-        if support is not None:
-            support = Support(*(tensor.to(self.device) for tensor in support))
+        support = select_support(samples.support, rows, self.device)
         return MicroBatch(
             samples, chosen, rows.to(self.device), packed, mask.to(self.device),
             advantages.to(self.device), support,

@@ -8,9 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +67,8 @@ def train(config: RunConfig) -> dict[str, Any]:
         warm = config.warm_start if found is None else None  # a checkpoint is saved after it
         fits = warm is None or not config.is_sharded
         require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
-        on_save = _on_save(config.checkpoint.on_save)
+        hook = config.checkpoint.on_save
+        on_save = None if hook is None else import_function(hook, "checkpoint.on_save")
         rewards, questions, settings = _load_inputs(config, state)
         policy = _load_policy(config, questions)
         questions, splits, lines = _ask(config, questions, policy)
@@ -177,16 +176,6 @@ def _be_deterministic(seed: int) -> None:
         # By default, deterministic mode also fills every new buffer of torch.empty. Turn this off,
         # because it costs an extra pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _on_save(name: str | None) -> Callable[[Path], object] | None:
-    """Import the function that `checkpoint.on_save` names."""
-    if name is None:
-        return None
-    try:
-        return import_function(name)
-    except ValueError as error:
-        raise ValueError(str(error).replace("rewards:", "checkpoint.on_save:", 1)) from error
 
 
 def _load_inputs(

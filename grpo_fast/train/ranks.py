@@ -36,7 +36,6 @@ Result = TypeVar("Result")
 Error = TypeVar("Error", bound=BaseException)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
 
 
 # ------------------------------------------------------------------------- Process group and errors
@@ -77,7 +76,8 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
     fits = kind is not None or count == 1
     require(fits, "distributed", f"ddp, fsdp2 or hsdp for {count} processes", "none")
     fits = kind is None or exists or "RANK" in os.environ
-    require(fits, "distributed", f"processes ({LAUNCH})", f"{kind} and only one")
+    expected = "processes (torchrun --nproc-per-node 2 -m grpo_fast train …)"
+    require(fits, "distributed", expected, f"{kind} and only one")
     expected = f"a number that divides the {count} processes"
     require(count % (replicas or 1) == 0, "distributed_replicas", expected, replicas)
     is_new = kind is not None and not exists
@@ -172,8 +172,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """
     if size() == 1:
         return
-    grads = [p.grad for p in parameters if p.grad is not None]
-    plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
+    plain = [p.grad for p in parameters if type(p.grad) is Tensor]  # neither None nor a DTensor
     for work in [dist.all_reduce(grad, async_op=True) for grad in plain]:
         work.wait()
 
@@ -196,9 +195,8 @@ def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None)
     shape = (size(),) if replicas is None else (replicas, size() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    for model in models:
-        if model is not None:
-            model.shard(mesh)
+    for model in filter(None, models):
+        model.shard(mesh)
 
 
 def shard(model: Any, mesh: DeviceMesh) -> None:

@@ -30,6 +30,7 @@ FULLY_VALIDATED_STEPS = 2
 # token. For comparison, rounding in 16-bit kernels causes a difference of about a tenth of the
 # limit. A sampler with weights that are a few updates old differs by about ten times the limit.
 MOST_DIFFERENCE = 0.05
+COUNTERS = ("step", "before", "after", "unlogged", "num_tokens")  # attributes in a checkpoint
 
 
 class Run:
@@ -220,19 +221,14 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters for a checkpoint, as plain data."""
         return {
-            "step": self.step,
-            "before": self.before,
-            "after": self.after,
-            "unlogged": self.unlogged,
-            "num_tokens": self.num_tokens,
+            **{name: getattr(self, name) for name in COUNTERS},
             "optimizers": {who: x.state_dict() for who, x in self.optimizers.items()},
             **self.collector.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict()`."""
-        for name in ("step", "before", "after", "unlogged", "num_tokens"):
-            setattr(self, name, state[name])
+        vars(self).update({name: state[name] for name in COUNTERS})
         for who, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][who])
         self.collector.load_state_dict(state)

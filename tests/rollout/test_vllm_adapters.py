@@ -27,12 +27,12 @@ CLOSE = 1e-4
 LIMITS = {"max_lora_rank": 8, "target_modules": None}
 
 
-def adapted(**settings) -> Policy:
+def adapted(family: str = "llama", **settings) -> Policy:
     """Return a tiny policy with a random LoRA adapter. `settings` are fields of `LoraConfig`."""
     torch.manual_seed(0)
     given = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": False}
     model = peft.get_peft_model(
-        tiny_model("llama", vocab_size=14), peft.LoraConfig(**{**given, **settings})
+        tiny_model(family, vocab_size=14), peft.LoraConfig(**{**given, **settings})
     )
     return Policy(model, build_symbol_tokenizer(SYMBOLS))
 
@@ -175,6 +175,7 @@ def two_adapters() -> Policy:
         (lambda: adapted(rank_pattern={"q_proj": 9}),
          "cannot apply .*0.self_attn.q_proj, whose rank 9 is above --max-lora-rank 8"),
         (lambda: adapted(modules_to_save=["norm"]), "cannot apply .*modules_to_save.* trained"),
+        (lambda: adapted(modules_to_save=["norm"], inference_mode=True), "cannot apply .*to_save"),
         (lambda: adapted(target_modules=["embed_tokens"]),
          "cannot apply model.embed_tokens, which vLLM would ignore"),
     ],
@@ -206,9 +207,43 @@ def trained_norm() -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("build_policy", [two_adapters, trained_norm])
-def test_merged_adapters_sample_as_the_policy_does(server, build_policy):
-    policy = build_policy()
+# The last two kinds of adapter are not LoRA matrices, and DoRA also scales the sum.
+KINDS = {
+    "two": two_adapters,
+    "norm": trained_norm,
+    "dora": lambda: adapted(use_dora=True),
+    "saved": lambda: adapted(modules_to_save=["embed_tokens", "mlp", "norm"]),
+    "tokens": lambda: adapted(trainable_token_indices=[2, 5]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_names_are_those_of_the_model_without_adapters(kind):
+    """Check that no name of a peft wrapper is sent, also after a further adapter is added."""
+    names = set(tiny_model("llama", vocab_size=14).state_dict())
+    policy = KINDS[kind]()
+    if kind == "saved":
+        policy.model.add_adapter("idle", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    change(policy)
+    for merged in (True, False):
+        assert set(transfer.weights_of(policy.lm, merged=merged)) == names
+
+
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["embed_tokens"]},
+                                      {"target_modules": ["embed_tokens"]}])  # fmt: skip
+def test_an_adapter_of_one_of_two_tied_weights_is_refused(settings):
+    """Check that an error is raised, because vLLM would use the embedding as its head."""
+    policy = adapted("qwen2", **settings)
+    assert "lm_head.weight" not in transfer.weights_of(policy.lm, merged=False)
+    with pytest.raises(ValueError, match="lm_head.weight: expected .* vLLM ties .* only one of"):
+        transfer.weights_of(policy.lm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_adapters_sample_as_the_policy_does(server, kind):
+    policy = KINDS[kind]()
+    if kind == "dora":
+        server.lora = None  # with the option, vLLM refuses DoRA, and the stand-in does not
     engine = checked(policy, server)
     for version in (0, 1):
         change(policy)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 from unittest.mock import Mock, patch
 
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -14,6 +15,7 @@ import torch
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own.engine import TransformersEngine
+from grpo_fast.rollout.vllm.transfer import unsharded, weights_of
 from grpo_fast.train import loop
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train import update as gradients
@@ -22,10 +24,11 @@ from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.report import report
 from tests.data.test_data import write_lines
-from tests.tiny import FAMILIES, tiny_folder
+from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model
 from tests.train.rank_runs import SMALL, train
 
 
@@ -303,6 +306,34 @@ def test_a_sharded_model_has_the_weights_of_an_unsharded_one(ranks, tmp_path):
     """Check weights, buffers and adapters. Tied weights must stay tied."""
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, [load_shards, *folders]):
+        assert apart == []
+
+
+def send_adapters() -> Any:
+    """Return the tensors that a sharded model would send to vLLM with other values."""
+    apart = []
+    for settings in ({}, {"use_dora": True}, {"modules_to_save": ["norm"]},
+                     {"trainable_token_indices": [2]}):  # fmt: skip
+        lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, **settings)
+        model = peft.get_peft_model(tiny_model("llama", vocab_size=14), lora)
+        policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
+        torch.manual_seed(3)
+        for parameter in policy.trainable():
+            torch.nn.init.normal_(parameter)
+        expected = weights_of(policy.lm)
+        train_ranks.shard_all([policy], policy.device, None)
+        before = [p.full_tensor() for p in policy.model.parameters()]
+        sent = unsharded(weights_of(policy.lm))
+        assert sent.keys() == expected.keys()
+        apart += [f"{settings} {x}" for x in sent if not torch.equal(sent[x], expected[x])]
+        after = [p.full_tensor() for p in policy.model.parameters()]
+        assert all(map(torch.equal, before, after))
+    return apart
+
+
+def test_a_sharded_model_sends_the_weights_of_an_unsharded_one(ranks):
+    """Check the merged weights of adapters, which peft computes wrongly from shards of DoRA."""
+    for [apart] in ranks(2, [send_adapters]):
         assert apart == []
 
 

@@ -5,8 +5,8 @@ import yaml
 
 from grpo_fast import LossConfig
 from grpo_fast.train.config import LossSettings, RunConfig
-from grpo_fast.train.config.recipes import load_recipe, recipe_names, save_config
-from grpo_fast.train.config.words import read_yaml, read_yaml_file, validated
+from grpo_fast.train.config.recipes import load_recipe, recipe_names
+from grpo_fast.train.config.words import read_yaml, read_yaml_file, save_config, validated
 from tests.command_line import invoke, refused
 
 MINIMAL = {

@@ -1,8 +1,10 @@
 """Tests of the policy: logit transforms, self-check, loading, saving, LoRA and packing."""
 
+import peft
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own.engine import LOOP, difference_of
@@ -59,6 +61,25 @@ def test_lora_trains_the_adapter_and_saves_a_merged_model(tmp_path):
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
     torch.testing.assert_close(merged.logps(batch.packed), moved, rtol=0, atol=1e-4)
     torch.testing.assert_close(policy.logps(batch.packed), moved)  # the policy works after saving
+
+
+@pytest.mark.parametrize("settings", [
+    {"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["mlp", "norm"]},
+    {"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": "all-linear"},
+])  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2 ties its head to the embedding
+def test_a_saved_model_has_the_logits_of_the_policy_with_its_adapter(tmp_path, family, settings):
+    tokenizer = build_symbol_tokenizer(SYMBOLS)
+    given = {"target_modules": ["q_proj"], "init_lora_weights": False, **settings}
+    model = peft.get_peft_model(tiny_model(family, vocab_size=14), peft.LoraConfig(**given))
+    policy = Policy(model, tokenizer)
+    with torch.no_grad():
+        for p in policy.trainable():
+            p.normal_(std=0.2)
+    policy.save(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    gap = logits_of(policy, [3, 5], [4, 6]) - logits_of(Policy(saved, tokenizer), [3, 5], [4, 6])
+    assert gap.abs().max() < 1e-4
 
 
 def test_autocast_keeps_fp32_weights_and_a_callers_does_not_reach_the_policy(tmp_path):

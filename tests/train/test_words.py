@@ -11,8 +11,8 @@ from grpo_fast.doctor.command import read
 from grpo_fast.errors import nearest_name
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.config.words import described, dotted_keys, other_names, quoted
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config.words import described, dotted_keys, other_names, quoted, save_config
 from grpo_fast.train.evaluation.command import read_settings
 from grpo_fast.train.plan import plan
 from tests.command_line import invoke, refused

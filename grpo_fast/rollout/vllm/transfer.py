@@ -7,12 +7,16 @@ import logging
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from grpo_fast.errors import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
+
+UNLOAD = "unload_and_optionally_merge_module"  # method of the wrappers that peft merges themselves
 
 
 def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
@@ -34,25 +40,52 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
     Args:
         lm: the model.
         merged: merge the adapter into the weights. False returns the weights of the base model.
+
+    Raises:
+        ValueError: an adapter changes only one of two weights that the model's configuration ties.
+            vLLM has one weight for both.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    adapted = adapted_modules(lm)
+    # keep_vars=True returns the parameters themselves, so tied parameters have the same id(). With
+    # FSDP2, this call also makes all parameters sharded again.
+    named = lm.state_dict(keep_vars=True)
+    # All wrappers of peft have this attribute. Unwrap only the outermost ones. The cache keeps the
+    # results alive, so that ids stay unique.
+    wrappers = {n: m for n, m in lm.named_modules() if hasattr(m, "adapter_layer_names")}
+    unwrap = cache(partial(_unwrap, merged=merged))
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
-    # keep_vars=True returns the parameters themselves, so tied parameters have the same id().
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        if ".lora_" in name or id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        value = tensor.detach()
-        if merged and name.endswith(".base_layer.weight"):
-            module = adapted[name.removesuffix(".base_layer.weight")]
-            for adapter in module.active_adapters:
-                if adapter in module.r:  # an adapter may have matrices for other modules only
-                    value = value + module.get_delta_weight(adapter)
-        state[name.replace(".base_layer.", ".")] = value
+    for name, tensor in named.items():
+        parents = accumulate(name.split("."), "{}.{}".format)
+        outermost = next((parent for parent in parents if parent in wrappers), None)
+        found = {name: tensor}
+        if outermost is not None:
+            module = unwrap(wrappers[outermost])
+            found = module.state_dict(prefix=f"{outermost}.", keep_vars=True)
+        state |= {key: value.detach() for key, value in found.items() if id(value) not in seen}
+        seen |= {id(value) for value in found.values()}
+    for name, source in lm.all_tied_weights_keys.items():
+        expected = f"the weights of {source}, because vLLM ties them (tie_word_embeddings=True)"
+        came = "different ones, because an adapter changes only one of the two"
+        require(name not in state, name, expected, came)
     return revert_weight_conversion(lm, state)
+
+
+def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:
+    """Return the module that peft has wrapped, with or without what its adapters have learnt."""
+    if not merged:
+        return getattr(wrapper, "original_module", None) or wrapper.get_base_layer()
+    if not hasattr(wrapper, "modules_to_save"):
+        # Work on a copy, because peft merges in place. Fill it with full tensors, because peft's
+        # formula for DoRA is wrong for shards. `deepcopy` takes results from its second argument.
+        shards = [p for p in wrapper.parameters() if hasattr(p, "full_tensor")]
+        full = {id(p): nn.Parameter(p.full_tensor().clone(), False) for p in shards}
+        wrapper = copy.deepcopy(wrapper, full)
+    if hasattr(wrapper, UNLOAD):
+        return getattr(wrapper, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
+    wrapper.merge()
+    return wrapper.get_base_layer()
 
 
 def unsharded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -153,7 +186,8 @@ def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: s
     if limits is None or not modules:
         return False
     # 1. Find trained weights that are not part of the adapter.
-    trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
+    named = [(n, p) for n, p in policy.lm.named_parameters() if ".lora_" not in n]
+    trained = [n for n, p in named if p.requires_grad or ".modules_to_save." in n]
     refused = [f"{name}, which is trained but not part of the adapter" for name in trained]
     # 2. Find modules that vLLM would ignore, because its model has no module with the same name, or
     #    whose rank is too large. Only one adapter is sent.

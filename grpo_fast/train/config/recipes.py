@@ -1,4 +1,4 @@
-"""Functions that load and save recipes, and that convert configurations of other libraries.
+"""Functions that load recipes, and that convert configurations of other libraries.
 
 A recipe is a YAML file with settings of a run. It is part of the package or written by the user.
 Relative paths in a recipe start from the working folder.
@@ -15,8 +15,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from grpo_fast.errors import nearest_hint, require
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.words import (
@@ -27,7 +25,6 @@ from grpo_fast.train.config.words import (
     read_words,
     read_yaml,
     read_yaml_file,
-    write_yaml,
 )
 
 RECIPES = resources.files("grpo_fast") / "recipes"
@@ -57,11 +54,6 @@ def load_saved(path: Path) -> RunConfig:
     except ValueError as error:
         error.add_note(f"if another version of grpo_fast wrote {path}, use that version")
         raise
-
-
-def save_config(config: BaseModel, path: str | Path) -> None:
-    """Write a configuration, including defaults, to a YAML file that `load_recipe` can read."""
-    write_yaml(config.model_dump(mode="json"), path)
 
 
 def recipe_names() -> list[str]:

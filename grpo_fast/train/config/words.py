@@ -100,9 +100,13 @@ def read_yaml_file(path: str | Path, name: str) -> Any:
     return read_yaml(text, name)
 
 
-def write_yaml(data: Any, path: str | Path) -> None:
-    """Write data as YAML. Replace the file atomically, so that no reader sees a partial file."""
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def save_config(config: BaseModel, path: str | Path) -> None:
+    """Write a configuration, including defaults, to a YAML file that `load_recipe` can read.
+
+    The file is replaced atomically, so that no reader sees a partial file.
+    """
+    settings = config.model_dump(mode="json")
+    text = yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     part = Path(f"{path}.tmp")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

@@ -198,7 +198,12 @@ class Policy(SampledModel):
         # Merge the adapter into a copy, because merging changes the model's weights in place.
         model = self.lm
         if self.model is not self.lm:
-            model = copy.deepcopy(self.model).merge_and_unload()
+            adapted = copy.deepcopy(self.model)
+            # peft would also merge the adapter of an embedding into a head that is tied to it.
+            head = adapted.get_output_embeddings()
+            if hasattr(adapted.get_input_embeddings(), "base_layer"):
+                head.weight = nn.Parameter(head.weight.detach().clone())
+            model = adapted.merge_and_unload()
         with in_silence():
             model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)

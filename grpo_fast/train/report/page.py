@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,12 +156,10 @@ def step_html(step: int, rows: Sequence[Row]) -> str:
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
     ranked = sorted(
-        rows[:MOST_COMPLETIONS],
-        key=lambda row: (row["group"], math.isnan(row["reward"]), -row["reward"]),
-    )
-    groups = [list(members) for _, members in groupby(ranked, key=lambda row: row["group"])]
+        rows[:MOST_COMPLETIONS], key=lambda row: (math.isnan(row["reward"]), -row["reward"])
+    )  # the template groups them by prompt
     return TEMPLATES.get_template("step.html").render(
-        step=step, count=len(rows), mean=mean, groups=groups, largest=max(advantages, default=0.0)
+        step=step, count=len(rows), mean=mean, ranked=ranked, largest=max(advantages, default=0.0)
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import WriteError
 from grpo_fast.train.config import RolloutConfig, RunConfig
-from grpo_fast.train.config.recipes import save_config
+from grpo_fast.train.config.words import save_config
 from grpo_fast.train.folder import CONFIG, check_regular, plain_json, written
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.page import shown_number, tables_in, write_page, write_parquet

@@ -1,6 +1,7 @@
-"""Test shared prompts against one forward pass per completion in fp64, for several families.
+"""Test shared prompts against one forward pass per completion: LoRA, bf16 and the README.
 
-The logps of all completions and the gradients of all parameters must be equal.
+The logps of all completions and the gradients of all parameters must be equal. test_trees.py tests
+all families in fp64.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def test_each_value_tells(function):
         assert not same or len(found) != len(other), name
 
 
-# ---------- Test that a model compiled by torch.compile can call the losses, which break the graph
+# ---------- Test that a loss in a graph of torch.compile, which it would break, raises an error
 @pytest.mark.parametrize("name", LEAVES)
 def test_fullgraph_is_refused_by_name(name):
     function = getattr(grpo_fast, name)

@@ -238,7 +238,7 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 	@GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' $(PYTEST) tests/integrations
 
 # Tests of modules that import transformers.
-TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py shared_prompt.py windows.py) \
+TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py shared_prompt.py trees.py windows.py) \
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
   $(addprefix tests/train/test_,fingerprints.py longcontext.py memory_model.py pretrained.py \
     train_policy.py) \

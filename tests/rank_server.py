@@ -4,6 +4,8 @@ A test sends jobs to the server. A job is the list [function, argument, …]. Th
 modules of the jobs and then forks the ranks, because the imports are slow. All ranks run every job.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import os
@@ -85,6 +87,8 @@ def name_of(function: FunctionType) -> str:
 class Ranks:
     """Client of the server process that forks the ranks. Call the client to run jobs on them.
 
+    The end of a `with` block kills the server.
+
     Args:
         folder: A folder for the results and the log of the server.
         warm_up: Function that the server calls first, with the folder. The ranks then need not
@@ -124,6 +128,12 @@ class Ranks:
         unexpected = [x["text"] for x in ends if x.get("error") == "unexpected"]
         assert not unexpected, unexpected[0]
         return found
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     def kill(self) -> None:
         if self.process.poll() is None:

@@ -1,6 +1,7 @@
-"""Test shared prompts against one forward pass per completion in fp64, for several families.
+"""Test shared prompts against one forward pass per completion: LoRA, bf16 and the README.
 
-The logps of all completions and the gradients of all parameters must be equal.
+The logps of all completions and the gradients of all parameters must be equal. test_trees.py tests
+all families in fp64.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 
 from grpo_fast import LossConfig, attention, grpo_loss
 from grpo_fast.attention import pack_groups, register
-from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
 # Each entry is a group: the length of a prompt, and the lengths of its completions. The shortest
@@ -79,17 +79,6 @@ def assert_close(got, expected, bar=1e-12):
     for name, value in expected.items():
         error = float((got[name] - value).detach().abs().max())
         assert error <= bar * max(1.0, float(value.detach().abs().max())), (name, error)
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_rows_without_sharing_equal_one_by_one(everything_in_fp64, family):
-    """Check packed rows that repeat each prompt. Shared prompts are tested in `test_trees.py`."""
-    model, groups = small_model(family).double(), random_groups()
-    expected = by_sample(model, samples_of(groups))
-    got = by_pack(model, pack_groups(groups, shared=False))
-    assert expected.dtype == got.dtype == torch.float64
-    assert_close({"logps": got}, {"logps": expected})
-    assert_close(gradients(model, got.sin().sum()), gradients(model, expected.sin().sum()))
 
 
 def test_lora(everything_in_fp64):

@@ -151,11 +151,6 @@ def test_rows_by_hand():
         ([5, 6, 7, 8, 2], [0, 0, 0, 0, 1]),
         ([5, 6, 7, 8, 9, 3], [0, 1, 0, 0, 0, 0]),
     ]
-    pack = pack_tree(samples, merge_cost=0)
-    assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3]]
-    assert pack.layout.lengths == (2, 2, 1, 1) and pack.layout.parents == (-1, 0, 0, -1)
-    assert pack.predicting.tolist() == [2, 3, 1, 4, 5, 3, 0]
-    assert pack.target_ids.tolist() == [8, 9, 1, 2, 4, 2, 6] and pack.lengths == (2, 2, 1, 1, 1)
     # Samples with different numbers in `apart` share no rows.
     pack = pack_tree(samples, apart=[1, 1, 1, 2, 1], merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3, 5, 6, 7, 8]]
@@ -172,26 +167,6 @@ def test_rows_by_hand():
     for tokens, segments in ((50, 3), (200, 2)):
         two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
         assert len(pack_tree(two).layout.lengths) == segments
-
-
-def test_groups_are_the_tree_of_two_levels():
-    groups = [
-        ([1, 2, 3], [[4, 5], [6, 7, 8], [9, 4, 1]]),
-        ([8, 8], [[3, 4, 5]]),
-        ([5, 6], [[1, 2, 3], [2, 9]]),
-    ]
-    samples = samples_of(groups)
-    one, other = pack_groups(groups), pack_tree(samples, merge_cost=0)
-    for name in ("input_ids", "predicting", "target_ids", "cu_seqlens"):
-        assert torch.equal(getattr(one, name), getattr(other, name))
-    assert one.layout.parents == other.layout.parents and one.lengths == other.lengths
-    for budget in range(1, 25):
-        packs = plan_packs([(len(p), [len(c) for c in cs]) for p, cs in groups], budget)
-        first = [0, 3, 4]
-        placed = [[first[s.group] + i for s in pack for i in s.completions] for pack in packs]
-        assert placed == plan_trees(samples, budget)
-        completions = [ids for pack in packs for s in pack for ids in s.of(groups)[1]]
-        assert sorted(completions) == sorted(ids for _, cs in groups for ids in cs)
 
 
 @settings(max_examples=40, deadline=None)
@@ -321,58 +296,41 @@ def numbered(groups):
     ]
 
 
-@settings(max_examples=80, deadline=None)
-@given(sizes, st.booleans())
-def test_every_completion_token_is_found_back_once(groups, shared):
-    groups = numbered(groups)
-    pack = pack_groups(groups, shared=shared)
-    completions = [list(c) for _, cs in groups for c in cs]
-    assert [view.tolist() for view in pack.split(pack.target_ids)] == completions
-    split = [[v.tolist() for v in views] for views in pack.split_groups(pack.target_ids)]
-    assert split == [cs for _, cs in groups]
-    assert pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
+@settings(max_examples=120, deadline=None)
+@given(sizes, st.booleans(), st.integers(1, 40))
+def test_groups_are_a_tree_of_two_levels(lengths, shared, budget):
+    """Compare groups with `pack_tree` and `plan_trees`, which get their completions as samples.
+
+    If prompts are not shared, no samples share rows of the tree.
+    """
+    groups = numbered(lengths)
+    samples = samples_of(groups)
+    apart = None if shared else range(len(samples))
+    # 1. Compare the packed rows.
+    pack, tree = pack_groups(groups, shared=shared), pack_tree(samples, apart=apart, merge_cost=0)
+    for name in ("input_ids", "predicting", "target_ids", "cu_seqlens"):
+        assert torch.equal(getattr(pack, name), getattr(tree, name))
+    assert pack.layout.lengths == tree.layout.lengths and pack.lengths == tree.lengths
+    assert pack.layout.parents == tree.layout.parents
+    assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in lengths))
     assert pack.cu_seqlens.dtype == torch.int32
-    # The tokens that are visible to the position that predicts a completion token are the prompt
-    # and the earlier completion tokens.
+    tokens = sum(trunk_tokens(p, cs, shared=shared) for p, cs in lengths)
+    assert pack.layout.total == pack.input_ids.numel() == tokens
     expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]
     assert list(contexts(pack)) == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(sizes, st.booleans())
-def test_the_trunk_sees_no_token_too_many(groups, shared):
-    pack = pack_groups(numbered(groups), shared=shared)
-    tokens = sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
-    assert pack.layout.total == pack.input_ids.numel() == tokens
-    assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
-    # A layout without shared prompt rows must have has_tree=False, even if sharing was requested.
-    assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in groups))
-    if shared:
-        every = pack.input_ids[0].tolist()
-        assert len(set(every)) == len(every)
-
-
-@settings(max_examples=120, deadline=None)
-@given(sizes, st.integers(1, 40), st.booleans())
-def test_packs_hold_everything_once_within_the_budget(groups, budget, shared):
-    plan = plan_packs(groups, budget, shared=shared)
-    placed = [(share.group, i) for shares in plan for share in shares for i in share.completions]
-    assert sorted(placed) == [(g, i) for g, (_, cs) in enumerate(groups) for i in range(len(cs))]
-    assert plan == sorted(plan) and all(shares == sorted(shares) for shares in plan)
-    assert plan == plan_packs(groups, budget, shared=shared)
-    assert all(len({share.group for share in shares}) == len(shares) for shares in plan)
-
-    def cost(share):
-        prompt, completions = groups[share.group]
-        return trunk_tokens(prompt, [completions[i] for i in share.completions], shared=shared)
-
-    for shares in plan:
-        alone = len(shares) == 1 and len(shares[0].completions) == 1
-        assert sum(map(cost, shares)) <= budget or alone
+    split = [[v.tolist() for v in views] for views in pack.split_groups(pack.target_ids)]
+    assert split == [cs for _, cs in groups]
+    # 2. Compare the rows of a budget.
+    plan = plan_packs(lengths, budget, shared=shared)
+    first = [0, *accumulate(len(cs) for _, cs in groups)]
+    placed = [[first[s.group] + i for s in shares for i in s.completions] for shares in plan]
+    assert placed == plan_trees(samples, budget, apart=apart)
+    completions = [ids for shares in plan for s in shares for ids in s.of(groups)[1]]
+    assert sorted(completions) == sorted(ids for _, cs in groups for ids in cs)
     if shared:  # only a group that is longer than the budget may be split
-        for group, (prompt, completions) in enumerate(groups):
+        for group, (prompt, counts) in enumerate(lengths):
             parts = sum(share.group == group for shares in plan for share in shares)
-            assert parts == 1 or trunk_tokens(prompt, completions) > budget
+            assert parts == 1 or trunk_tokens(prompt, counts) > budget
 
 
 def test_best_fit_by_hand():
@@ -418,19 +376,3 @@ def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for()
     assert one.model_inputs.keys() == {"input_ids", "position_ids", "use_cache", "packed_layout"}
     assert one.model_inputs["packed_layout"] is one.layout
     assert one.model_inputs["use_cache"] is False
-
-
-@settings(max_examples=60, deadline=None)
-@given(sizes, st.integers(1, 9))
-def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """Check that `Copies.sum_copies` adds the gradients of all copies of a key to the key's row.
-
-    The reference is `index_add_` with the rows from which the keys were copied.
-    """
-    layout = pack_groups(numbered(groups)).layout
-    (call,) = layout.window_calls(window)
-    rows, spans = call.keys.rows, call.spans
-    grad = torch.arange(1.0, len(rows) + 1, dtype=torch.float64)
-    expected = torch.zeros(layout.total, dtype=torch.float64).index_add_(0, rows, grad)
-    assert torch.equal(call.keys.sum_copies(grad), expected)
-    assert sum(spans.queries) == layout.total and sum(spans.keys) == len(rows)

@@ -54,11 +54,8 @@ def gradients(kind: str) -> list[list[float]]:
 
 
 def test_two_ranks_have_the_gradients_of_one_process(tmp_path):
-    server = rank_server.Ranks(tmp_path)
-    try:
+    with rank_server.Ranks(tmp_path) as server:
         found = server(2, [gradients, "ddp"], [gradients, "fsdp2"])
-    finally:
-        server.kill()
     expected = gradients("one process")
     for ours in (gradient for rank in found for gradient in rank):
         for pair in zip(ours, expected, strict=True):

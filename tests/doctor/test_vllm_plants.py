@@ -14,10 +14,9 @@ import torch
 
 from grpo_fast.doctor import causes
 from grpo_fast.rollout import Engine, Sampling, build_engine
-from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from tests.doctor.faulty import MESSAGES, found_by, policy_of
-from tests.rollout.test_vllm_real import START_S, Process
+from tests.rollout.test_vllm_real import Process, options_of
 
 pytestmark = pytest.mark.skipif(
     "GRPO_FAST_VLLM" not in os.environ, reason="vLLM: make test-vllm runs this against it"
@@ -50,11 +49,7 @@ def serving(folder: Path, policy: Policy, dtype: str) -> Iterator[Engine]:
     policy.save(folder / "model")
     process = Process(folder / "model", "--dtype", dtype)
     try:
-        options = load_recipe("sort", [
-            "rollout.engine=vllm-server", f"rollout.vllm.urls=[{process.url}]",
-            "rollout.vllm.timeout=120", f"rollout.vllm.patience={START_S}",
-        ]).rollout  # fmt: skip
-        with build_engine(policy, options) as engine:
+        with build_engine(policy, options_of(process)) as engine:
             yield engine
     finally:
         process.kill()

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_fast import LossConfig, linear_grpo_loss
+from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss
 from grpo_fast.attention import head_of, register
 from grpo_fast.examples import verifiers_traces
 from grpo_fast.examples.verifiers_traces import branches, pack_traces
+from tests.attention.test_shared_prompt import by_sample
 from tests.tiny import tiny_model
 
 RECORDED = Path(__file__).parent / "recorded" / "verifiers-0.4.0.jsonl"
@@ -31,20 +32,9 @@ def records():
 
 def flattened(model, samples, advantages, old):
     """Compute the loss of samples in separate rows, and return it with the model's gradients."""
-    model.set_attn_implementation("eager")
-    hidden, targets = [], []
-    for ids, trained in samples:
-        at = torch.as_tensor(trained).nonzero()[:, 0]
-        states = model.model(input_ids=torch.as_tensor(ids)[None], use_cache=False)
-        hidden.append(states.last_hidden_state[0][at - 1])
-        targets.append(torch.as_tensor(ids)[at])
-    ends = torch.tensor([0, *map(len, targets)]).cumsum(0).int()
-    head = head_of(model)
-    config = LossConfig(**head.logit_kwargs)
-    out = linear_grpo_loss(
-        torch.cat(hidden), head.weight, torch.cat(targets), advantages, config, old_logps=old,
-        cu_seqlens=ends,
-    )  # fmt: skip
+    ends = torch.tensor([0, *(sum(trained) for _, trained in samples)]).cumsum(0).int()
+    logps = by_sample(model, samples)
+    out = grpo_loss(logps, advantages, LossConfig(), old_logps=old, cu_seqlens=ends)
     model.zero_grad()
     out.loss.backward()
     return out.loss.detach(), [p.grad.clone() for p in model.parameters()]

@@ -22,13 +22,10 @@ pytestmark = pytest.mark.slow
 def worlds(tmp_path_factory) -> dict[int, dict[str, Any]]:
     """Run all cases with 2 and with 4 processes, and return the results of rank 0."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    started = Ranks(Path(folder))
-    try:
-        started(1, [ranks.references, [2, 4], folder], timeout=600)
+    with Ranks(Path(folder)) as server:
+        server(1, [ranks.references, [2, 4], folder], timeout=600)
         job = [ranks.results_of, folder]
-        return {n: started(n, job, timeout=600)[0][0] for n in (2, 4)}
-    finally:
-        started.kill()
+        return {n: server(n, job, timeout=600)[0][0] for n in (2, 4)}
 
 
 def check(results: dict[str, Any], case: str, tolerance: float) -> None:

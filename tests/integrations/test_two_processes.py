@@ -42,12 +42,9 @@ def ranks(tmp_path_factory) -> Results:
     """Run all cases once, and return the results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
     trl_cases.folder(folder / "model")
-    started = Ranks(folder)
-    try:
+    with Ranks(folder) as server:
         job = [two_ranks.results_of, str(folder)]
-        return [results for (results,) in started(2, job, timeout=600)]
-    finally:
-        started.kill()
+        return [results for (results,) in server(2, job, timeout=600)]
 
 
 def both(ranks: Results, case: str) -> Results:

@@ -32,11 +32,8 @@ Ranks = list[dict[str, dict[str, Any]]]
 
 
 def run_world(folder: Path, size: int, **environment: str) -> Ranks:
-    server = rank_server.Ranks(folder, **environment)
-    try:
+    with rank_server.Ranks(folder, **environment) as server:
         return [found for (found,) in server(size, [vocabulary_ranks.results], timeout=600)]
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")

@@ -198,18 +198,6 @@ class Recorded(Engine):
         self.calls.append("close")
 
 
-def test_shares_of_a_batch_sample_what_the_whole_does(policy):
-    options = Sampling(max_new_tokens=8)
-    whole = rollouts.generate(policy, THREE, options, group_size=2, seed=5)
-    found = []
-    for places in ([0, 2], [1]):
-        chosen = [THREE[i] for i in places]
-        share = rollouts.generate(policy, chosen, options, group_size=2, seed=5, places=places)
-        found.append(share.completion_ids)
-    (a, b, e, f), (c, d) = found
-    assert [a, b, c, d, e, f] == whole.completion_ids
-
-
 def test_a_rollout_carries_what_the_engine_said(policy):
     engine = Recorded()
     found = rollouts.generate(policy, THREE, Sampling(), group_size=2, seed=0, engine=engine)

@@ -35,9 +35,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory):
-    started = Ranks(tmp_path_factory.mktemp("ranks"), warm_up)
-    yield started
-    started.kill()
+    with Ranks(tmp_path_factory.mktemp("ranks"), warm_up) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -207,22 +207,6 @@ def test_an_export_of_a_checkpoint_that_was_edited_is_refused(newest, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_is_exported_from_its_newest_checkpoint(folder, newest, tmp_path):
-    def weights_of(source: Path, name: str) -> dict[str, torch.Tensor]:
-        out = tmp_path / name
-        assert invoke("export", str(source), str(out)).exit_code == 0
-        return load_file(out / "model.safetensors")
-
-    a, b = weights_of(folder, "a"), weights_of(newest, "b")
-    assert all(a[name].equal(b[name]) for name in a)
-    shutil.rmtree(newest)
-    c = weights_of(folder, "c")
-    assert any(not a[name].equal(c[name]) for name in a)
-    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    for place in (tmp_path / "empty", tmp_path / "nothing", folder / "config.yaml"):
-        assert refused(invoke("export", str(place), str(tmp_path / "d")), "has no state.json")
-
-
 def test_an_exported_config_is_data(newest, tmp_path):
     """Check that an export refuses too many layers, an attention kernel, and an unknown setting."""
     words = "export", str(newest), str(tmp_path / "out")

@@ -18,7 +18,7 @@ from grpo_fast.train.config import DataConfig, EvalConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import save_config
 from grpo_fast.train.evaluation.command import find_model, read_settings, run_eval
-from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
+from grpo_fast.train.evaluation.evaluate import evaluate, mean_and_error, pass_at_k
 from grpo_fast.train.evaluation.questions import SHOWN_PROMPT, asking_lines, data_lines
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
@@ -78,7 +78,7 @@ def test_the_first_sample_is_shown_with_its_verdict(evaluated):
 
 
 def test_sampled_standard_error_is_over_questions(evaluated):
-    replies = {"q0": ["#### 1"] * 4, "q1": ["#### 2", "it is 2", "#### 2", "no"], "q2": ["x"] * 4}
+    replies = {"q0": ["#### 1"] * 4, "q1": ["no", "#### 2", "it is 2", "#### 2"], "q2": ["x"] * 4}
     options = EvalConfig(samples=4, temperature=0.7, k=[1, 2, 4], batch_size=8)
     metrics, _ = evaluated(replies, examples("1", "2", "3"), options, seed=3)
     rates = [1.0, 0.5, 0.0]
@@ -88,6 +88,7 @@ def test_sampled_standard_error_is_over_questions(evaluated):
     assert metrics["eval_pass@2"] == pytest.approx((1 + 5 / 6 + 0) / 3)
     assert metrics["eval_pass@4"] == pytest.approx(2 / 3)
     assert metrics["eval_pass@1_lenient"] == pytest.approx((1 + 3 / 4 + 0) / 3)
+    assert metrics["eval_maj@4"] == pytest.approx(2 / 3)  # no answer is no vote
     seeds = [("evaluate", 3), ("evaluate", 5)]
     assert evaluated.calls == list(zip([["q0", "q1"], ["q2"]], seeds, strict=True))
 
@@ -100,13 +101,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n, correct):
         share = sum(map(any, subsets)) / len(subsets)
         assert pass_at_k(n, correct, k) == pytest.approx(share, abs=1e-12)
     assert pass_at_k(100_000, 1, 10) == pytest.approx(1e-4)  # binomials would overflow a float
-
-
-def test_majority():
-    assert majority([1, 2, 2]) == 2
-    assert majority([3, 1, 1, 3]) == 3  # the first answer wins a tie
-    assert majority([None, None, 4]) == 4  # None does not vote
-    assert majority([None]) is None
 
 
 def test_maj_at_k_averages_over_blocks_of_k_samples(evaluated):

@@ -27,7 +27,7 @@ def change(run: Path, **sections) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(config | sections), encoding="utf-8")
 
 
-def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatch):
+def test_a_runs_rewards_are_imported_only_when_allowed(run, tmp_path, monkeypatch):
     (tmp_path / "planted_reward.py").write_text(mark(tmp_path) + REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     change(run, rewards=[{"name": "sort_positions"}, {"name": "planted_reward:score"}])
@@ -36,22 +36,16 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
     assert refused(invoke(*words), *said)
     from_recipe = ("eval", str(run / "model"), f"recipe={run / 'config.yaml'}", "n=2")
     assert refused(invoke(*from_recipe), *said)
+    # The commands `plot` and `plan` call no reward, so they need not import it.
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
+    assert invoke("plot", str(run), "-o", str(tmp_path / "p.png")).exit_code == 0
+    assert invoke("plan", str(run / "config.yaml"), "gpu=80").exit_code == 0
     assert not marker.exists() and "planted_reward" not in sys.modules
     allowed = invoke(*words, "--allow-code")
     assert allowed.exit_code == 0 and "rewards/score" in allowed.output and marker.exists()
     # A function of an installed package could execute a file in the folder of the run.
     change(run, rewards=[{"name": "torch.hub:load", "options": {"repo_or_dir": str(run)}}])
     assert refused(invoke(*words), "torch.hub:load", "--allow-code")
-
-
-def test_plot_and_plan_of_a_run_import_nothing(run, tmp_path, monkeypatch):
-    (tmp_path / "planted_plot.py").write_text(mark(tmp_path) + REWARD)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    change(run, rewards=[{"name": "planted_plot:score"}])
-    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
-    assert invoke("plot", str(run), "-o", str(tmp_path / "p.png")).exit_code == 0
-    assert invoke("plan", str(run / "config.yaml"), "gpu=80").exit_code == 0
-    assert not (tmp_path / "marker").exists()
 
 
 def plant_model_code(model: Path, marker: Path) -> None:
@@ -71,9 +65,11 @@ def plant_model_code(model: Path, marker: Path) -> None:
 @pytest.mark.parametrize("is_run", [True, False])
 def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    plant_model_code(run / "model", tmp_path)
+    # The run was trained without custom code, so --allow-code does not allow the code.
+    assert refused(invoke("eval", str(run), "n=2", "--allow-code"), "custom code")
     settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
     change(run, model={**settings, "trust_remote_code": True})
-    plant_model_code(run / "model", tmp_path)
     asked = [str(run)] if is_run else [str(run / "model"), "task=sort"]
     words = ("eval", *asked, "n=2")
     assert refused(invoke(*words), "custom code")
@@ -82,13 +78,6 @@ def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monk
     # support the custom model class.
     invoke(*words, "--allow-code")
     assert (tmp_path / "marker").exists()
-
-
-def test_allowed_code_of_a_run_that_asked_for_none_stays_out(run, tmp_path):
-    """Check that --allow-code does not run custom model code if the run was trained without it."""
-    plant_model_code(run / "model", tmp_path)
-    assert refused(invoke("eval", str(run), "n=2", "--allow-code"), "custom code")
-    assert not (tmp_path / "marker").exists()
 
 
 def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.data.test_data import write_lines
-from tests.tiny import tiny_folder
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",
              "model.config.num_hidden_layers=2", "rollout.prompts_per_step=4",
@@ -60,23 +59,3 @@ def run(folder: Path, recipe: str, *overrides: str) -> tuple[dict[str, Any], lis
 
 def sort(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     return run(folder, "sort", *TINY_SORT, *overrides)[1]
-
-
-def adapted(folder: Path) -> list[str]:
-    """Return settings that make the recipe gsm8k-smollm2-1.7b train a tiny model.
-
-    The settings also select PPO with a separate critic, and LoRA.
-    """
-    model = tiny_folder(folder / "tiny", "llama")
-    return [
-        f"model.path={model}", f"data.path={questions(folder / 'data', 8, 8)}", 
-        "model.dtype=float32", "model.lora.r=4", "rollout.max_new_tokens=6",
-        "rollout.prompts_per_step=2", "rollout.group_size=4", "steps=2", "eval.n=2",
-        "eval.samples=1", "eval.k=[]", "log.progress=false", "advantages=gae",
-        "advantage_options={}", "critic.kind=model", "minibatches=2", "critic.kl_in_reward=true",
-        "rewards=[{name: 'tests.train.tiny_runs:characters', in_process: true}]",
-    ]  # fmt: skip
-
-
-def characters(completions: list[str]) -> list[float]:
-    return [1.0 + len(c) for c in completions]

@@ -24,6 +24,8 @@ W and the row's scalars.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -221,9 +223,9 @@ def head_rows(
             tensors, rows, transform, return_entropy=return_entropy, return_slopes=return_slopes
         )
     block_k, block_h, warps = support_config(width, weight.dtype, aligned=is_aligned(weight))
-    stats = outputs(rows.places, return_entropy)
-    raw = stats[0].new_empty(len(rows.ids))
-    slopes = raw.new_empty((count, width)) if return_slopes else None
+    new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
+    stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
+    slopes = new((count, width)) if return_slopes else None
     launch(
         support_head_kernel, count, hidden, rows.hidden_index, weight, bias, rows.ids,
         rows.offsets, rows.places, raw, *stats, slopes, width, hidden.stride(0), hidden.stride(1),
@@ -235,7 +237,8 @@ def head_rows(
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, H) fp32
     """Compute dH from d-logits over token sets, like `support_reference.head_hidden`."""
-    out = d.new_empty((len(rows.places), weight.shape[1]))
+    shape = len(rows.places), weight.shape[1]
+    out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
     return out
 

@@ -52,7 +52,8 @@ def row_divergence_(
         out: (C, V) destination of the gradient, which may be `teacher`; None: no gradient.
         known: results over full rows, or None. A rank with a vocabulary shard must pass the `lse`
             and `teacher_lse` of the full rows, and also their `centers` if `out` is given.
-        offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
+        offsets: (C+1,) bounds of rows of unequal length. `logits`, `teacher` and `out` are then
+            (1, nnz), with the rows one after another.
 
     Returns:
         The sums of every row, (C,) fp64 each.

@@ -52,7 +52,7 @@ class ActiveRows(NamedTuple):
 
     num_rows: int  # N
     active_index: Tensor | None  # (T,) int64: positions among the N rows; None: all, T = N
-    target_ids: Tensor  # (T,) int64, inside [0, V)
+    target_ids: Tensor  # (T,) int64. An id outside [0, V) marks a row without a target.
     transform: LogitTransform
     hidden_index: Tensor | None  # (T,) int64: row of `hidden` that predicts each target
     repeats: bool = False  # one row of `hidden` may predict several targets

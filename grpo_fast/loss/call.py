@@ -84,7 +84,7 @@ class Call:
         on = torch.is_grad_enabled()
         wanted = [on and x is not None and x.requires_grad for x in self.tensors]
         self.wanted = Wanted(*wanted, *[False] * (3 - len(wanted)))
-        self.checks = ValueChecks(self.validate)
+        self.checks = ValueChecks(self.validate, self.backend)
         self.rows: ActiveRows
         self.tokens: Tokens | None = None
         self.weights: Tensor
@@ -256,7 +256,11 @@ class Call:
         """Return whether Triton kernels compute what does not depend on the backend."""
         like = self.like
         is_asked = self.backend == "triton" or (like.is_cuda and self.backend == "auto")
-        return is_asked and unavailable("triton", like.device.type) is None
+        # The autograd function of a loss refuses torch.func. Kernels would fail before, because the
+        # tensors of a transform have no memory.
+        if not is_asked or torch._C._are_functorch_transforms_active():
+            return False
+        return unavailable("triton", like.device.type) is None
 
     def _expanded(self, index: Tensor | None, count: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the completion of each active token, and copies of its values by name.
@@ -271,11 +275,11 @@ class Call:
         if cu is not None:
             checks.check_offsets(cu, num_rows, self.checks)
         per_token = advantages.shape != (count,)
-        given = {"advantages": selected(advantages)}
+        given = {"advantages": detached(advantages).reshape(-1)}
         for name in ("old_logps", "ref_logps", "sampling_logps"):
             x = getattr(self, name)
             if x is not None:
-                given[name] = selected(x)
+                given[name] = detached(x).reshape(-1)
         if self._has_triton:
             from grpo_fast.kernels.gpu.tokens import expanded
 
@@ -291,7 +295,7 @@ class Call:
             if not per_token:
                 at["advantages"] = segments
             # Copy all values in one operation.
-            matrix = torch.stack([active(x, at[name]) for name, x in given.items()])
+            matrix = torch.stack([active(x, at[name]).float() for name, x in given.items()])
         return segments, dict(zip(given, matrix.unbind(), strict=True))
 
     def _segments(self, count: int) -> Tensor:

@@ -297,6 +297,8 @@ def options(**given: object) -> None:
 # the next element, which is known only if the check is late. The first two are NaN if a value is
 # NaN. The function returns an error message, or "" if the values are allowed.
 Judge = Callable[[float, float, float], str]
+# Number of elements above which a vector of a late check is reduced at once.
+LARGE = 1 << 17
 
 
 class ValueChecks:
@@ -309,10 +311,12 @@ class ValueChecks:
 
     Args:
         validate: "auto" or "full", as in `linear_grpo_loss`.
+        backend: the backend of the call. With "torch", no Triton kernel is used.
     """
 
-    def __init__(self, validate: str) -> None:
+    def __init__(self, validate: str, backend: str = "auto") -> None:
         self.validate = validate
+        self.backend = backend
         self.stored: list[tuple[Judge, Tensor]] = []
 
     def are_late(self, x: Tensor) -> bool:
@@ -322,10 +326,16 @@ class ValueChecks:
         """
         return x.is_cuda and self.validate == "auto"
 
-    def add(self, judge: Judge, x: Tensor) -> ValueChecks:
-        """Check the values of a vector, which must not be empty or change before `send`."""
+    def add(self, judge: Judge, x: Tensor, *, has_step: bool = False) -> ValueChecks:
+        """Check the values of a vector, which must not be empty or change before `send`.
+
+        `has_step` says that the judge needs the least step.
+        """
         if self.are_late(x):
-            self.stored.append((judge, x))
+            # One program reads a vector. A larger vector keeps more of the GPU busy with torch, and
+            # need not stay in memory until `send`.
+            is_large = x.numel() > LARGE and not has_step
+            self.stored.append((judge, torch.stack(x.aminmax()) if is_large else x))
         elif not is_capturing(x):
             low, high = x.aminmax()
             if message := judge(low.item(), high.item(), 0.0):
@@ -342,7 +352,7 @@ class ValueChecks:
             return
         judges, vectors = zip(*self.stored, strict=True)
         # Copy all numbers in one tensor, because each copy takes the host about 10 us.
-        late = LateChecks(judges, *copy_to_host_async(extremes(vectors)))
+        late = LateChecks(judges, *copy_to_host_async(extremes(vectors, self.backend)))
         with _lock:
             _pending.append(late)
         # A second backward pass checks its logps with this object, too. That pass must not repeat
@@ -363,9 +373,9 @@ class LateChecks(NamedTuple):
         return [judge(*row) for judge, row in zip(self.judges, rows, strict=True)]
 
 
-def extremes(vectors: Sequence[Tensor]) -> Tensor:
+def extremes(vectors: Sequence[Tensor], backend: str) -> Tensor:
     """Return the least value, the greatest value and the least step of vectors, (count, 3) fp64."""
-    if vectors[0].is_cuda and unavailable("triton", "cuda") is None:
+    if vectors[0].is_cuda and backend != "torch" and unavailable("triton", "cuda") is None:
         from grpo_fast.kernels.gpu import extremes as kernels
 
         return kernels.extremes(vectors)
@@ -418,7 +428,7 @@ def checked_total(
         return value
     value = value.detach().reshape(())
     # Do not copy a number from the CPU to a GPU, because the copy costs a GPU sync.
-    value = value if value.is_cpu else value.to(device).double()
+    value = (value if value.is_cpu else value.to(device)).double()
     message = f"{name}: expected {TOTALS}, got "
 
     def judge(total: float, *_: float) -> str:
@@ -444,15 +454,13 @@ def check_offsets(
     expected = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}, got "
 
     def judge(low: float, high: float, step: float) -> str:
-        is_allowed = low == 0 and high == num_rows and step >= 0
-        return (
-            ""
-            if is_allowed
-            else f"{expected}offsets from {low:.0f} to {high:.0f}, least step {step:.0f}"
-        )
+        if low == 0 and high == num_rows and step >= 0:
+            return ""
+        descent = f", one of them {-step:.0f} less than the one before" if step < 0 else ""
+        return f"{expected}offsets from {low:.0f} to {high:.0f}{descent}"
 
     if checks.are_late(cu):
-        checks.add(judge, cu)
+        checks.add(judge, cu, has_step=True)
     elif not is_capturing(cu):
         offsets = cu.tolist()
         if offsets[0] == 0 and offsets[-1] == num_rows and offsets == sorted(offsets):

@@ -225,7 +225,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     twice = (places.diff() == 0).any()
     is_used = largest > -torch.inf
     few = is_used & (sums < 2 - MAX_PROBABILITY_SUM)
-    found = ValueChecks("auto")
+    found = ValueChecks("auto", "torch")
     logps_expected = "teacher.logps: expected"
     for is_wrong, message in (
         (outside.any(), f"teacher.ids: expected ids in [0, {vocab}), got others"),
@@ -267,5 +267,5 @@ def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor
     checks.like_logps("weights", weights, like)
     checks.constant("weights", weights)
     copy = weights.detach().reshape(-1).to(dtype, copy=True)
-    check_numbers(ValueChecks("auto"), weights=copy).send()
+    check_numbers(ValueChecks("auto", "torch"), weights=copy).send()
     return copy

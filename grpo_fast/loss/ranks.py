@@ -12,6 +12,7 @@ every rank raises the same ValueError and no rank deadlocks in a later collectiv
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from grpo_fast.errors import argument_error, require
 from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.head.shards import VocabularyShard, gathered
 from grpo_fast.kernels.route import head_route
-from grpo_fast.kernels.types import is_sharded
+from grpo_fast.kernels.types import Context, is_sharded
 from grpo_fast.kernels.workspace import workspace_bytes
 
 if TYPE_CHECKING:
@@ -94,18 +95,32 @@ def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) 
     return x.to_local()
 
 
-def _gather(x: DTensor) -> Tensor:
-    """All-gather a sharded parameter. The backward pass averages and scatters the gradient."""
-    from torch.distributed.tensor import Partial
+class _Gather(torch.autograd.Function):
+    """All-gather of a sharded parameter. The backward pass averages and scatters the gradient.
 
-    alias: Any = x.view_as(x)  # so that the hook does not stay on the parameter
-    if alias.requires_grad:
-        # Divide the sum of the ranks' gradients, because gloo cannot average.
-        alias.register_hook(lambda total: total / x.device_mesh.size())
-    # Partial() marks the gradient of the full tensor as a sum that is not reduced yet. The backward
-    # pass of full_tensor() then reduces and scatters it in one collective.
-    full: Tensor = alias.full_tensor(grad_placements=[Partial()])
-    return full
+    A rank whose full weight gets no gradient passes zeros, because every rank must take part in the
+    collective. The backward pass of `DTensor.full_tensor` raises an error there.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: DTensor) -> Tensor:
+        ctx.mesh = x.device_mesh
+        ctx.placements = x.placements
+        full: Tensor = x.full_tensor()
+        return full
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Partial
+
+        # Mark the gradient as a sum that is not reduced yet, with Partial(). redistribute() then
+        # reduces and scatters it in one collective.
+        parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
+        reduced = parts.redistribute(placements=ctx.placements)
+        return reduced / ctx.mesh.size()  # gloo cannot average, so sum and divide
+
+
+_gather: Callable[[DTensor], Tensor] = _Gather.apply
 
 
 class Agreement:

@@ -70,6 +70,28 @@ def test_values_and_gradients_of_a_sharded_head(frozen):
             assert torch.equal(gradient.full_tensor() if name != "hidden" else gradient, wanted)
 
 
+class Unused(torch.autograd.Function):
+    """Function whose input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_a_weight_without_a_gradient_gets_zeros():
+    """Check that a rank takes part in the collective even if its logps get no gradient."""
+    given = arguments()
+    del given["advantages"]
+    weight = nn.Parameter(sharded(given["lm_head_weight"]))
+    given["lm_head_weight"] = weight
+    Unused.apply(grpo_fast.linear_logps(**given)).backward()
+    assert isinstance(weight.grad, DTensor) and not weight.grad.full_tensor().any()
+
+
 @pytest.mark.parametrize("name", ["lm_head_weight", "bias"])
 @pytest.mark.parametrize(
     ("placements", "names", "came"),

@@ -31,7 +31,8 @@ from grpo_fast.kernels.types import (
 
 def _tensors(p: HeadInputs) -> tuple[Tensor | None, ...]:
     """Return hidden, weight, bias and target ids in the form that the C++ operator requires."""
-    hidden, weight = contiguous_rows(p.hidden), contiguous_rows(p.weight)
+    hidden = contiguous_rows(p.hidden)
+    weight = contiguous_rows(p.weight)
     return hidden, weight, vector(p.bias), p.target_ids.contiguous()
 
 

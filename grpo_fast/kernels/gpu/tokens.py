@@ -27,10 +27,10 @@ def copy_values(x_ptr, at, out_ptr, tokens, inside):
     tl.store(out_ptr + tokens, x.to(tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_inner", "length"])
+@triton.jit(do_not_specialize=["n_tokens", "n_inner", "length", "stride_out"])
 def tokens_kernel(
     index_ptr, cu_ptr, advantages_ptr, x_1, x_2, x_3, segment_ptr, out_ptr, n_tokens, n_inner,
-    length, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    length, stride_out, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the completions of BLOCK tokens, and copy their values.
 
@@ -64,11 +64,11 @@ def tokens_kernel(
         at = segment
     copy_values(advantages_ptr, at, out_ptr, tokens, inside)
     if x_1 is not None:
-        copy_values(x_1, row, out_ptr + n_tokens, tokens, inside)
+        copy_values(x_1, row, out_ptr + stride_out, tokens, inside)
     if x_2 is not None:
-        copy_values(x_2, row, out_ptr + 2 * n_tokens, tokens, inside)
+        copy_values(x_2, row, out_ptr + 2 * stride_out, tokens, inside)
     if x_3 is not None:
-        copy_values(x_3, row, out_ptr + 3 * n_tokens, tokens, inside)
+        copy_values(x_3, row, out_ptr + 3 * stride_out, tokens, inside)
 
 
 def expanded(
@@ -97,14 +97,16 @@ def expanded(
     """
     tokens = num_rows if index is None else index.shape[0]
     segments = torch.empty(tokens, dtype=torch.int64, device=advantages.device)
-    shape = 1 + len(others), tokens
+    # Align each row to 16 bytes, so that kernels need not be compiled for other alignments.
+    stride = ceil_div(tokens, 4) * 4
+    shape = 1 + len(others), stride
     values = torch.empty(shape, dtype=torch.float32, device=advantages.device)
     inputs: list[Tensor | None] = [x.contiguous() for x in (advantages, *others)]
     inputs += [None] * (INPUTS - len(others))
     offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
     launch(
         tokens_kernel, ceil_div(tokens, BLOCK), index, offsets, *inputs, segments, values, tokens,
-        count - 1, max(num_rows // max(count, 1), 1), PER_TOKEN=per_token, BLOCK=BLOCK,
+        count - 1, max(num_rows // max(count, 1), 1), stride, PER_TOKEN=per_token, BLOCK=BLOCK,
         num_warps=4,
     )  # fmt: skip
-    return segments, values
+    return segments, values if stride == tokens else values[:, :tokens]

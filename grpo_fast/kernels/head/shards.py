@@ -52,8 +52,10 @@ class VocabularyShard(NamedTuple):
     def owners(self, target_ids: Tensor) -> Tensor:
         """Return the rank whose shard contains each target."""
         # Compare with one number at a time, because copying a tensor to a GPU costs a GPU sync.
-        ends = accumulate(self.sizes[:-1])
-        return sum((target_ids >= end for end in ends), torch.zeros_like(target_ids))
+        owners = torch.zeros_like(target_ids)
+        for end in accumulate(self.sizes[:-1]):
+            owners += target_ids >= end
+        return owners
 
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks. It may overwrite x."""

@@ -59,7 +59,7 @@ class TokenSets(RowSource):
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
         """Compute the logits at the ids of every set, and the statistics of every row.
 
-        This base class computes no slopes.
+        This base class ignores `return_slopes` and computes no slopes.
         """
         raw = self.raw()
         stats = self.kernels.row_logps(

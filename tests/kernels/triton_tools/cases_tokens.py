@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo_fast import LossConfig, linear_grpo_loss
 from grpo_fast.kernels.gpu import extremes, target_rows, tokens
 from grpo_fast.loss import checks
 from tests.kernels.triton_tools.interpreter import only_memory_of
@@ -42,6 +43,7 @@ def test_completions_and_copies(lengths, dtype, masked):
     chosen = torch.arange(rows) if index is None else index
     assert torch.equal(segments, expected[chosen])
     assert torch.equal(copies[0], given[0][expected[chosen]])
+    assert copies.stride(0) % 4 == 0  # so that all rows have the same alignment
     for copy, x in zip(copies[1:], given[1:], strict=True):
         assert torch.equal(copy, x[chosen].float())
 
@@ -54,6 +56,20 @@ def test_the_padded_layout(masked):
     chosen = torch.arange(12) if index is None else index
     assert torch.equal(segments, chosen // 4)
     assert torch.equal(copies, advantages[chosen].float()[None])
+
+
+def test_a_transform_of_a_loss_is_refused():
+    weight, ids = torch.randn(5, 4), torch.tensor([0, 4, 2])
+    config, cu = LossConfig(), torch.tensor([0, 3])
+
+    def loss(hidden):
+        advantages = torch.ones(1)
+        return linear_grpo_loss(
+            hidden, weight, ids, advantages, config, cu_seqlens=cu, backend="triton"
+        ).loss
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(loss)(torch.randn(3, 4))
 
 
 @pytest.mark.parametrize("offsets", [[0, 4, 12, 9], [0, -5, 20, 9], [5, 2, 1, 0], [9, 9, 0, 0]])
@@ -82,7 +98,7 @@ def test_extremes(count):
     given = VECTORS[:count]
     found = extremes.extremes(given)
     assert found.dtype == torch.float64
-    torch.testing.assert_close(found[:, :2], checks.extremes(given)[:, :2], equal_nan=True)
+    torch.testing.assert_close(found[:, :2], checks.extremes(given, "torch")[:, :2], equal_nan=True)
     for row, x in zip(found.tolist(), given, strict=True):
         steps = x.double().diff().tolist()
         if all(step == step for step in steps):

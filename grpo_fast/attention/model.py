@@ -394,8 +394,9 @@ def head_of(lm: PreTrainedModel) -> Head:
     if type(layer) is not nn.Linear:
         raise ValueError(
             f"lm_head: expected torch.nn.Linear as output embeddings, got {type(layer).__name__} "
-            "(with LoRA: leave lm_head out of target_modules and modules_to_save; with FSDP2: do "
-            "not wrap lm_head separately, so that it belongs to the root module's group)"
+            "(with LoRA: leave lm_head out of target_modules and modules_to_save; with LoRA and "
+            "tied embeddings: also leave out trainable_token_indices and ensure_weight_tying; with "
+            "FSDP2: do not wrap lm_head separately, so that it belongs to the root module's group)"
         )
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):

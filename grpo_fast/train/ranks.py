@@ -172,7 +172,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """
     if size() == 1:
         return
-    plain = [p.grad for p in parameters if type(p.grad) is Tensor]  # neither None nor a DTensor
+    grads = [p.grad for p in parameters if p.grad is not None]
+    plain = [grad for grad in grads if not hasattr(grad, "full_tensor")]
     for work in [dist.all_reduce(grad, async_op=True) for grad in plain]:
         work.wait()
 

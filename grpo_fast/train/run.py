@@ -228,7 +228,8 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict()`."""
-        vars(self).update({name: state[name] for name in COUNTERS})
+        for name in COUNTERS:
+            setattr(self, name, state[name])
         for who, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][who])
         self.collector.load_state_dict(state)

@@ -3,6 +3,7 @@
 A server receives the base weights once. Each later update sends only the adapter.
 """
 
+import copy
 import re
 import threading
 
@@ -27,13 +28,20 @@ CLOSE = 1e-4
 LIMITS = {"max_lora_rank": 8, "target_modules": None}
 
 
-def adapted(family: str = "llama", **settings) -> Policy:
-    """Return a tiny policy with a random LoRA adapter. `settings` are fields of `LoraConfig`."""
+def adapted(family: str = "llama", *, is_shared: bool = False, **settings) -> Policy:
+    """Return a tiny policy with a random LoRA adapter.
+
+    Args:
+        family: the model family.
+        is_shared: use one MLP for both layers, so that its modules have two names.
+        settings: fields of `LoraConfig`.
+    """
     torch.manual_seed(0)
     given = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": False}
-    model = peft.get_peft_model(
-        tiny_model(family, vocab_size=14), peft.LoraConfig(**{**given, **settings})
-    )
+    model = tiny_model(family, vocab_size=14)
+    if is_shared:
+        model.model.layers[1].mlp = model.model.layers[0].mlp
+    model = peft.get_peft_model(model, peft.LoraConfig(**{**given, **settings}))
     return Policy(model, build_symbol_tokenizer(SYMBOLS))
 
 
@@ -176,6 +184,8 @@ def two_adapters() -> Policy:
          "cannot apply .*0.self_attn.q_proj, whose rank 9 is above --max-lora-rank 8"),
         (lambda: adapted(modules_to_save=["norm"]), "cannot apply .*modules_to_save.* trained"),
         (lambda: adapted(modules_to_save=["norm"], inference_mode=True), "cannot apply .*to_save"),
+        (lambda: adapted(trainable_token_indices=[2], inference_mode=True),
+         "cannot apply model.embed_tokens.* trained"),
         (lambda: adapted(target_modules=["embed_tokens"]),
          "cannot apply model.embed_tokens, which vLLM would ignore"),
     ],
@@ -229,13 +239,34 @@ def test_the_names_are_those_of_the_model_without_adapters(kind):
         assert set(transfer.weights_of(policy.lm, merged=merged)) == names
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"is_shared": True},
+        {"family": "qwen2", "target_modules": ["q_proj"], "lora_bias": True},
+        {"family": "mixtral", "target_modules": ["q_proj"],
+         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ],
+)  # fmt: skip
+def test_merged_weights_are_those_that_peft_merges(settings):
+    """Check modules with two names, biases of LoRA matrices, and wrappers inside wrappers."""
+    policy = adapted(**settings)
+    change(policy)
+    merged = transfer.weights_of(policy.lm)
+    expected = transfer.weights_of(copy.deepcopy(policy.model).merge_and_unload())
+    assert merged.keys() == expected.keys()
+    assert transfer.weights_of(policy.lm, merged=False).keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(merged[name], tensor), name
+
+
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["embed_tokens"]},
                                       {"target_modules": ["embed_tokens"]}])  # fmt: skip
 def test_an_adapter_of_one_of_two_tied_weights_is_refused(settings):
     """Check that an error is raised, because vLLM would use the embedding as its head."""
     policy = adapted("qwen2", **settings)
     assert "lm_head.weight" not in transfer.weights_of(policy.lm, merged=False)
-    with pytest.raises(ValueError, match="lm_head.weight: expected .* vLLM ties .* only one of"):
+    with pytest.raises(ValueError, match="lm_head.weight: expected .*; leave both out of"):
         transfer.weights_of(policy.lm)
 
 

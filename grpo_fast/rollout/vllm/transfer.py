@@ -51,8 +51,9 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
     # FSDP2, this call also makes all parameters sharded again.
     named = lm.state_dict(keep_vars=True)
     # All wrappers of peft have this attribute. Unwrap only the outermost ones. The cache keeps the
-    # results alive, so that ids stay unique.
-    wrappers = {n: m for n, m in lm.named_modules() if hasattr(m, "adapter_layer_names")}
+    # results alive, so that ids stay unique. A module with two names occurs under both in `named`.
+    modules = lm.named_modules(remove_duplicate=False)
+    wrappers = {n: m for n, m in modules if hasattr(m, "adapter_layer_names")}
     unwrap = cache(partial(_unwrap, merged=merged))
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -66,9 +67,9 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
         state |= {key: value.detach() for key, value in found.items() if id(value) not in seen}
         seen |= {id(value) for value in found.values()}
     for name, source in lm.all_tied_weights_keys.items():
-        expected = f"the weights of {source}, because vLLM ties them (tie_word_embeddings=True)"
-        came = "different ones, because an adapter changes only one of the two"
-        require(name not in state, name, expected, came)
+        expected = f"the weights of {source}, because the model's configuration ties them"
+        advice = "leave both out of the adapter, or untie the model (tie_word_embeddings=False)"
+        require(name not in state, name, expected, f"different ones; {advice}")
     return revert_weight_conversion(lm, state)
 
 
@@ -185,9 +186,11 @@ def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: s
     modules = adapted_modules(policy.lm)
     if limits is None or not modules:
         return False
-    # 1. Find trained weights that are not part of the adapter.
+    # 1. Find trained weights that are not part of the adapter. Find those that peft has added by
+    #    their names, because peft freezes them in inference mode.
     named = [(n, p) for n, p in policy.lm.named_parameters() if ".lora_" not in n]
-    trained = [n for n, p in named if p.requires_grad or ".modules_to_save." in n]
+    kinds = (".modules_to_save.", ".trainable_tokens_delta.")
+    trained = [n for n, p in named if p.requires_grad or any(kind in n for kind in kinds)]
     refused = [f"{name}, which is trained but not part of the adapter" for name in trained]
     # 2. Find modules that vLLM would ignore, because its model has no module with the same name, or
     #    whose rank is too large. Only one adapter is sent.

@@ -34,7 +34,7 @@ LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}  # look i
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
 MARKED = (ast.Expr, ast.Assert, ast.With)
-BRANCHES = (ast.If, ast.For, ast.While)
+BRANCHES = (ast.If, ast.For, ast.While, ast.Match)
 FIXTURES = ("setUp", "tearDown", "setUpClass", "tearDownClass")  # unittest calls them
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
 # Begins the message about tests that are not supported. What they use follows.
@@ -168,9 +168,10 @@ class Tests(ast.NodeTransformer):
         """Return the statements such as `if f(1) != 2: self.fail()` that count as tests.
 
         A right answer does not reach the failure. If all tests of a test function, or of a
-        statement outside of functions, are failures, the statements around them are the tests.
-        If it calls other functions with tests, or they call it, their tests may have to be
-        reached, so it is left out. It is also left out if it has a `try`, which counts as reached
+        statement outside of functions, are failures, the statements around them are the tests. If
+        a failure ends the function, which a right answer leaves by `return`, the function is the
+        test. It is left out if it calls other functions with tests, or they call it, because their
+        tests may have to be reached. It is also left out if it has a `try`, which counts as reached
         anyway.
         """
         calls = Counter(called(x.value) for x in self.tree.body if isinstance(x, ast.Expr))
@@ -184,8 +185,15 @@ class Tests(ast.NodeTransformer):
             is_alone = self.testers.isdisjoint({*names_in(inner), *FIXTURES})
             has_try = any(isinstance(x, ast.Try) for x in inner)
             if is_alone and not has_try and all(map(is_failure, leaves)):
-                found |= {self.up[x] for x in leaves if isinstance(self.up[x], BRANCHES)}
-        return found
+                found |= {self.around(x) for x in leaves}
+        return {x for x in found if isinstance(x, (*BRANCHES, ast.FunctionDef))}
+
+    def around(self, leaf: ast.AST) -> ast.AST:
+        """Return the statement around a test: of a chain of `elif`, the first `if`."""
+        node = self.up[leaf]
+        while isinstance(node, ast.match_case) or node in getattr(self.up[node], "orelse", []):
+            node = self.up[node]
+        return node
 
     def refusal(self, node: Any) -> str:
         """Return what a node of the syntax tree has that is not supported, or ""."""
@@ -267,15 +275,15 @@ class Tests(ast.NodeTransformer):
         parts = getattr(node, "items", [node])
         is_own = called(getattr(node, "value", node)) in self.testers  # its own tests get marks
         is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
-        is_marked = is_marked or node in self.branches
+        is_marked = is_marked or (node in self.branches and isinstance(node, BRANCHES))
         if not is_marked:  # an assert inside of `with raises(…)` need not finish
             self.generic_visit(node)
         mark = ast.copy_location(ast.With([ast.withitem(ast.Name("_test_"))], [ast.Pass()]), node)
         if is_marked:
             mark.body = [node]
-        elif isinstance(node, ast.Try) and self.is_test(node):
-            # It counts as reached when its body starts, because the expected error may skip an
-            # `assert False`.
+        elif node in self.branches or (isinstance(node, ast.Try) and self.is_test(node)):
+            # It counts as reached when its body starts, because a `return` or the expected error
+            # may skip an `assert False`.
             node.body.insert(0, mark)
         return mark if is_marked else node
 

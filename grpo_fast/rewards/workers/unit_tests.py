@@ -215,9 +215,9 @@ class Tests(ast.NodeTransformer):
                 refused = [path for path in paths if not can_import(path)]
                 return f"the import of {refused[0]}" if refused else ""
             case ast.withitem(value) if self.calls_answer(value):
-                return "`with` statements that enter a result of the answer"
+                return "`with` statements of the answer's values (is `pytest` imported?)"
             case ast.Name(name, ast.Load()) if name in self.names and not self.passes(node):
-                return "names of the answer that are neither called nor passed on"
+                return "names of the answer that are not called (is a module not imported?)"
             case ast.Attribute(value, _, context) if root(value) in {*self.names, *self.results}:
                 is_chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
                 if is_chain and (root(value) in self.objects or root(value)[0].isupper()):

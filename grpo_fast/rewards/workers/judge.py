@@ -20,9 +20,9 @@ from answer import Channel, NotPlain, encode
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
           and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
-# Methods whose argument may be the expected value of a test. An object that was created with
-# arguments has them only after a use of a method that no text or container has, such as `record`:
-# in place of a list, `Extract([1, 2])` may return an object.
+# Methods whose argument may be the expected value of a test. In place of a list, `Extract([1, 2])`
+# may return an object. Therefore an object that was created with arguments has these methods only
+# after a call of a method that no type in CONTAINERS has, such as `record`.
 JUDGING = {*dir(str), *dir(frozenset)}
 CONTAINERS = {name for kind in (str, bytearray, list, dict, set, deque) for name in dir(kind)}
 
@@ -42,8 +42,13 @@ class Object:
         call, is_new = self.__state
         if call is None or name.startswith("__") or (name in JUDGING and not is_new):
             raise AttributeError(f"code_tests: an object of the answer has no .{name}")
-        self.__state = (call, is_new or name not in CONTAINERS)
-        return functools.partial(call, name)
+
+        def method(*args, **kwargs):
+            result = call(name, *args, **kwargs)
+            self.__state = (call, is_new or name not in CONTAINERS)  # `hasattr` does not change it
+            return result
+
+        return method
 
     def __eq__(self, *_):
         raise TypeError("code_tests: an object of the answer has no value")

@@ -35,6 +35,7 @@ PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, 
           ast.ExceptHandler, ast.Call)  # fmt: skip
 MARKED = (ast.Expr, ast.Assert, ast.With)
 BRANCHES = (ast.If, ast.For, ast.While, ast.Match)
+JUMPS = (ast.Continue, ast.Break, ast.Return)  # leave the body of a loop
 FIXTURES = ("setUp", "tearDown", "setUpClass", "tearDownClass")  # unittest calls them
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
 # Begins the message about tests that are not supported. What they use follows.
@@ -150,9 +151,9 @@ class Tests(ast.NodeTransformer):
         self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         # Variables that hold a result of the answer. If the name of the called function begins with
         # a capital letter, it is a class, and the variable holds an object.
-        self.results = {ast.unparse(x): called(node.value) for node in self.nodes
+        self.results = {x.id: called(node.value) for node in self.nodes
                         if isinstance(node, ast.Assign) and called(node.value) in self.names
-                        for x in node.targets}  # fmt: skip
+                        for x in node.targets if isinstance(x, ast.Name)}  # fmt: skip
         self.objects = {name for name, function in self.results.items() if function[0].isupper()}
         functions: list[Any] = [x for x in self.nodes if isinstance(x, ast.FunctionDef)]
         self.functions = free & vars(builtins).keys() | {x.name for x in functions}
@@ -167,23 +168,25 @@ class Tests(ast.NodeTransformer):
     def find_branches(self, functions: list[Any]) -> set[ast.AST]:
         """Return the statements such as `if f(1) != 2: self.fail()` that count as tests.
 
-        A right answer does not reach the failure. If all tests of a test function, or of a
+        If the answer is right, the failure does not run. If all tests of a test function, or of a
         statement outside of functions, are failures, the statements around them are the tests. If
-        a failure ends the function, which a right answer leaves by `return`, the function is the
-        test. It is left out if it calls other functions with tests, or they call it, because their
-        tests may have to be reached. It is also left out if it has a `try`, which counts as reached
-        anyway.
+        the failure is a statement of the function itself, a right answer makes the function return
+        before the failure. Then the function is the test. A function is left out if it calls other
+        functions with tests, or if they call it, because their tests may have to be reached. It is
+        also left out if it has a `try` with a test, which counts as reached anyway.
         """
         calls = Counter(called(x.value) for x in self.tree.body if isinstance(x, ast.Expr))
         uses = names_in(self.nodes)
         scopes: list[ast.AST] = [x for x in self.tree.body if isinstance(x, BRANCHES)]
+        # Add the functions that are used only in statements such as `check(f)` outside of
+        # functions. Test functions are among them: nothing in the source calls them.
         scopes += [x for x in functions if uses[x.name] == calls[x.name]]
         found: set[ast.AST] = set()
         for scope in scopes:
             inner = [*ast.walk(scope)]
             leaves = [x for x in inner if self.is_leaf(x)]
             is_alone = self.testers.isdisjoint({*names_in(inner), *FIXTURES})
-            has_try = any(isinstance(x, ast.Try) for x in inner)
+            has_try = any(isinstance(x, ast.Try) and self.is_test(x) for x in inner)
             if is_alone and not has_try and all(map(is_failure, leaves)):
                 found |= {self.around(x) for x in leaves}
         return {x for x in found if isinstance(x, (*BRANCHES, ast.FunctionDef))}
@@ -201,7 +204,7 @@ class Tests(ast.NodeTransformer):
             case ast.AsyncFunctionDef() | ast.Await():
                 return "asynchronous code"
             case ast.Raise():
-                return "`raise` (write `assert False`)"
+                return "`raise` (write `assert CONDITION`)"
             case ast.ClassDef(name, bases):
                 is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)
                 return "" if is_test else "classes other than test classes"
@@ -210,12 +213,16 @@ class Tests(ast.NodeTransformer):
                 return "parameters of test functions" if has_fixtures else ""
             case ast.FunctionDef("setup_method" | "setup_class") | ast.Attribute(attr="fixture"):
                 return "pytest's fixtures and setup (write `setUp` in a unittest.TestCase)"
+            case ast.ImportFrom(module=None):
+                return "relative imports"
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
-                refused = [path for path in paths if not can_import(path)]
-                return f"the import of {refused[0]}" if refused else ""
+                refused = next(filter(None, map(refused_package, paths)), "")
+                return f"the import of {refused}" if refused else ""
             case ast.withitem(value) if self.calls_answer(value):
-                return "`with` statements of the answer's values (is `pytest` imported?)"
+                is_pytest = root(value) in ("pytest", "raises")
+                hint = " (is `pytest` imported?)" if is_pytest else ""
+                return f"`with` statements of the answer's values{hint}"
             case ast.Name(name, ast.Load()) if name in self.names and not self.passes(node):
                 return "names of the answer that are not called (is a module not imported?)"
             case ast.Attribute(value, _, context) if root(value) in {*self.names, *self.results}:
@@ -224,7 +231,8 @@ class Tests(ast.NodeTransformer):
                     return "methods of a method's result"
                 is_stored = isinstance(context, ast.Store)
                 is_looked_at = is_stored or not self.passes(node)
-                return "attributes of a result that are not called" if is_looked_at else ""
+                said = "attributes of the answer's names or results that are not called"
+                return said if is_looked_at else ""
             case ast.Call(function, values, keywords) if self.calls_answer(node):
                 given = [*values, *(x.value for x in keywords)]
                 if isinstance(function, ast.Call):
@@ -275,24 +283,34 @@ class Tests(ast.NodeTransformer):
         parts = getattr(node, "items", [node])
         is_own = called(getattr(node, "value", node)) in self.testers  # its own tests get marks
         is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
-        is_marked = is_marked or (node in self.branches and isinstance(node, BRANCHES))
         if not is_marked:  # an assert inside of `with raises(…)` need not finish
             self.generic_visit(node)
+        is_marked = is_marked or (node in self.branches and not can_leave(node))
         mark = ast.copy_location(ast.With([ast.withitem(ast.Name("_test_"))], [ast.Pass()]), node)
         if is_marked:
             mark.body = [node]
         elif node in self.branches or (isinstance(node, ast.Try) and self.is_test(node)):
-            # It counts as reached when its body starts, because a `return` or the expected error
-            # may skip an `assert False`.
+            # It counts as reached when its body starts. With a right answer, its `assert False`
+            # need not run, because of a `return`, `continue` or `break`, or the expected error.
             node.body.insert(0, mark)
         return mark if is_marked else node
 
 
-def can_import(path: str) -> bool:
+def can_leave(node: ast.AST) -> bool:
+    """Return True for a function, or a loop whose body may end before its last statement."""
+    is_loop = isinstance(node, (ast.For, ast.While))
+    has_jump = any(isinstance(x, JUMPS) for x in ast.walk(node))
+    return isinstance(node, ast.FunctionDef) or (is_loop and has_jump)
+
+
+def refused_package(path: str) -> str:
+    """Return the part of an import that is refused, such as `unittest.mock`, or ""."""
     parts = path.split(".")
     is_pytest = parts[0] == "pytest" and importlib.util.find_spec("pytest") is not None
-    is_known = parts[0] in sys.stdlib_module_names or is_pytest
-    return is_known and REFUSED.isdisjoint(parts)
+    if parts[0] not in sys.stdlib_module_names and not is_pytest:
+        return parts[0]
+    ends = [i for i, part in enumerate(parts, 1) if part in REFUSED]
+    return ".".join(parts[: ends[0]]) if ends else ""
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ import ast
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ GIVEN = {
 OTHERS = {TRAINER_STATE: TRL, "answer": TRL, **dict.fromkeys(VERLS, VERL),
           "queries": OPENRLHF, "labels": OPENRLHF}  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
+PREFIX = f"tests: expected {unit_tests.LISTED}"  # begins most messages about tests
+MOST_REASONS = 9  # number of reasons in a message about a data set
 LONGEST_OPENED = 200  # number of characters at a prompt's end that are searched for a tag
 
 
@@ -141,7 +144,7 @@ def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Seque
     Args:
         rewards: the reward functions. Without `code_tests`, all examples are usable.
         drop: the setting `data.drop_unusable`. If True, the other examples are dropped, and their
-            number is logged.
+            number is logged with the reasons.
         examples: the examples.
 
     Raises:
@@ -152,14 +155,21 @@ def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Seque
         return examples
     errors = [tests_error(example) for example in examples]
     count = sum(map(bool, errors))
+    # Count the part of each message that does not quote the row.
+    found = Counter(error.partition(", got ")[0].removeprefix(PREFIX) for error in errors if error)
+    listed = [f"{reason} ({number})" for reason, number in found.most_common(MOST_REASONS)]
+    if len(found) > MOST_REASONS:
+        listed.append(f"{len(found) - MOST_REASONS} more reasons")
+    reasons = "; ".join(listed)
     if count and not drop:
         expected = "tests that the README of rewards lists in every example"
         error, first = next(pair for pair in zip(errors, examples, strict=True) if pair[0])
         got = f"{count} of {len(examples)} without, first {str(first.prompt)[:60]!r}: {error}"
-        remedy = "data.drop_unusable=true skips such rows"
+        remedy = f"reasons: {reasons}; data.drop_unusable=true skips such rows"
         raise argument_error("rewards: code_tests", expected, f"{got}; {remedy}")
     if count:
-        log.warning("data: %d rows with tests that code_tests refuses are skipped", count)
+        text = "data: %d rows with tests that code_tests refuses are skipped: %s"
+        log.warning(text, count, reasons)
     return [example for example, error in zip(examples, errors, strict=True) if not error]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -151,11 +152,14 @@ def test_a_sandbox_that_does_not_start_costs_its_sample(monkeypatch):
 
 def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path, caplog):
     listed = [{"tests": TESTS}, {"tests": "assert f(1).x == 2"}, {"input_output": {"fn_name": "f"}}]
+    reasons = r"attributes of the answer's names or results that are not called \(\d\)"
     path = tmp_path / "d.jsonl"
     rows = [{"question": f"q{i}", **listed[i % 3]} for i in range(12)]
     path.write_text("\n".join(map(json.dumps, rows)))
     config = DataConfig(task="jsonl", path=str(path), n_test=6)
-    refused = "got . of 6 without, first .*expected .*data.drop_unusable=true skips such rows"
+    refused = (
+        f"got . of 6 without, first .*: .*{reasons}.*; data.drop_unusable=true skips such rows"
+    )
     with pytest.raises(ValueError, match=refused):
         Splits(config, 0, usable=functools.partial(usable, rewards, False))
     kept = Splits(config, 0, usable=functools.partial(usable, rewards, True))
@@ -163,10 +167,19 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
     # The same rows are held out as without the rewards.
     assert all(example in Splits(config, 0).test for example in kept.test)
     assert caplog.text.count("rows with tests that code_tests refuses are skipped") == 2
+    assert len(re.findall(rf"are skipped: .*{reasons}", caplog.text)) == 2
     check_examples(rewards, kept.listed, "training")
     assert usable(build_rewards([spec("gsm8k_format")]), False, kept.train) == kept.train
     with pytest.raises(ValueError, match="expected at least one test example in .*, got none"):
         Splits(config, 0, usable=lambda examples: [])
+
+
+def test_a_summary_of_many_reasons_says_how_many_it_leaves_out(rewards):
+    refused = [f"import package_{i}\nassert f(1) == 2" for i in range(11)]
+    examples = [Example("p", None, None, {"tests": tests}) for tests in [*refused, refused[3]]]
+    said = r"reasons: the import of package_3 \(2\); .*package_8 \(1\); 2 more reasons; data.drop"
+    with pytest.raises(ValueError, match=said):
+        usable(rewards, False, examples)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +204,34 @@ def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path
 )  # fmt: skip
 def test_tests_of_another_form_get_a_sentence(tests, said):
     with pytest.raises(ValueError, match=said):
+        unit_tests.check(tests)
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ("async def test_a():\n    assert await f(1) == 2", "asynchronous code"),
+        ("def check(g):\n    raise ValueError\ncheck(f)", "`raise` .write `assert CONDITION`."),
+        ("class A: pass\nassert f(A()) == 2", "classes other than test classes"),
+        ("def test_a(capsys):\n    assert f(1) == 2", "parameters of test functions"),
+        ("@pytest.fixture\ndef x(): pass\nassert f(1) == 2", "pytest's fixtures and setup"),
+        ("import numpy as np\nassert f(1) == 2", "the import of numpy(?=,)"),
+        ("from numpy import array\nassert f(1) == 2", "the import of numpy(?=,)"),
+        ("from unittest.mock import patch\nassert f(1) == 2", "the import of unittest.mock(?=,)"),
+        ("from . import f\nassert f(1) == 2", "relative imports"),
+        ("with f(1) as x:\n    assert x", "`with` statements of the answer's values"),
+        ("with raises(E):\n    f(1)", "`with` .* values .is `pytest` imported.."),
+        ("assert LIMIT == 2", "names of the answer that are not called"),
+        ("assert S().push(1).pop() == 2", "methods of a method's result"),
+        ("assert f(1).x == 2", "attributes of the answer's names or results that are not called"),
+        ("assert f(1)(2) == 3", "calls of a result of the answer"),
+        ("assert f(len) == 3", "functions as arguments"),
+        ("assert V(1) == 3", "operators, comparison, `len` and `in` of an object"),
+        ("s = S()\ns.push(1)\nassert len(s) == 1", "operators, comparison, `len` and `in`"),
+    ],
+)
+def test_the_message_says_what_is_not_supported(tests, said):
+    with pytest.raises(ValueError, match=f"rewards lists, without {said}.*, got "):
         unit_tests.check(tests)
 
 

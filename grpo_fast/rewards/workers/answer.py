@@ -56,7 +56,7 @@ def encode(value):
                 return {name: [str(value)]}
             items = [[*pair] for pair in value.items()] if name == "dict" else [*value]
             return {name: [encode(items)]}
-    raise NotPlain(f"a {type(value).__name__} is not plain data")
+    raise NotPlain(f"a {type(value).__name__}")
 
 
 def decode(line):

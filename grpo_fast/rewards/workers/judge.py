@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import sys
+from collections import deque
 
 import sandbox
 from answer import Channel, NotPlain, encode
@@ -19,9 +20,11 @@ from answer import Channel, NotPlain, encode
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
           and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
-# Methods whose argument may be the expected value of a test. Only an object that was created
-# without arguments has them: in place of a list, `Extract([1, 2])` may return an object.
+# Methods whose argument may be the expected value of a test. In place of a list, `Extract([1, 2])`
+# may return an object. Therefore an object that was created with arguments has these methods only
+# after a call of a method that no type in CONTAINERS has, such as `record`.
 JUDGING = {*dir(str), *dir(frozenset)}
+CONTAINERS = {name for kind in (str, bytearray, list, dict, set, deque) for name in dir(kind)}
 
 
 class Object:
@@ -39,7 +42,13 @@ class Object:
         call, is_new = self.__state
         if call is None or name.startswith("__") or (name in JUDGING and not is_new):
             raise AttributeError(f"code_tests: an object of the answer has no .{name}")
-        return functools.partial(call, name)
+
+        def method(*args, **kwargs):
+            result = call(name, *args, **kwargs)
+            self.__state = (call, is_new or name not in CONTAINERS)  # `hasattr` does not change it
+            return result
+
+        return method
 
     def __eq__(self, *_):
         raise TypeError("code_tests: an object of the answer has no value")

@@ -15,6 +15,8 @@ import json
 import logging
 import symtable
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
@@ -32,7 +34,13 @@ LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}  # look i
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
 MARKED = (ast.Expr, ast.Assert, ast.With)
+BRANCHES = (ast.If, ast.For, ast.While, ast.Match)
+JUMPS = (ast.Continue, ast.Break, ast.Return)  # leave the body of a loop
+FIXTURES = ("setUp", "tearDown", "setUpClass", "tearDownClass")  # unittest calls them
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
+# Begins the message about tests that are not supported. What they use follows.
+LISTED = "what the table in the README of rewards lists, without "
+OBJECTS = "operators, comparison, `len` and `in` of an object (a name like `Stack` is a class)"
 
 
 def check(tests: Any) -> None:
@@ -94,6 +102,21 @@ def root(node: Any) -> str:
     return getattr(node, "id", "")
 
 
+def names_in(nodes: Iterable[ast.AST]) -> Counter[str]:
+    """Count the names and attributes that nodes of a syntax tree have."""
+    return Counter(getattr(x, "attr", getattr(x, "id", "")) for x in nodes)
+
+
+def is_failure(leaf: Any) -> bool:
+    """Return True for a test that always fails: `assert False`, or a call such as `self.fail()`."""
+    match leaf:
+        case ast.Assert(ast.Constant(value)):
+            return not value
+        case ast.Expr(ast.Call(ast.Attribute(attr="fail") | ast.Name("fail"))):
+            return True
+    return False
+
+
 class Tests(ast.NodeTransformer):
     """Syntax tree of Python tests, whose tests `visit` puts into blocks `with _test_:`.
 
@@ -128,9 +151,9 @@ class Tests(ast.NodeTransformer):
         self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         # Variables that hold a result of the answer. If the name of the called function begins with
         # a capital letter, it is a class, and the variable holds an object.
-        self.results = {getattr(x, "id", ""): called(node.value) for node in self.nodes
+        self.results = {x.id: called(node.value) for node in self.nodes
                         if isinstance(node, ast.Assign) and called(node.value) in self.names
-                        for x in node.targets}  # fmt: skip
+                        for x in node.targets if isinstance(x, ast.Name)}  # fmt: skip
         self.objects = {name for name, function in self.results.items() if function[0].isupper()}
         functions: list[Any] = [x for x in self.nodes if isinstance(x, ast.FunctionDef)]
         self.functions = free & vars(builtins).keys() | {x.name for x in functions}
@@ -140,37 +163,87 @@ class Tests(ast.NodeTransformer):
         while found - self.testers:
             self.testers |= found
             found = {f.name for f in functions if any(map(self.is_leaf, ast.walk(f)))}
+        self.branches = self.find_branches(functions)
 
-    def is_wrong(self, node: Any) -> bool:
-        """Return True if a node of the syntax tree is not supported."""
+    def find_branches(self, functions: list[Any]) -> set[ast.AST]:
+        """Return the statements such as `if f(1) != 2: self.fail()` that count as tests.
+
+        If the answer is right, the failure does not run. If all tests of a test function, or of a
+        statement outside of functions, are failures, the statements around them are the tests. If
+        the failure is a statement of the function itself, a right answer makes the function return
+        before the failure. Then the function is the test. A function is left out if it calls other
+        functions with tests, or if they call it, because their tests may have to be reached. It is
+        also left out if it has a `try` with a test, which counts as reached anyway.
+        """
+        calls = Counter(called(x.value) for x in self.tree.body if isinstance(x, ast.Expr))
+        uses = names_in(self.nodes)
+        scopes: list[ast.AST] = [x for x in self.tree.body if isinstance(x, BRANCHES)]
+        # Add the functions that are used only in statements such as `check(f)` outside of
+        # functions. Test functions are among them: nothing in the source calls them.
+        scopes += [x for x in functions if uses[x.name] == calls[x.name]]
+        found: set[ast.AST] = set()
+        for scope in scopes:
+            inner = [*ast.walk(scope)]
+            leaves = [x for x in inner if self.is_leaf(x)]
+            is_alone = self.testers.isdisjoint({*names_in(inner), *FIXTURES})
+            has_try = any(isinstance(x, ast.Try) and self.is_test(x) for x in inner)
+            if is_alone and not has_try and all(map(is_failure, leaves)):
+                found |= {self.around(x) for x in leaves}
+        return {x for x in found if isinstance(x, (*BRANCHES, ast.FunctionDef))}
+
+    def around(self, leaf: ast.AST) -> ast.AST:
+        """Return the statement around a test: of a chain of `elif`, the first `if`."""
+        node = self.up[leaf]
+        while isinstance(node, ast.match_case) or node in getattr(self.up[node], "orelse", []):
+            node = self.up[node]
+        return node
+
+    def refusal(self, node: Any) -> str:
+        """Return what a node of the syntax tree has that is not supported, or ""."""
         match node:
-            case ast.AsyncFunctionDef() | ast.Await() | ast.Raise() | ast.Attribute(attr="fixture"):
-                return True
+            case ast.AsyncFunctionDef() | ast.Await():
+                return "asynchronous code"
+            case ast.Raise():
+                return "`raise` (write `assert CONDITION`)"
             case ast.ClassDef(name, bases):
-                return name[:4] != "Test" and not any("TestCase" in ast.unparse(x) for x in bases)
+                is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)
+                return "" if is_test else "classes other than test classes"
             case ast.FunctionDef(name, ast.arguments(args=args)) if name[:4] == "test":
-                return [x.arg for x in args] not in ([], ["self"])  # fixtures
-            case ast.FunctionDef("setup_method" | "setup_class"):
-                return True
+                has_fixtures = [x.arg for x in args] not in ([], ["self"])
+                return "parameters of test functions" if has_fixtures else ""
+            case ast.FunctionDef("setup_method" | "setup_class") | ast.Attribute(attr="fixture"):
+                return "pytest's fixtures and setup (write `setUp` in a unittest.TestCase)"
+            case ast.ImportFrom(module=None):
+                return "relative imports"
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
-                return not all(map(can_import, paths))
-            case ast.withitem(value):
-                return self.calls_answer(value)
-            case ast.Name(name, ast.Load()) if name in self.names:
-                return not self.passes(node)
+                refused = next(filter(None, map(refused_package, paths)), "")
+                return f"the import of {refused}" if refused else ""
+            case ast.withitem(value) if self.calls_answer(value):
+                is_pytest = root(value) in ("pytest", "raises")
+                hint = " (is `pytest` imported?)" if is_pytest else ""
+                return f"`with` statements of the answer's values{hint}"
+            case ast.Name(name, ast.Load()) if name in self.names and not self.passes(node):
+                return "names of the answer that are not called (is a module not imported?)"
             case ast.Attribute(value, _, context) if root(value) in {*self.names, *self.results}:
                 is_chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-                of_object = root(value) in self.objects or root(value)[0].isupper()
+                if is_chain and (root(value) in self.objects or root(value)[0].isupper()):
+                    return "methods of a method's result"
                 is_stored = isinstance(context, ast.Store)
-                return is_stored or (is_chain and of_object) or not self.passes(node)
+                is_looked_at = is_stored or not self.passes(node)
+                said = "attributes of the answer's names or results that are not called"
+                return said if is_looked_at else ""
             case ast.Call(function, values, keywords) if self.calls_answer(node):
                 given = [*values, *(x.value for x in keywords)]
-                is_wrong = isinstance(function, ast.Call) or any(map(self.is_function, given))
-                return is_wrong or (called(node)[:1].isupper() and not self.is_object_used(node))
+                if isinstance(function, ast.Call):
+                    return "calls of a result of the answer"
+                if any(map(self.is_function, given)):
+                    return "functions as arguments"
+                is_compared = called(node)[:1].isupper() and not self.is_object_used(node)
+                return OBJECTS if is_compared else ""
             case ast.Name(name, ast.Load()) if name in self.objects:
-                return not self.is_object_used(node)
-        return False
+                return "" if self.is_object_used(node) else OBJECTS
+        return ""
 
     def is_object_used(self, node: ast.AST) -> bool:
         """Return True if tests call a method of an object, or pass the object on."""
@@ -212,21 +285,32 @@ class Tests(ast.NodeTransformer):
         is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
         if not is_marked:  # an assert inside of `with raises(…)` need not finish
             self.generic_visit(node)
+        is_marked = is_marked or (node in self.branches and not can_leave(node))
         mark = ast.copy_location(ast.With([ast.withitem(ast.Name("_test_"))], [ast.Pass()]), node)
         if is_marked:
             mark.body = [node]
-        elif isinstance(node, ast.Try) and self.is_test(node):
-            # It counts as reached when its body starts, because the expected error may skip an
-            # `assert False`.
+        elif node in self.branches or (isinstance(node, ast.Try) and self.is_test(node)):
+            # It counts as reached when its body starts. With a right answer, its `assert False`
+            # need not run, because of a `return`, `continue` or `break`, or the expected error.
             node.body.insert(0, mark)
         return mark if is_marked else node
 
 
-def can_import(path: str) -> bool:
+def can_leave(node: ast.AST) -> bool:
+    """Return True for a function, or a loop whose body may end before its last statement."""
+    is_loop = isinstance(node, (ast.For, ast.While))
+    has_jump = any(isinstance(x, JUMPS) for x in ast.walk(node))
+    return isinstance(node, ast.FunctionDef) or (is_loop and has_jump)
+
+
+def refused_package(path: str) -> str:
+    """Return the part of an import that is refused, such as `unittest.mock`, or ""."""
     parts = path.split(".")
     is_pytest = parts[0] == "pytest" and importlib.util.find_spec("pytest") is not None
-    is_known = parts[0] in sys.stdlib_module_names or is_pytest
-    return is_known and REFUSED.isdisjoint(parts)
+    if parts[0] not in sys.stdlib_module_names and not is_pytest:
+        return parts[0]
+    ends = [i for i, part in enumerate(parts, 1) if part in REFUSED]
+    return ".".join(parts[: ends[0]]) if ends else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,10 +325,10 @@ def prepared(text: str) -> dict[str, Any]:
         tests = Tests(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"tests: expected Python, got {text[:60]!r}: {error}") from None
-    for wrong in filter(tests.is_wrong, tests.nodes):
+    for wrong in filter(tests.refusal, tests.nodes):
+        expected = f"{LISTED}{tests.refusal(wrong)}"
         while not isinstance(wrong, ast.stmt):
             wrong = tests.up[wrong]
-        expected = "what the table in the README of rewards lists"
         raise ValueError(f"tests: expected {expected}, got {ast.unparse(wrong)[:80]!r}")
     # 2. Call the test functions that the tests do not call, and the methods of test classes. A
     # function without a test is not called.

@@ -20,6 +20,11 @@ from grpo_fast.kernels.head import products, sources
 from tests.gpu import test_gpu_graphs
 from tests.pairs import pairs
 
+# The modules whose kernels a loss or its gradients launch.
+MODULES = (
+    "linear", "rows", "exponentials", "coefficients", "gradients", "target_rows", "tokens",
+    "extremes",
+)  # fmt: skip
 IS_CUDA, IS_META = torch.Tensor.is_cuda.__get__, torch.Tensor.is_meta.__get__
 
 
@@ -42,7 +47,7 @@ def recorded(monkeypatch):
     """
     pytest.importorskip("triton")
     gpu = "grpo_fast.kernels.gpu"
-    for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
+    for name in MODULES:
         monkeypatch.setattr(f"{gpu}.{name}.launch", lambda *args, **options: None)
     monkeypatch.setattr(f"{gpu}.linear.is_aligned", lambda matrix: True)
     monkeypatch.setattr(f"{gpu}.linear.tiles", lambda p, matrix, *shape: matrix)

@@ -73,7 +73,7 @@ def product(
 
 
 def judged(late: Any) -> list[str]:
-    """Judge the numbers of late checks without a message.
+    """Call the checks on uninitialised numbers, and return no messages.
 
     The kernel that would write the numbers does nothing, so they are not initialised.
     """

@@ -172,8 +172,8 @@ def row_lse(z: Tensor) -> Tensor:
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
     """Split the rows of a matrix x into blocks.
 
-    Like `_ragged_blocks`, yield pairs of row numbers and of an index that selects the rows. Here,
-    both members of a pair are the same slice of rows.
+    Like `_ragged_blocks`, yield pairs (row numbers, index that selects these rows). Here, both
+    members of a pair are the same slice of rows.
     """
     # A block has at least one row, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
@@ -186,8 +186,8 @@ def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, tuple[int, Tensor]
     """Split rows of unequal length into blocks of rows of equal length, which are matrices.
 
     Yields:
-        Pairs of row numbers, (n,), and of an index that selects n rows of length k, (n, k), from a
-        tensor (1, nnz).
+        Pairs (row numbers, index that selects these rows). The row numbers are (n,). The index
+        selects n rows of length k, (n, k), from a tensor (1, nnz).
     """
     for here, at in rows_by_length(offsets):
         yield from ((here[rows], (0, at[rows])) for rows, _ in _blocks(at))

@@ -51,7 +51,7 @@ class Call:
         tokens: the inputs of the loss for the active tokens, set by `find_tokens`. None for logps
             and `linear_divergence`.
         weights: (T,) weights of the rows of `linear_divergence`, set by `find_all_rows`.
-        left_out: (T,) bool mask of rows without a target that `find_targets` has kept, or None.
+        left_out: (T,) bool mask of kept rows whose results must be set to 0, or None.
     """
 
     tensors: RowTensors
@@ -137,8 +137,9 @@ class Call:
         """Find the rows of `linear_logps` or `logits_logps` that have a target.
 
         Usually, rows with target -100 are removed. On a GPU this costs a sync, because the host
-        needs the number of remaining rows. If all rows are kept instead, `left_out` marks the rows
-        with target -100, whose results must be set to 0. All rows are kept in four cases:
+        needs the number of remaining rows. All rows are kept in four cases. In the first three,
+        `left_out` marks the rows with target -100, whose results must be set to 0. In the fourth,
+        the kernels write 0 for these rows.
 
         - A CUDA graph is captured. The number of rows must then not depend on the values of
           targets.
@@ -253,17 +254,17 @@ class Call:
 
     @property
     def _has_triton(self) -> bool:
-        """Return whether Triton kernels compute what does not depend on the backend."""
+        """Return whether a Triton kernel finds the completions and copies the inputs of a loss."""
         like = self.like
         is_asked = self.backend == "triton" or (like.is_cuda and self.backend == "auto")
-        # The autograd function of a loss refuses torch.func. Kernels would fail before, because the
-        # tensors of a transform have no memory.
+        # Use torch under a transform of torch.func. Its tensors have no memory, so a Triton kernel
+        # would fail before the autograd function can report that torch.func is not supported.
         if not is_asked or torch._C._are_functorch_transforms_active():
             return False
         return unavailable("triton", like.device.type) is None
 
     def _expanded(self, index: Tensor | None, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the completion of each active token, and copies of its values by name.
+        """Return the completion of each active token, and copies of the inputs by name.
 
         Returns:
             A pair (segments, values). The segments, (T,) int64, ascend. The values are (T,) fp32.

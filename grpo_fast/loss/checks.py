@@ -1,11 +1,11 @@
 """Checks of arguments, which raise a ValueError. This module has all tables of allowed values.
 
-`tensor`, `head`, `layout` and `options` check dtypes, shapes, devices and numbers at once.
-`ValueChecks` checks the values of tensors. Values on the CPU are checked at once. With
-`validate="full"`, values on a GPU are also checked at once. With `validate="auto"`, the checks on a
-GPU do not wait for the device: all numbers that they need are copied to the host in the background
-as one tensor, and the next call that finds a wrong number raises the error. Until then, ids and
-offsets are clamped, so that no kernel reads out of bounds.
+`tensor`, `head`, `hidden_layout` and `options` check dtypes, shapes, devices and numbers
+immediately. `ValueChecks` checks the values of tensors. Values on the CPU are checked immediately,
+and values on a GPU with `validate="full"`, too. With `validate="auto"`, the checks on a GPU do not
+wait for the device: all numbers that they need are copied to the host in the background as one
+tensor, and the next call that finds a wrong number raises the error. Until then, no kernel reads
+out of bounds: ids are clamped, or the kernel ignores invalid ones.
 """
 
 from __future__ import annotations
@@ -293,11 +293,11 @@ def options(**given: object) -> None:
 
 # ---- Values of tensors
 
-# A function that receives the least value of a vector, its greatest value, and the least step to
-# the next element, which is known only if the check is late. The first two are NaN if a value is
-# NaN. The function returns an error message, or "" if the values are allowed.
+# Function that checks a vector from its minimum, its maximum, and its least step from one element
+# to the next. The step is valid only in a late check that was added with has_step=True. Minimum and
+# maximum are NaN if a value is NaN. It returns an error message, or "" if all values are allowed.
 Judge = Callable[[float, float, float], str]
-# Number of elements above which a vector of a late check is reduced at once.
+# `add` reduces a vector of a late check with torch if it has more elements than this.
 LARGE = 1 << 17
 
 
@@ -305,9 +305,9 @@ class ValueChecks:
     """The value checks of one call.
 
     `add` raises a ValueError if a check fails. On a GPU with `validate="auto"`, it only stores the
-    vector, and `send` starts to copy what the checks need of all vectors to the host, once at the
-    end of a call. If the call raises an error before `send`, the checks are dropped, because the
-    call returns no result that could be wrong.
+    vector. At the end of the call, `send` computes the numbers for all checks, and starts one copy
+    of them to the host. If the call raises an error before `send`, the checks are dropped, because
+    the call returns no result that could be wrong.
 
     Args:
         validate: "auto" or "full", as in `linear_grpo_loss`.
@@ -322,18 +322,19 @@ class ValueChecks:
     def are_late(self, x: Tensor) -> bool:
         """Return whether a wrong value in x raises an error only in a later call.
 
-        The caller must then clamp x, because the kernels of this call still use it.
+        The kernels then use x before it is checked. The caller must clamp x, or pass it only to
+        kernels that accept invalid values.
         """
         return x.is_cuda and self.validate == "auto"
 
     def add(self, judge: Judge, x: Tensor, *, has_step: bool = False) -> ValueChecks:
-        """Check the values of a vector, which must not be empty or change before `send`.
+        """Check the values of a vector. It must not be empty, and must not change before `send`.
 
-        `has_step` says that the judge needs the least step.
+        Set `has_step` if the judge uses its third argument.
         """
         if self.are_late(x):
-            # One program reads a vector. A larger vector keeps more of the GPU busy with torch, and
-            # need not stay in memory until `send`.
+            # Reduce a large vector with torch, which uses the whole GPU. The kernel of `extremes`
+            # uses one program. The vector can then be freed before `send`.
             is_large = x.numel() > LARGE and not has_step
             self.stored.append((judge, torch.stack(x.aminmax()) if is_large else x))
         elif not is_capturing(x):
@@ -374,7 +375,7 @@ class LateChecks(NamedTuple):
 
 
 def extremes(vectors: Sequence[Tensor], backend: str) -> Tensor:
-    """Return the least value, the greatest value and the least step of vectors, (count, 3) fp64."""
+    """Return the minimum, the maximum and the least step of each vector, (count, 3) fp64."""
     if vectors[0].is_cuda and backend != "torch" and unavailable("triton", "cuda") is None:
         from grpo_fast.kernels.gpu import extremes as kernels
 

@@ -98,8 +98,8 @@ def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) 
 class _Gather(torch.autograd.Function):
     """All-gather of a sharded parameter. The backward pass averages and scatters the gradient.
 
-    A rank whose full weight gets no gradient passes zeros, because every rank must take part in the
-    collective. The backward pass of `DTensor.full_tensor` raises an error there.
+    If the full weight gets no gradient on a rank, autograd passes zeros to `backward`, so that this
+    rank joins the collective, too. The backward pass of `DTensor.full_tensor` would raise an error.
     """
 
     @staticmethod

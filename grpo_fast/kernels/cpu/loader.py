@@ -263,7 +263,8 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     """Compile a library.
 
     Raises:
-        CsrcUnavailable: it was not compiled; the message contains the compiler's output.
+        CsrcUnavailable: the library was not compiled. The message gives the reason, with the
+            compiler's output if it ran.
     """
     torch_folder = Path(torch.__file__).resolve().parent
     line = [*command, *flags, f"-I{torch_folder / 'include'}", str(source), "-o", str(output)]

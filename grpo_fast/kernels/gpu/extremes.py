@@ -1,8 +1,8 @@
-"""Triton kernel that finds what the late checks need of several vectors, in one launch.
+"""Triton kernel that computes the numbers for the late checks (loss/checks.py).
 
-For each vector, these are its least value, its greatest value and its least step from one element
-to the next (loss/checks.py). Each vector has one program, which reads it once. With torch, every
-vector would take the host several operations.
+For each vector, these are its minimum, its maximum, and its least step from one element to the
+next. Up to VECTORS vectors share a launch, with one program each. With torch, each vector would
+take several launches.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import launch
 
-# Number of vectors of one launch, and number of elements that a program reads per step.
+# Maximum number of vectors in a launch, and number of elements that a program reads per step.
 VECTORS = 8
 BLOCK = 2048
 
 
 @triton.jit
 def find_extremes(x_ptr, size, vector, out_ptr, BLOCK: tl.constexpr):
-    """Write the extremes of `size` values in the program of this vector."""
+    """Write minimum, maximum and least step of x. Programs of other vectors do nothing."""
     if tl.program_id(0) == vector:
         infinity = tl.full([BLOCK], float("inf"), tl.float64)
         low = infinity
@@ -70,20 +70,18 @@ def extremes_kernel(
 
 
 def extremes(vectors: Sequence[Tensor]) -> Tensor:
-    """Return the least value, the greatest value and the least step of vectors, (count, 3) fp64.
+    """Return the minimum, the maximum and the least step of each vector, (count, 3) fp64.
 
-    The vectors are not empty. The first two numbers are NaN if the vector contains NaN. The step of
-    a single value is inf.
+    The vectors are not empty. Minimum and maximum are NaN if the vector contains NaN. The step of a
+    single value is inf.
     """
     out = torch.empty((len(vectors), 3), dtype=torch.float64, device=vectors[0].device)
     for first in range(0, len(vectors), VECTORS):
+        group = vectors[first : first + VECTORS]
         arguments: list[object] = []
-        for x in vectors[first : first + VECTORS]:
-            arguments += x.contiguous(), x.numel()
-        programs = len(arguments) // 2
-        arguments += (None, 0) * (VECTORS - programs)
-        launch(
-            extremes_kernel, programs, *arguments, out[first:] if first else out, BLOCK=BLOCK,
-            num_warps=8,
-        )  # fmt: skip
+        for x in group:
+            arguments += (x.contiguous(), x.numel())
+        arguments += (None, 0) * (VECTORS - len(group))
+        here = out[first:] if first else out  # a view takes the host a microsecond
+        launch(extremes_kernel, len(group), *arguments, here, BLOCK=BLOCK, num_warps=8)
     return out

@@ -36,11 +36,11 @@ CANCELS = tl.constexpr(1 / 16)
 # processes. An H100 starts a program about every 5 ns, so programs with fewer columns would take
 # longer to start than to run.
 SEGMENT_ROWS, SEGMENT_H = 4, 1024
-# Up to this number of rows, their target ids are sorted by counting, in one launch. The work grows
-# with the square of the number of rows. torch.sort takes several launches.
+# Maximum number of target ids that one launch sorts. It takes C² comparisons for C ids. torch.sort
+# takes several launches.
 COUNTED_ROWS = 8192
-# Number of elements of a column of E that a program copies per step. With 1024, Triton 3.9 spills
-# registers on sm_120, and with 512, Triton 3.6 on sm_80.
+# Number of elements of a column of E that a program copies per step. Larger values spill registers:
+# 1024 on sm_120 with Triton 3.9, and 512 on sm_80 with Triton 3.6.
 COPIED = tl.constexpr(256)
 # Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
@@ -70,9 +70,9 @@ def add_hidden_rows(
     total, place, vocab_row, id_ptr, order_ptr, by_target_ptr, hidden_ptr, n_slots,
     stride_hidden_t, cols, inside, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the hidden rows of an id in order. They are adjacent, because ids are sorted.
+    """Add by_target[t]·hidden[t] of all rows t of a target id to `total`, in order, and return it.
 
-    `place` is the position of the first one.
+    `place` is the first position of the id among the sorted ids, where equal ids are adjacent.
     """
     first = place.to(tl.int32)
     while first >= 0:
@@ -94,10 +94,10 @@ def add_targets_kernel(
     n_slots, n_rows, H, stride_hidden_t, stride_matrix_t, stride_out_v, ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """For one id, add the hidden rows of its targets to its row of dW, for BLOCK_H columns.
+    """Add the hidden rows of one target id to its row of dW, for BLOCK_H columns.
 
-    If `flag_ptr` is given, rows of dW that must be recomputed are flagged, and their columns of
-    `matrix` are copied to rows of `columns`.
+    If `flag_ptr` is given, flag the row if it must be recomputed, and copy its column of `matrix`
+    to a row of `columns`.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     cols = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -106,8 +106,8 @@ def add_targets_kernel(
     vocab_row = tl.load(id_ptr + place).to(tl.int64)
     before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
     cancels = tl.full([], 0, tl.int32)
-    # Continue only if `place` is the first occurrence of its id, so that exactly one program writes
-    # each row.
+    # Continue only at the first position of an id, so that exactly one program writes each block of
+    # columns of a row.
     if before != vocab_row:
         # 1. Add the hidden rows to the row of dW.
         to = out_ptr + vocab_row * stride_out_v + cols
@@ -140,7 +140,8 @@ def recompute_kernel(
     """Recompute the flagged rows of dW among BLOCK_U ids, for BLOCK_H columns.
 
     A row is the fp32 product of the copied column of E and the scaled hidden states, plus the
-    hidden rows of its targets. Each id has `n_flags` flags, one of which is enough.
+    hidden rows of its targets. An id is flagged if any of its `n_flags` flags is set, one for each
+    block of columns of `add_targets_kernel`.
     """
     # 1. Find the flagged ids. Without any, skip the loops below.
     blocks = tl.cdiv(H, BLOCK_H)

@@ -1,7 +1,7 @@
 """Triton kernel that finds the completion of each token, and copies the inputs of the loss.
 
-One launch takes the place of a binary search, of the expansion of advantages from completions to
-tokens, and of one copy per input. It reads and writes 4 bytes for each value of a token.
+One launch replaces a binary search, the expansion of advantages from completions to tokens, and one
+copy per input. It writes 8 bytes per token for the completion, and 4 bytes per token and input.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ def tokens_kernel(
 ):  # fmt: skip
     """Find the completions of BLOCK tokens, and copy their values.
 
-    The rows of `out` are the advantages, x_1, x_2 and x_3, without those that are None.
+    `out` has one row for the advantages, and one for each of x_1, x_2 and x_3 that is not None.
     """
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < n_tokens
     row = tokens.to(tl.int64)
     if index_ptr is not None:
         row = tl.load(index_ptr + tokens, mask=inside, other=0)
-    # 1. Find the completion: the number of inner offsets that are at most the row, or in the padded
-    # layout the row divided by the length. An invalid offset gives a wrong number in range.
+    # 1. Find the completion. With offsets, it is the number of inner offsets that are at most the
+    # row. In the padded layout, it is row // length. Invalid offsets give a wrong completion, but
+    # never one out of range.
     segment = row // length
     if cu_ptr is not None:
         low = tl.zeros([BLOCK], tl.int32)
@@ -104,9 +105,9 @@ def expanded(
     inputs: list[Tensor | None] = [x.contiguous() for x in (advantages, *others)]
     inputs += [None] * (INPUTS - len(others))
     offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
+    length = max(num_rows // max(count, 1), 1)
     launch(
         tokens_kernel, ceil_div(tokens, BLOCK), index, offsets, *inputs, segments, values, tokens,
-        count - 1, max(num_rows // max(count, 1), 1), stride, PER_TOKEN=per_token, BLOCK=BLOCK,
-        num_warps=4,
+        count - 1, length, stride, PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return segments, values if stride == tokens else values[:, :tokens]

@@ -20,9 +20,10 @@ from answer import Channel, NotPlain, encode
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
           and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
-# Methods whose argument may be the expected value of a test. In place of a list, `Extract([1, 2])`
-# may return an object. Therefore an object that was created with arguments has these methods only
-# after a call of a method that no type in CONTAINERS has, such as `record`.
+# Names of methods whose argument may be the expected value of a test, such as `count`. In place of
+# a list, `Extract([1, 2])` may return an object. Therefore an object that was created with
+# arguments has these methods only after a call of a method that is not in CONTAINERS, such as
+# `record`.
 JUDGING = {*dir(str), *dir(frozenset)}
 CONTAINERS = {name for kind in (str, bytearray, list, dict, set, deque) for name in dir(kind)}
 

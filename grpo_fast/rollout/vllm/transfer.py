@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNLOAD = "unload_and_optionally_merge_module"  # method of the wrappers that peft merges themselves
+# peft calls this method to merge a wrapper that has it.
+UNLOAD = "unload_and_optionally_merge_module"
 
 
 def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
@@ -37,21 +38,24 @@ def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
 def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]:
     """Return all weights, keyed by their names in a checkpoint. Tied weights occur once.
 
+    If the weights are sharded, merging is a collective call.
+
     Args:
         lm: the model.
         merged: merge the adapter into the weights. False returns the weights of the base model.
 
     Raises:
         ValueError: an adapter changes only one of two weights that the model's configuration ties.
-            vLLM has one weight for both.
+            vLLM stores a single tensor for both.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     # keep_vars=True returns the parameters themselves, so tied parameters have the same id(). With
-    # FSDP2, this call also makes all parameters sharded again.
+    # FSDP2, this call also reshards all parameters.
     named = lm.state_dict(keep_vars=True)
-    # All wrappers of peft have this attribute. Unwrap only the outermost ones. The cache keeps the
-    # results alive, so that ids stay unique. A module with two names occurs under both in `named`.
+    # All wrappers of peft have the attribute `adapter_layer_names`. Unwrap only the outermost ones.
+    # The cache keeps the unwrapped modules alive, so that no id() is reused. A module with two
+    # names occurs under both in `named`.
     modules = lm.named_modules(remove_duplicate=False)
     wrappers = {n: m for n, m in modules if hasattr(m, "adapter_layer_names")}
     unwrap = cache(partial(_unwrap, merged=merged))
@@ -74,12 +78,14 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
 
 
 def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:
-    """Return the module that peft has wrapped, with or without what its adapters have learnt."""
+    """Return the wrapped module, with its active adapters merged if `merged` is True."""
     if not merged:
-        return getattr(wrapper, "original_module", None) or wrapper.get_base_layer()
+        original = getattr(wrapper, "original_module", None)
+        return wrapper.get_base_layer() if original is None else original
     if not hasattr(wrapper, "modules_to_save"):
         # Work on a copy, because peft merges in place. Fill it with full tensors, because peft's
-        # formula for DoRA is wrong for shards. `deepcopy` takes results from its second argument.
+        # formula for DoRA is wrong for shards. `deepcopy` uses the tensors in its second argument
+        # in place of copies of the shards.
         shards = [p for p in wrapper.parameters() if hasattr(p, "full_tensor")]
         full = {id(p): nn.Parameter(p.full_tensor().clone(), False) for p in shards}
         wrapper = copy.deepcopy(wrapper, full)
@@ -186,8 +192,8 @@ def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: s
     modules = adapted_modules(policy.lm)
     if limits is None or not modules:
         return False
-    # 1. Find trained weights that are not part of the adapter. Find those that peft has added by
-    #    their names, because peft freezes them in inference mode.
+    # 1. Find trained weights that are not part of the adapter. Recognise the weights that peft
+    #    added by name, because peft freezes them in inference mode.
     named = [(n, p) for n, p in policy.lm.named_parameters() if ".lora_" not in n]
     kinds = (".modules_to_save.", ".trainable_tokens_delta.")
     trained = [n for n, p in named if p.requires_grad or any(kind in n for kind in kinds)]

@@ -73,7 +73,7 @@ class ActiveRows(NamedTuple):
 
     def active(self, x: Values) -> Values:
         """Select the T active rows from x, which has N rows. Return None if x is None."""
-        return x if self.active_index is None or x is None else x.index_select(0, self.active_index)
+        return x if x is None else elements_at(x, self.active_index)
 
     def to_rows(self, x: Any, fill: int = 0) -> Any:
         """Scatter the values of the active rows, (T,), into a tensor with one value per row, (N,).
@@ -253,6 +253,11 @@ def rows_at(x: Tensor, index: slice | Tensor) -> Tensor:
     """
     is_all = isinstance(index, slice) and (index.start, index.stop) == (0, x.shape[0])
     return x if is_all else x[index]
+
+
+def elements_at(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return the elements of x at the positions `index`, or x if `index` is None."""
+    return x if index is None else x.index_select(0, index)
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:

@@ -22,7 +22,14 @@ from grpo_fast.kernels.head.terms import saves_time
 from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route, unavailable
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted, detached
+from grpo_fast.kernels.types import (
+    ActiveRows,
+    HeadTensors,
+    LogitTransform,
+    Wanted,
+    detached,
+    elements_at,
+)
 from grpo_fast.loss import checks
 from grpo_fast.loss.checks import ValueChecks
 from grpo_fast.objective.aggregation import Total, step_weights
@@ -296,7 +303,7 @@ class Call:
             if not per_token:
                 at["advantages"] = segments
             # Copy all values in one operation.
-            matrix = torch.stack([active(x, at[name]).float() for name, x in given.items()])
+            matrix = torch.stack([elements_at(x, at[name]).float() for name, x in given.items()])
         return segments, dict(zip(given, matrix.unbind(), strict=True))
 
     def _segments(self, count: int) -> Tensor:
@@ -406,13 +413,8 @@ def selected(x: Tensor, index: Tensor | None = None, dtype: torch.dtype = torch.
     x = detached(x)
     if x.dim() != 1:
         x = x.reshape(-1)
-    x = active(x, index)
+    x = elements_at(x, index)
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def active(x: Tensor, index: Tensor | None) -> Tensor:
-    """Return the elements of x (N,) at the positions `index`, or x if `index` is None."""
-    return x if index is None else x.index_select(0, index)
 
 
 def lengths_of(segments: Tensor, count: int) -> Callable[[], Tensor]:

@@ -27,7 +27,7 @@ from grpo_fast.kernels.head.sums import HeadSums, should_gather
 from grpo_fast.kernels.head.support import sets_of_head
 from grpo_fast.kernels.head.terms import Known, RowTerm, TokenLevel, sum_of
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowLoss, RowStats, Wanted
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowLoss, RowStats, Wanted, elements_at
 from grpo_fast.kernels.workspace import copy_to_host_async
 
 Sums = HeadSums | LogitSums
@@ -135,7 +135,7 @@ class Driver:
             return
 
         def select(x: Tensor) -> Tensor:
-            spread: Tensor = source.spread(x if rows is None else x.index_select(0, rows))
+            spread: Tensor = source.spread(elements_at(x, rows))
             return spread
 
         term = term.map(select, source)

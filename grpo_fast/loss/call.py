@@ -135,7 +135,7 @@ class Call:
         if self.has_logits:
             end = self.vocabulary_size
             expected = f"ids in [0, {end}) at the active tokens"
-            ids = selected(like, index, torch.int64)
+            ids = selected_ids(like, index)
             ids = checks.checked_ids("target_ids", ids, end, self.checks, expected=expected)
         self.rows = self._rows(index, ids)
         return self
@@ -175,7 +175,7 @@ class Call:
 
         end = self.vocabulary_size
         expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
-        ids = selected(flat, index, torch.int64)
+        ids = selected_ids(flat, index)
         valid = ids if ignored is None else ids.masked_fill(ignored, 0)
         if skips:
             # For an id outside of [0, V), such as -100, the kernels return 0.
@@ -240,7 +240,7 @@ class Call:
         if self.hidden_rows is not None:
             end = len(self.tensors[0])
             predicting = checks.checked_ids(
-                "hidden_rows", selected(self.hidden_rows, index, torch.int64), end, self.checks,
+                "hidden_rows", selected_ids(self.hidden_rows, index), end, self.checks,
                 kind="rows", expected=f"rows in [0, {end}) at the active tokens",
             )  # fmt: skip
         repeats = self.hidden_rows is not None
@@ -296,9 +296,7 @@ class Call:
                 index, cu, num_rows, count, first, others, per_token=per_token
             )
         else:
-            segments = self._segments(count)
-            if index is not None:
-                segments = segments.index_select(0, index)
+            segments = elements_at(self._segments(count), index)
             at = dict.fromkeys(given, index)
             if not per_token:
                 at["advantages"] = segments
@@ -403,8 +401,8 @@ class Call:
         return x if self.like.dim() == 1 else x.reshape(self.like.shape)
 
 
-def selected(x: Tensor, index: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the active elements of x, which has N elements, as a flat tensor.
+def selected_ids(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return the active ids of x, which has N elements, as a flat int64 tensor.
 
     The result may share memory with x. The caller must copy it, because metrics are computed
     later, when the caller of the public function may have changed x.
@@ -414,7 +412,7 @@ def selected(x: Tensor, index: Tensor | None = None, dtype: torch.dtype = torch.
     if x.dim() != 1:
         x = x.reshape(-1)
     x = elements_at(x, index)
-    return x if x.dtype == dtype else x.to(dtype)
+    return x if x.dtype == torch.int64 else x.long()
 
 
 def lengths_of(segments: Tensor, count: int) -> Callable[[], Tensor]:

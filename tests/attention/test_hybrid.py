@@ -135,10 +135,12 @@ def test_packed_rows_equal_separate_sequences(family, dtype):
     expected = gradients(model, lambda: by_sample(model, samples_of(groups)))
     bars = BARS[dtype]
     if dtype == torch.float32:
-        # Separate sequences have rounding errors, too: 1.5e-5 nats for qwen3_next.
+        # Separate sequences have rounding errors, too: 1.5e-5 nats for qwen3_next. With 15 other
+        # draws of the parameters, the difference was up to 1.9 times their error. On another CPU,
+        # it was 2.3 times their error.
         with torch.no_grad():
             exact = by_sample(model_of(family, torch.float64), samples_of(groups))
-        bars = max(bars[0], 2 * float((expected[0] - exact).abs().max())), bars[1]
+        bars = max(bars[0], 4 * float((expected[0] - exact).abs().max())), bars[1]
     prepare(model)
     assert_equal(model, pack_groups(groups), expected, bars)
     assert_equal(model, pack_groups(groups, shared=False), expected, bars)

@@ -34,7 +34,7 @@ EngineName = Literal["transformers", "vllm", "vllm-server"]
 BUILDERS: dict[str, str] = {
     "transformers": "grpo_fast.rollout.own.engine:TransformersEngine",
     "vllm": "grpo_fast.rollout.vllm.local:build",
-    "vllm-server": "grpo_fast.rollout.vllm.servers:build",
+    "vllm-server": "grpo_fast.rollout.vllm.servers:VLLMServers",
 }
 
 Seed = int | tuple[int | str, ...]

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import ServerError
-from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.train.models.policy import Policy
 from tests.rollout import vllm_stand_in
 from tests.rollout.test_vllm_server import generate
@@ -83,14 +82,8 @@ def servers(impatient):
         server.stop()
 
 
-def checked(policy: Policy, *servers: StandIn, **options: float) -> VLLMServers:
-    engine = engine_of(policy, *servers, **options)
-    engine.check()
-    return engine
-
-
 def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch, spied):
-    engine = checked(policy, server)
+    engine = engine_of(policy, server)
     writes = spied(transfer, "write_adapter")
     for version in (0, 1, 0):
         change(policy)
@@ -110,7 +103,7 @@ def test_the_base_weights_are_computed_and_sent_once(policy, server, monkeypatch
 
 
 def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
-    engine = checked(policy, *servers)
+    engine = engine_of(policy, *servers)
     engine.update(policy, 0)
     servers[0].stop()
     servers[0].start()
@@ -123,7 +116,7 @@ def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
 
 
 def test_of_several_ranks_the_first_one_sends_the_adapter(policy, server, caplog):
-    first, second = checked(policy, server), checked(policy, server)
+    first, second = engine_of(policy, server), engine_of(policy, server)
     second.run, second.rank = first.run, 1  # both engines are ranks of one run
     late = threading.Timer(0.2, first.update, (policy, 0))
     late.start()
@@ -138,7 +131,7 @@ def test_of_several_ranks_the_first_one_sends_the_adapter(policy, server, caplog
 
 
 def test_another_policy_is_sent_whole(policy, server):
-    engine = checked(policy, server)
+    engine = engine_of(policy, server)
     engine.update(policy, 0)
     plain = Policy(tiny_model("llama", vocab_size=14), policy.tokenizer)
     engine.update(plain, 1)
@@ -151,7 +144,7 @@ def test_another_policy_is_sent_whole(policy, server):
 
 def test_if_one_server_lacks_the_option_all_receive_merged_weights(policy, servers):
     servers[1].lora = None
-    engine = checked(policy, *servers)
+    engine = engine_of(policy, *servers)
     sent = transfer.weights_of(policy.lm)
     engine.update(policy, 0)
     assert not servers[0].adapters and servers[0].calls[UPDATE] == servers[1].calls[UPDATE] == 1
@@ -162,7 +155,7 @@ def test_if_one_server_lacks_the_option_all_receive_merged_weights(policy, serve
 
 def test_an_adapter_that_vllm_would_not_use_in_full_is_merged(policy, server, caplog):
     server.lora["target_modules"] = ["q_proj", "k_proj"]
-    engine = checked(policy, server)
+    engine = engine_of(policy, server)
     engine.update(policy, 0)
     assert f"because {server.url} cannot apply model.layers.0." in caplog.text
     assert difference(policy, generate(policy, engine)) < CLOSE and not server.calls[LOAD]
@@ -275,7 +268,7 @@ def test_merged_adapters_sample_as_the_policy_does(server, kind):
     policy = KINDS[kind]()
     if kind == "dora":
         server.lora = None  # with the option, vLLM refuses DoRA, and the stand-in does not
-    engine = checked(policy, server)
+    engine = engine_of(policy, server)
     for version in (0, 1):
         change(policy)
         engine.update(policy, version)
@@ -285,13 +278,13 @@ def test_merged_adapters_sample_as_the_policy_does(server, kind):
 
 def test_an_adapter_that_a_server_ignores_is_noticed(policy, server, monkeypatch):
     monkeypatch.setattr(vllm_stand_in, "with_adapter", lambda policy, folder: policy)
-    engine = checked(policy, server, patience=0.0)
+    engine = engine_of(policy, server, patience=0.0)
     with pytest.raises(ServerError, match="claims to have the weights .* differ from the policy's"):
         engine.update(policy, 0)
 
 
 def test_an_adapter_that_a_server_cannot_load_is_explained(policy, server):
-    engine = checked(policy, server)
+    engine = engine_of(policy, server)
     server.faults[LOAD] = [404]
     with pytest.raises(ValueError, match="UPDATING=1; .* to read the trainer's folder .*TMPDIR"):
         engine.update(policy, 0)

@@ -13,7 +13,7 @@ from grpo_fast.rollout import Completion, EngineError, NonFiniteLogits, Sampling
 from grpo_fast.rollout.engine import Request
 from grpo_fast.rollout.vllm.answers import VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.servers import build
+from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.vllm_stand_in import GENERATE, UPDATE, Raw
 
@@ -169,7 +169,7 @@ def test_a_fault_ends_in_time_and_names_the_server(policy, server, fault):
     options = VLLMOptions(urls=[server.url], timeout=0.5 if waits else 10.0, patience=0.1)
     start = time.monotonic()
     with pytest.raises(ERRORS) as refused:
-        engine = build(policy, SimpleNamespace(vllm=options))
+        engine = VLLMServers(policy, SimpleNamespace(vllm=options))
         engine.update(policy, 3)
         sampling = Sampling(max_new_tokens=6)
         rollouts.generate(policy, ["3 1 2 ="], sampling, group_size=3, seed=1, engine=engine)

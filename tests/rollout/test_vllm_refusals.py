@@ -14,7 +14,7 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm import servers
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.servers import Server, build, check_model, run
+from grpo_fast.rollout.vllm.servers import Server, VLLMServers, check_model, run
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from tests.command_line import invoke, refused
@@ -31,7 +31,7 @@ def client(server: StandIn) -> Server:
 
 
 def build_with(policy, *urls, **options):
-    return build(policy, SimpleNamespace(vllm=VLLMOptions(urls=urls, **options)))
+    return VLLMServers(policy, SimpleNamespace(vllm=VLLMOptions(urls=urls, **options)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def engine_of(
 ) -> VLLMServers:
     """Return an engine for the servers. If `version` is given, send the weights as this version."""
     given = {"timeout": SECONDS, "patience": SECONDS, **options}
-    engine = VLLMServers(policy, VLLMOptions(urls=[x.url for x in servers], **given))
+    options = VLLMOptions(urls=[x.url for x in servers], **given)
+    engine = VLLMServers(policy, SimpleNamespace(vllm=options))
     if version is not None:
         engine.update(policy, version)
     return engine
@@ -165,8 +167,8 @@ class StandIn:
 
     def on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.group = GlooGroup(
-            init_info["master_address"], init_info["master_port"], init_info["rank_offset"],
-            init_info["world_size"], init_info["seconds"],
+            init_info["master_address"], init_info["master_port"], init_info["world_size"],
+            init_info["rank_offset"], init_info["seconds"],
         )  # fmt: skip
 
     def on_pause(self) -> None:

@@ -17,7 +17,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
@@ -326,23 +327,22 @@ class Server:
         fits = 0 < workers < 1 << 16
         require(fits, f"{self.url}/get_world_size", "a number of workers", workers, BadAnswer)
         try:
-            listener = socket.create_server((address, 0))
+            with socket.create_server((address, 0)) as free:
+                port = free.getsockname()[1]
         except OSError as error:
             expected = f"expected an IPv4 address or a name of this machine, got {address}"
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
-        port = listener.getsockname()[1]
-        info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
-        size = info["world_size"] = workers + 1
+        place: dict[str, Any] = {"master_address": address, "master_port": port}
+        place["world_size"] = workers + 1
+        info = {**place, "rank_offset": 1}
         # 2. Join the process group in a thread, because the server responds only after its workers
         #    have joined.
         kind = self.options.transfer
         if kind == "nccl" or (kind == "auto" and self.device.type == "cuda"):
-            listener.close()  # vLLM opens the socket itself
-            join: Callable[[], Any] = partial(transfer.NCCLGroup, address, port, size, self.device)
+            joined: Future[Any] = started(lambda: transfer.NCCLGroup(place, self.device))
         else:
-            info["seconds"] = seconds = self.options.timeout
-            join = partial(transfer.GlooGroup, address, port, 0, size, seconds, listener)
-        joined = started(join)
+            info["seconds"] = self.options.timeout
+            joined = started(lambda: transfer.GlooGroup(rank=0, **place, seconds=info["seconds"]))
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
         async with asyncio.timeout_at(self.deadline):
             return await asyncio.shield(asyncio.wrap_future(joined))
@@ -399,21 +399,24 @@ class Server:
 
 
 class VLLMServers(Engine):
-    """Engine that samples on vLLM servers. See `build`.
+    """Engine that samples on vLLM servers.
 
     Args:
         policy: the `Policy` whose weights are sent.
-        options: the section `rollout.vllm` of a configuration.
+        options: the section `rollout` of a configuration.
+
+    Raises:
+        ServerError: a server does not respond within `rollout.vllm.patience` seconds.
+        ValueError: a server reports raw log-probabilities, or has a different model.
     """
 
     is_apart = True
 
-    def __init__(self, policy: SampledModel, options: VLLMOptions) -> None:
+    def __init__(self, policy: SampledModel, options: Any) -> None:
         self.policy = policy
-        self.options = options
+        self.options: VLLMOptions = options.vllm
         self.may_send = True  # see `update`
-        self.servers = [Server(url, options, policy.device) for url in options.urls]
-        self.sends_adapters = False  # see `check`
+        self.servers = [Server(url, self.options, policy.device) for url in self.options.urls]
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
@@ -428,14 +431,7 @@ class VLLMServers(Engine):
             dist.broadcast(number, 0)
             self.run = f"{number.item():x}"
             self.rank = dist.get_rank()
-
-    def check(self) -> None:
-        """Wait for every server, and check that its options and its model fit the policy.
-
-        Raises:
-            ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-            ValueError: a server reports raw log-probabilities, or has a different model.
-        """
+        # Wait for every server, and check that its options and its model fit the policy.
         deadline = time.monotonic() + self.options.patience
         missing = self._unreachable(self.servers)
         for server in missing:
@@ -446,7 +442,7 @@ class VLLMServers(Engine):
                 raise ServerError(f"{missing[0].url}: expected a vLLM server, {waited}")
             time.sleep(PAUSE_S)
             missing = self._unreachable(missing)
-        self.sends_adapters = all(run(*(server.check(self.policy) for server in self.servers)))
+        self.sends_adapters = all(run(*(server.check(policy) for server in self.servers)))
 
     def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
@@ -603,19 +599,3 @@ def probe_logps(policy: SampledModel) -> Tensor:
     with policy.generation():
         logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).cpu()
-
-
-def build(policy: SampledModel, options: Any) -> VLLMServers:
-    """Return the engine `vllm-server`.
-
-    Args:
-        policy: a `Policy`.
-        options: the section `rollout` of a configuration.
-
-    Raises:
-        ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-        ValueError: a server was started with other options or a different model.
-    """
-    engine = VLLMServers(policy, options.vllm)
-    engine.check()
-    return engine

@@ -122,31 +122,28 @@ class GlooGroup:
     """Gloo process group of the trainer (rank 0) and the workers of one server, on the CPU.
 
     Args:
-        address: address of the trainer's machine.
-        port: port of the group's store on that machine.
-        rank: rank of this process.
+        master_address: address of the trainer's machine.
+        master_port: port of the group's store on that machine.
         world_size: number of processes, including the trainer.
+        rank: rank of this process.
         seconds: timeout for joining the group and for each broadcast.
-        listener: rank 0's listening socket at `address`. None for other ranks.
 
     Raises:
         RuntimeError: a process has ended, or the timeout has passed.
     """
 
     def __init__(
-        self, address: str, port: int, rank: int, world_size: int, seconds: float,
-        listener: socket.socket | None = None,
-    ) -> None:  # fmt: skip
+        self, master_address: str, master_port: int, world_size: int, rank: int, seconds: float
+    ) -> None:
         limit = timedelta(seconds=seconds)
         self.store = dist.TCPStore(
-            address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )  # fmt: skip
+            master_address, master_port, world_size, rank == 0, limit, wait_for_workers=False
+        )
         # By default gloo uses the address of the host name, which other machines may not reach.
         # Connecting a UDP socket sends no packet, but it reveals the local address on the route
         # to the trainer.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
+            probe.connect((master_address, 9))
             own_address = str(probe.getsockname()[0])
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -161,14 +158,18 @@ class GlooGroup:
 
 
 class NCCLGroup:
-    """The trainer's side (rank 0) of vLLM's transfer engine `nccl`. Any thread may use it."""
+    """The trainer's side (rank 0) of vLLM's transfer engine `nccl`. Any thread may use it.
 
-    def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
+    Args:
+        place: `master_address`, `master_port` and `world_size` of the process group.
+        device: the GPU that sends the weights.
+    """
+
+    def __init__(self, place: Mapping[str, Any], device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        where = {"master_address": address, "master_port": port, "world_size": world_size}
         with torch.cuda.device(device):
-            self.group = trainer_init(where)
+            self.group = trainer_init(dict(place))
 
     def broadcast(self, tensor: Tensor) -> None:
         with torch.cuda.device(tensor.device):

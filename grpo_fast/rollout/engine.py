@@ -39,9 +39,6 @@ BUILDERS: dict[str, str] = {
 
 Seed = int | tuple[int | str, ...]
 
-# Mean difference, in nats per token, that two correct forward passes may have in each dtype.
-NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-
 
 @functools.cache
 def warn_without_support(engine: str) -> None:
@@ -105,13 +102,10 @@ class Engine(ABC):
             engine may sample in a thread while the policy trains, and `sleep` does nothing.
         fallback: reason why the engine uses a slower implementation, whose results differ by
             rounding. None if the engine uses the fast implementation.
-        checks_weights: True if the engine may compare itself with the policy after `update`. The
-            doctor switches this off, because it looks for the cause of a difference itself.
     """
 
     is_apart = False
     fallback: str | None = None
-    checks_weights = True
 
     def generate(self, *fields: Any, **others: Any) -> list[Completion]:
         """Call `sample` with a `Request` built from the arguments."""

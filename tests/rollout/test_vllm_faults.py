@@ -120,12 +120,6 @@ def lora(**limits: Any) -> Callable[[dict[str, Any]], None]:
     return lambda found: found["vllm_config"].update(lora_config=limits)
 
 
-def probed(logp: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that replaces the last row of log-probabilities of a prompt's tokens."""
-    row = logp if logp is None else {"3": {"logprob": logp}}
-    return lambda found: {"prompt_logprobs": [*found["prompt_logprobs"][:-1], row]}
-
-
 OK = b"HTTP/1.1 200 OK\r\n"
 INFO = "/server_info"
 CONTROL = {"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}}
@@ -157,8 +151,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "lora_config {}": (INFO, lora()),
     "max_lora_rank '8'": (INFO, lora(max_lora_rank="8", target_modules=None)),
     "target_modules 1": (INFO, lora(max_lora_rank=8, target_modules=1)),
-    "a probe with a row null": ("probe", probed(None)),
-    "a probe with a row of NaN": ("probe", probed(float("nan"))),
 }
 
 

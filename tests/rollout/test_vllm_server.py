@@ -88,8 +88,7 @@ def test_weights_of_the_same_version_are_sent_once_and_sampling_waits(policy, se
     order = []
     server.answer = lambda path, body: order.append(path) or StandIn.answer(server, path, body)
     engine_of(policy, server, version=0)
-    # The last request compares log-probabilities with the policy's.
-    assert order[-6:] == ["/pause?mode=keep", START, UPDATE, FINISH, "/resume", GENERATE]
+    assert order[-5:] == ["/pause?mode=keep", START, UPDATE, FINISH, "/resume"]
 
 
 def test_of_several_ranks_the_first_one_sends(policy, server):

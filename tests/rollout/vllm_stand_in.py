@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from grpo_fast.attention import pack_groups
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.options import VLLMOptions
@@ -31,22 +30,6 @@ JOIN = "/init_weight_transfer_engine"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SECONDS = 20.0  # timeout of the engine's calls, which no working call exceeds on a busy machine
 Change = Callable[[dict[str, Any]], Any]  # changes a response in place or returns a new response
-
-
-@torch.no_grad()
-def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
-    """Compute the policy's log-probabilities over the vocabulary for every token except the first.
-
-    Args:
-        policy: The policy.
-        ids: The n token ids of a text.
-
-    Returns:
-        The log-probabilities, shape (n - 1, V), fp32.
-    """
-    packed = pack_groups([(ids[:1], [ids[1:]])])
-    hidden = policy.hidden(packed).index_select(0, packed.predicting)
-    return policy.lm.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float:
@@ -219,8 +202,6 @@ class StandIn:
             if model not in self.adapters:
                 raise FileNotFoundError(f"The model {model} does not exist")
             policy = with_adapter(policy, self.adapters[model])
-        if "prompt_logprobs" in given:
-            return self.scored(policy, token_ids, given)
         assert given["n"] == 1 or given["temperature"] > 0
         assert given["ignore_eos"] and set(given["stop_token_ids"]) == self.policy.eos_ids
         sampling = Sampling(
@@ -232,21 +213,6 @@ class StandIn:
             sample = TransformersEngine(policy).generate
             found = sample([token_ids], sampling, group_size=given["n"], seed=given["seed"])
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
-
-    def scored(self, policy: Any, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
-        """Return a response with the log-probabilities of a prompt's tokens.
-
-        Each token except the first has a row with its log-probability and with those of the most
-        likely tokens.
-        """
-        assert given["max_tokens"] == 1 and not given["detokenize"]
-        rows: list[Any] = [None]
-        with self.lock:
-            every = all_logps(policy, ids)
-        for token, logps in zip(ids[1:], every, strict=True):
-            chosen = [token, *logps.topk(given["prompt_logprobs"]).indices.tolist()]
-            rows.append({i: {"logprob": max(logps[i].item(), -9999.0), "rank": 1} for i in chosen})
-        return {"prompt_logprobs": rows, "choices": []}
 
     def _choice(self, index: int, one: Any) -> dict[str, Any]:
         pairs = zip(one.ids, one.logps.tolist(), strict=True)
@@ -270,8 +236,6 @@ class StandIn:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length) or "{}")
                 path = self.path.split("?")[0]
-                if "prompt_logprobs" in body.get("sampling_params", {}):
-                    path = "probe"  # count the probes and their faults apart from the rollouts
                 stand_in.calls[path] += 1
                 faults = stand_in.faults.get(path)
                 fault = faults

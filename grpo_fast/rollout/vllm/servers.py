@@ -32,7 +32,7 @@ from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
-from grpo_fast.rollout.engine import NOISE, Completion, Engine, Request, started
+from grpo_fast.rollout.engine import Completion, Engine, Request, started
 from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import (
     LOGPROBS,
@@ -57,7 +57,6 @@ PAUSE_S = 1.0  # seconds between two checks of a server that is gone
 CONNECTIONS = 256  # maximum number of connections to one server
 MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
-PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # ids whose log-probs are compared after a transfer
 GENERATE = "/inference/v1/generate"
 OPTIONS_MISSING = ValueError(
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
@@ -118,7 +117,6 @@ class Server:
         self.reported = ""
         self.error: Exception | None = None
         self.deadline = 0.0
-        self.rounding = NOISE[torch.float32]  # largest difference to the policy, see `check`
         self.key = os.environ.get("VLLM_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):  # httpx's error would quote the key
             raise ValueError("VLLM_API_KEY: expected printable ASCII characters (not shown)")
@@ -223,8 +221,6 @@ class Server:
         require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
         check_model(policy.lm, served, self.url)
         ours = transfer.dtype_of(policy)
-        dtypes = [getattr(torch, dtype, torch.bfloat16) for dtype in (ours, theirs)]
-        self.rounding = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
         if ours != theirs:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
             message = "%s samples in %s, the trainer computes in %s: %s"
@@ -347,40 +343,6 @@ class Server:
         async with asyncio.timeout_at(self.deadline):
             return await asyncio.shield(asyncio.wrap_future(joined))
 
-    async def compare(self, names: Names, expected: Tensor) -> None:
-        """Compare log-probabilities of the server with the policy's.
-
-        Args:
-            names: names of the weights and of the adapter.
-            expected: the policy's log-probabilities, see `probe_logps`.
-
-        Raises:
-            BadAnswer: the difference is larger than rounding explains, so the server does not have
-                the weights that it claims to have.
-        """
-        parameters = {"max_tokens": 1, "prompt_logprobs": 1, "detokenize": False}
-        body: dict[str, Any] = {"token_ids": list(PROBE), "sampling_params": parameters}
-        if names[1] is not None:
-            body["model"] = names[1]
-        answer = await self.call("POST", GENERATE, body)
-        with reading(f"{self.url}{GENERATE}: prompt_logprobs"):
-            rows = answer["prompt_logprobs"][1:]
-            # Compare the likeliest ids, because unlikely ones have larger rounding errors.
-            found = [max((x["logprob"], int(i)) for i, x in row.items()) for row in rows]
-            pairs = zip(expected, found, strict=True)
-            gaps = [abs(float(row[i]) - logp) for row, (logp, i) in pairs]
-        difference = sum(gaps) / len(gaps)
-        limit = self.rounding if self.options.tolerance is None else self.options.tolerance
-        # If the policy's log-probabilities are NaN, raise no error here, because sampling reports
-        # them. A NaN of the server alone counts as a difference.
-        if not (difference <= limit or expected.isnan().any()):
-            raise BadAnswer(
-                f"{self.url} claims to have the weights {names[1] or names[0]}, but its "
-                f"log-probabilities differ from the policy's by {difference:.3g} nats per token. "
-                f"At most {limit:g} is allowed. Check that the server applies weight updates. For "
-                "a quantised server, set rollout.vllm.tolerance."
-            )
-
     def include(self, names: Names) -> None:
         if self.error is not None:
             log.warning("%s takes part again", self.url)
@@ -421,7 +383,6 @@ class VLLMServers(Engine):
         self.run = secrets.token_hex(4)
         self.version = 0
         self.names: Names | None = None  # names of the current weights; other runs use other names
-        self.expected: Tensor | None = None  # log-probabilities of the policy, see `probe_logps`
         self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
         self.lm: Any = None  # the model whose weights were sent last
         self.count = 0  # number of models whose weights were sent
@@ -468,10 +429,9 @@ class VLLMServers(Engine):
             self.names = f"{self.run}-base-{self.count}", name
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         self.may_send = not is_sharded
-        if self.names != before:  # an evaluation and the next rollout use the same version
-            if self.names[1] is not None:
-                transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
-            self.expected = probe_logps(policy) if self.checks_weights else None
+        # An evaluation and the next rollout use the same version.
+        if self.names != before and self.names[1] is not None:
+            transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         self._bring_up(self._weights() if is_sharded else None)
 
@@ -532,7 +492,7 @@ class VLLMServers(Engine):
             time.sleep(PAUSE_S)
 
     async def _bring(self, server: Server, weights: Mapping[str, Tensor] | None) -> None:
-        """Send the current weights to a server, compare it with the policy, and include it.
+        """Send the current weights to a server, and include it.
 
         Ranks other than 0 send nothing. They check whether the server has the weights of rank 0.
         """
@@ -540,8 +500,6 @@ class VLLMServers(Engine):
         try:
             if self.rank == 0:
                 await server.receive(self.names, weights, self.folder.name)
-                if self.expected is not None:
-                    await server.compare(self.names, self.expected)
                 server.include(self.names)
             elif server.reported == base:
                 with suppress(EngineError):  # the next check may succeed
@@ -584,18 +542,3 @@ def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
     for name, number in {name: int(number) for name, number in reversed(sizes)}.items():
         other = f"a different model at {url}: the {name} is {number} there, {ours[name]} here"
         require(number == ours[name], "rollout.vllm.urls", "this run's model", other)
-
-
-@torch.no_grad()
-def probe_logps(policy: SampledModel) -> Tensor:
-    """Return the policy's log-probabilities of all ids after each prefix of PROBE, fp32.
-
-    If the weights are sharded, this is a collective call.
-
-    Returns:
-        Tensor of shape (len(PROBE) - 1, V), on the CPU.
-    """
-    ids = torch.tensor([PROBE], device=policy.device)
-    with policy.generation():
-        logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).cpu()

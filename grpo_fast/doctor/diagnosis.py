@@ -238,9 +238,7 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
         Log-probabilities in fp32 on the CPU, shape (R,).
     """
     table = dataclasses.replace(samples, advantages=torch.zeros(len(samples)))
-    batch = StepBatch(
-        table, group_size=1, budget=BUDGET, device=policy.device, shared=policy.unshared is None
-    )
+    batch = StepBatch(table, budget=BUDGET, device=policy.device, shared=policy.unshared is None)
     precompute(batch, policy, LossConfig(temperature=temperature), keep_old=True)
     assert batch.samples.old_logps is not None
     return batch.samples.old_logps.float().cpu()

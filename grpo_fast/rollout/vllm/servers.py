@@ -384,8 +384,7 @@ class VLLMServers(Engine):
         self.version = 0
         self.names: Names | None = None  # names of the current weights; other runs use other names
         self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
-        self.lm: Any = None  # the model whose weights were sent last
-        self.count = 0  # number of models whose weights were sent
+        self.count = 0  # number of changes to the weights of a different model
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
             number = torch.tensor([int(self.run, 16)], device=policy.device)
@@ -418,10 +417,9 @@ class VLLMServers(Engine):
         Raises:
             ServerError: no server has received the weights within `rollout.vllm.patience`.
         """
+        self.count += policy.lm is not self.policy.lm
         self.policy = policy
         self.version = version
-        self.count += policy.lm is not self.lm
-        self.lm = policy.lm
         before = self.names
         name = f"{self.run}-{self.count}-{version}"
         self.names = name, None
@@ -509,7 +507,7 @@ class VLLMServers(Engine):
             server.exclude(error)
 
     def _weights(self) -> dict[str, Tensor]:
-        return transfer.unsharded(transfer.weights_of(self.lm, merged=self.names[1] is None))
+        return transfer.unsharded(transfer.weights_of(self.policy.lm, merged=self.names[1] is None))
 
     def _unreachable(self, servers: list[Server]) -> list[Server]:
         # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -199,24 +197,3 @@ def uniforms(
         if place in wanted:
             rows.append(group)
     return torch.cat(rows) if rows else torch.zeros(0, length)
-
-
-# ------------------------------------------------------------------------------------------ Threads
-Result = TypeVar("Result")
-
-
-def started(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function on a daemon thread, and return a future of its result.
-
-    A ThreadPoolExecutor would keep the process from exiting while a thread waits for a server.
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

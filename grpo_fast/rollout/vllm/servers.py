@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -32,17 +32,9 @@ from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
-from grpo_fast.rollout.engine import Completion, Engine, Request, started
-from grpo_fast.rollout.vllm import transfer
-from grpo_fast.rollout.vllm.answers import (
-    LOGPROBS,
-    BadAnswer,
-    ServerError,
-    StaleWeights,
-    VLLMRequest,
-    field,
-    reading,
-)
+from grpo_fast.rollout.engine import Completion, Engine, Request
+from grpo_fast.rollout.vllm import answers, transfer
+from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
 
 if TYPE_CHECKING:
@@ -60,7 +52,7 @@ ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights t
 GENERATE = "/inference/v1/generate"
 OPTIONS_MISSING = ValueError(
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
-    f"{LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
+    f"{answers.LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
 )
 Names = tuple[str, str | None]  # names of the weights, and of an adapter that is added to them
 
@@ -84,6 +76,23 @@ def run(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
         return await asyncio.gather(*calls)
 
     return asyncio.run_coroutine_threadsafe(gather(), event_loop()).result()
+
+
+def started(work: Callable[[], Any]) -> Future[Any]:
+    """Run a function on a daemon thread, and return a future of its result.
+
+    A ThreadPoolExecutor would keep the process from exiting while a thread waits for a server.
+    """
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 class Server:
@@ -184,8 +193,8 @@ class Server:
     async def read(self, path: str, key: str, kind: type) -> Any:
         """Return a value of the JSON object that the server sends for a path."""
         answer = await self.call("GET", path)
-        with reading(f"{self.url}{path}"):
-            return field(answer, key, kind)
+        with answers.reading(f"{self.url}{path}"):
+            return answers.field(answer, key, kind)
 
     async def is_up(self) -> bool:
         """Ask the server for the name of its weights. Return False if it is not reachable."""
@@ -209,16 +218,16 @@ class Server:
         self.deadline = time.monotonic() + 6 * CHECK_S
         config = await self.read("/server_info?config_format=json", "vllm_config", dict)
         answer = await self.call("POST", "/collective_rpc", {"method": "get_model_inspection"})
-        with reading(f"{self.url}/server_info, /collective_rpc"):
+        with answers.reading(f"{self.url}/server_info, /collective_rpc"):
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
-            served = field(answer["results"], 0, str)
+            served = answers.field(answer["results"], 0, str)
             lora = config.get("lora_config")
             if lora is not None:
-                field(lora, "max_lora_rank", int)
-                field(lora, "target_modules", list, type(None))
-        expected = f"servers with --logprobs-mode {LOGPROBS}"
-        require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
+                answers.field(lora, "max_lora_rank", int)
+                answers.field(lora, "target_modules", list, type(None))
+        expected = f"servers with --logprobs-mode {answers.LOGPROBS}"
+        require(mode == answers.LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
         check_model(policy.lm, served, self.url)
         ours = transfer.dtype_of(policy)
         if ours != theirs:
@@ -335,7 +344,7 @@ class Server:
         #    have joined.
         kind = self.options.transfer
         if kind == "nccl" or (kind == "auto" and self.device.type == "cuda"):
-            joined: Future[Any] = started(lambda: transfer.NCCLGroup(place, self.device))
+            joined = started(lambda: transfer.NCCLGroup(place, self.device))
         else:
             info["seconds"] = self.options.timeout
             joined = started(lambda: transfer.GlooGroup(rank=0, **place, seconds=info["seconds"]))

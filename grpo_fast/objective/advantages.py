@@ -117,13 +117,6 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     return a / torch.where(are_equal | (known < 2), 1.0, std + eps)
 
 
-def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Compute A = (r - mean of the group) / (mean + eps), from rewards >= 0 (MaxRL)."""
-    least = r.nan_to_num(nan=torch.inf).min().item()
-    require(least >= 0, "rewards", "numbers >= 0 of mode 'maxrl'", f"{least:g}")
-    return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
-
-
 def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
@@ -175,7 +168,6 @@ MODES: dict[str, Callable[..., Tensor]] = {
     "batch": batch,
     "rloo": rloo,
     "rloo_normalized": rloo_normalized,
-    "maxrl": maxrl,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "opo": opo,
     "passk": passk,
@@ -219,8 +211,8 @@ def group_advantages(
         rewards: (N*G,), float. The rewards of all completions. With `group_size`, the G completions
             of a prompt must be adjacent.
         mode: how to compute the advantages: "rewards", "baseline", "centered", "normalized", "max",
-            "max_code", "batch", "rloo", "rloo_normalized", "maxrl", "reinforce_pp_baseline", "opo"
-            or "passk". The losses page has the formula and the paper of each mode.
+            "max_code", "batch", "rloo", "rloo_normalized", "reinforce_pp_baseline", "opo" or
+            "passk". The losses page has the formula and the paper of each mode.
         group_size: G, completions per prompt. Must divide the number of rewards. 1 is allowed only
             with the modes "rewards" and "baseline".
         groups: the group of each reward, as a 1-D tensor of integers or a sequence of hashable
@@ -229,8 +221,8 @@ def group_advantages(
         clip_low: lower bound of the advantages, a number <= 0. None: no bound.
         clip_high: upper bound of the advantages, a number >= 0. None: no bound.
         options: options of the mode. "normalized" and "batch" have `eps` and `unbiased`.
-            "rloo_normalized", "maxrl" and "reinforce_pp_baseline" have `eps`. "baseline" has
-            `value`, and "opo" has `lengths`.
+            "rloo_normalized" and "reinforce_pp_baseline" have `eps`. "baseline" has `value`, and
+            "opo" has `lengths`.
 
     Returns:
         Advantages, (N*G,), fp32, in the order of the rewards.

@@ -58,7 +58,6 @@ WRONG |= {
     "a log-probability of each of the 6 tokens": [{"logprobs": tokens(IDS[::-1])["logprobs"]}],
     "completions 0 to 2": [{"index": 2}, {"index": 3}],
     "left a completion unfinished": [{"finish_reason": "abort"}, {"finish_reason": "error"}],
-    "finish reason length, got '?(stop|None)": [{"finish_reason": "stop"}, {"finish_reason": None}],
     "completions by the weights now": [
         {"weight_versions": [{"version": version} for version in versions]}
         for versions in ([], ["\x1b[2J"], ["now", "default"])

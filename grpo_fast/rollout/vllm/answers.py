@@ -95,10 +95,9 @@ class VLLMRequest(NamedTuple):
         expected = f"0 (greedy) or at least {LEAST_TEMPERATURE}, to which vLLM raises smaller ones"
         require(fits, "temperature", expected, sampling.temperature)
         same = sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-        same |= {"n": self.per_prompt, "max_tokens": self.limit}
+        same |= {"n": self.per_prompt, "max_tokens": self.limit, "logprobs": 0, "detokenize": False}
         # Without ignore_eos, vLLM would also stop at the EOS ids of its model folder.
         same |= {"stop_token_ids": sorted(self.policy.eos_ids), "ignore_eos": True}
-        same |= {"logprobs": 0, "detokenize": False}
         places = self.request.places or range(len(self.request.prompts))
         # vLLM adds g to the seed of the g-th completion. The sum must fit into an int64.
         seeds = [engine.seed_for("vllm", self.request.seed, place) >> 8 for place in places]

@@ -60,8 +60,7 @@ class VLLMOptions(BaseModel):
             expected = f"an address of this machine that {url} can reach"
             require(fits, "address", expected, self.address)
         names = {url.replace("//localhost:", "//127.0.0.1:") for url in self.urls}
-        fits = len(names) == len(self.urls)
-        require(fits, "urls", "every server once", ", ".join(self.urls))
+        require(len(names) == len(self.urls), "urls", "every server once", ", ".join(self.urls))
         return self
 
 

@@ -115,10 +115,6 @@ def slowly(text: bytes) -> Raw:
     return raw(*(text[at : at + 1] for at in range(len(text))), seconds=0.05)
 
 
-def lora(**limits: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found["vllm_config"].update(lora_config=limits)
-
-
 OK = b"HTTP/1.1 200 OK\r\n"
 INFO = "/server_info"
 CONTROL = {"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}}
@@ -147,9 +143,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a weight_info of 500": ("/weight_info", 500),
     "logprobs_mode of control characters": (INFO, answer(CONTROL)),
     "no account of the model": ("/collective_rpc", answer({"results": []})),
-    "lora_config {}": (INFO, lora()),
-    "max_lora_rank '8'": (INFO, lora(max_lora_rank="8", target_modules=None)),
-    "target_modules 1": (INFO, lora(max_lora_rank=8, target_modules=1)),
 }
 
 

@@ -91,7 +91,10 @@ def test_weights_of_the_same_version_are_sent_once_and_sampling_waits(policy, se
     assert order[-5:] == ["/pause?mode=keep", START, UPDATE, FINISH, "/resume"]
 
 
-def test_of_several_ranks_the_first_one_sends(policy, server):
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_of_several_ranks_the_first_one_sends(policy, server, is_sharded):
+    for parameter in policy.lm.parameters() if is_sharded else ():
+        parameter.full_tensor = parameter.detach
     first, second = engine_of(policy, server), engine_of(policy, server)
     second.run, second.rank = first.run, 1  # all ranks of a run use the same names for weights
     spoil(policy)

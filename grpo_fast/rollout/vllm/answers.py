@@ -68,15 +68,13 @@ class VLLMRequest(NamedTuple):
         policy: the policy whose weights vLLM must use.
         request: the engine's request.
         version: version number of the weights.
-        label: name of vLLM's weights. With an adapter, these are the base weights.
-        adapter: name of the adapter that vLLM adds to its weights, or None.
+        label: name of vLLM's weights.
     """
 
     policy: SampledModel
     request: Request
     version: int
     label: str
-    adapter: str | None = None
 
     @property
     def per_prompt(self) -> int:

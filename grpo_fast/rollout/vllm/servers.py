@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -34,7 +33,7 @@ from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm import answers, transfer
-from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, StaleWeights, VLLMRequest
+from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
 
 if TYPE_CHECKING:
@@ -50,11 +49,10 @@ CONNECTIONS = 256  # maximum number of connections to one server
 MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
 GENERATE = "/inference/v1/generate"
-OPTIONS_MISSING = ValueError(
+OPTIONS_MISSING = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
     f"{answers.LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
 )
-Names = tuple[str, str | None]  # names of the weights, and of an adapter that is added to them
 
 
 @functools.cache
@@ -107,7 +105,7 @@ class Server:
         device: device of the policy.
 
     Attributes:
-        has: names of the weights and the adapter that the server has. None if unknown.
+        has: name of the weights that the server has. None if unknown.
         reported: name of the weights that the server last reported.
         error: why the server is excluded. None if it takes part.
         deadline: deadline of all current requests, on the monotonic clock.
@@ -121,8 +119,7 @@ class Server:
         self.options = options
         self.device = device
         self.group: transfer.GlooGroup | transfer.NCCLGroup | None = None
-        self.has: Names | None = None
-        self.adapter: str | None = None  # the adapter that the server has loaded
+        self.has: str | None = None
         self.reported = ""
         self.error: Exception | None = None
         self.deadline = 0.0
@@ -138,9 +135,7 @@ class Server:
             base_url=url, headers=headers, timeout=None, trust_env=False, limits=limits
         )
 
-    async def call(
-        self, method: str, path: str, body: Any = None, missing: Exception = OPTIONS_MISSING
-    ) -> Any:
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request, and return the JSON object of the response, or its text.
 
         A gateway may quote the request's headers in a text, so the key is replaced in texts.
@@ -149,7 +144,6 @@ class Server:
             method: "GET" or "POST".
             path: path and query, such as "/health".
             body: value that is sent as JSON, or None.
-            missing: error for the statuses 403 and 404. Its message is appended as advice.
 
         Raises:
             ServerError: no complete response before the deadline, or a server error.
@@ -185,7 +179,7 @@ class Server:
             return text
         message = f"{where}: {status} {escape_control(' '.join(text[:500].split()))}"
         if status in (403, 404):
-            raise type(missing)(f"{message}; {missing}")
+            raise ValueError(f"{message}; {OPTIONS_MISSING}")
         if 400 <= status < 500 and status not in (408, 429):
             raise ValueError(message)
         raise ServerError(message)
@@ -206,11 +200,8 @@ class Server:
         self.reported = escape_control(version[:80])
         return True
 
-    async def check(self, policy: SampledModel) -> bool:
+    async def check(self, policy: SampledModel) -> None:
         """Check that the server's options and model fit the policy. The server is not changed.
-
-        Returns:
-            True if the server can load the policy's adapter.
 
         Raises:
             ValueError: the server reports raw log-probabilities, or has a different model.
@@ -222,10 +213,6 @@ class Server:
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
             served = answers.field(answer["results"], 0, str)
-            lora = config.get("lora_config")
-            if lora is not None:
-                answers.field(lora, "max_lora_rank", int)
-                answers.field(lora, "target_modules", list, type(None))
         expected = f"servers with --logprobs-mode {answers.LOGPROBS}"
         require(mode == answers.LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
         check_model(policy.lm, served, self.url)
@@ -234,55 +221,26 @@ class Server:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
             message = "%s samples in %s, the trainer computes in %s: %s"
             log.warning(message, self.url, theirs, ours, advice)
-        return transfer.takes_adapter(policy, lora, self.url)
 
     async def generate(
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest
     ) -> list[Completion]:
         """Request the completions of one prompt, check them, and return them."""
         body = {"token_ids": list(prompt), "sampling_params": parameters}
-        missing: Exception = OPTIONS_MISSING
-        if request.adapter is not None:  # a restarted server lacks the adapter
-            body["model"] = request.adapter
-            missing = StaleWeights("the adapter is sent again")
-        answer = await self.call("POST", GENERATE, body, missing)
+        answer = await self.call("POST", GENERATE, body)
         if isinstance(answer, str):  # a proxy may have sent it
             raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {answer[:60]!r}")
         return request.completions(answer, f"{self.url}{GENERATE}")
 
-    async def receive(
-        self, names: Names, weights: Mapping[str, Tensor] | None, folder: str
-    ) -> None:
-        """Make the server load weights, an adapter, or both.
+    async def receive(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Send weights to the server, and give them a name.
 
         The server does not sample while it receives weights.
-
-        Args:
-            names: names of the weights and of the adapter.
-            weights: the weights. None if the server has them already.
-            folder: the folder of the adapter.
         """
         self.deadline = time.monotonic() + self.options.timeout
-        if weights is not None:
-            await self._load(names[0], weights)
-        if names[1] is not None:
-            # If the server was excluded after it had loaded this adapter, it still has the adapter.
-            # vLLM would then refuse a request without load_inplace.
-            body = {"lora_name": names[1], "lora_path": folder, "load_inplace": True}
-            advice = "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; it must be able to "
-            advice += f"read the trainer's folder {folder} (see TMPDIR)"
-            await self.call("POST", "/v1/load_lora_adapter", body, ValueError(advice))
-            if self.adapter not in (None, names[1]):
-                body = {"lora_name": self.adapter}
-                with suppress(EngineError, ValueError):  # a restarted server lacks the adapter
-                    await self.call("POST", "/v1/unload_lora_adapter", body)
-            self.adapter = names[1]
-
-    async def _load(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Send weights to the server, and give them the name `name`."""
         post = partial(self.call, "POST")
         # 1. Join a process group with the server's workers, and stop sampling.
-        if self.group is None or self.has is None or self.reported != self.has[0]:
+        if self.group is None or self.reported != self.has:
             self.group = await self._join_group()
         broadcast = self.group.broadcast
         was_paused = await self.read("/is_paused", "is_paused", bool)
@@ -352,10 +310,10 @@ class Server:
         async with asyncio.timeout_at(self.deadline):
             return await asyncio.shield(asyncio.wrap_future(joined))
 
-    def include(self, names: Names) -> None:
+    def include(self, name: str) -> None:
         if self.error is not None:
             log.warning("%s takes part again", self.url)
-        self.has = names
+        self.has = name
         self.error = None
 
     def exclude(self, error: Exception) -> None:
@@ -391,8 +349,7 @@ class VLLMServers(Engine):
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
-        self.names: Names | None = None  # names of the current weights; other runs use other names
-        self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
+        self.name = ""  # name of the current weights; other runs use other names
         self.count = 0  # number of changes to the weights of a different model
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
@@ -411,7 +368,7 @@ class VLLMServers(Engine):
                 raise ServerError(f"{missing[0].url}: expected a vLLM server, {waited}")
             time.sleep(PAUSE_S)
             missing = self._unreachable(missing)
-        self.sends_adapters = all(run(*(server.check(policy) for server in self.servers)))
+        run(*(server.check(policy) for server in self.servers))
 
     def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
@@ -429,16 +386,9 @@ class VLLMServers(Engine):
         self.count += policy.lm is not self.policy.lm
         self.policy = policy
         self.version = version
-        before = self.names
-        name = f"{self.run}-{self.count}-{version}"
-        self.names = name, None
-        if self.sends_adapters and transfer.adapted_modules(policy.lm):
-            self.names = f"{self.run}-base-{self.count}", name
+        self.name = f"{self.run}-{self.count}-{version}"
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         self.may_send = not is_sharded
-        # An evaluation and the next rollout use the same version.
-        if self.names != before and self.names[1] is not None:
-            transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         self._bring_up(self._weights() if is_sharded else None)
 
@@ -448,7 +398,7 @@ class VLLMServers(Engine):
         Raises:
             ServerError: some prompts still have no completions after three tries.
         """
-        vllm_request = VLLMRequest(self.policy, request, self.version, *self.names)
+        vllm_request = VLLMRequest(self.policy, request, self.version, self.name)
         parameters = vllm_request.parameters()
         count = len(request.prompts)
         done: dict[int, list[Completion]] = {}
@@ -476,20 +426,18 @@ class VLLMServers(Engine):
 
     def _bring_up(self, weights: Mapping[str, Tensor] | None = None) -> list[Server]:
         """Send the weights to all running servers. Return the servers that have received them."""
-        base, adapter = self.names
         deadline = time.monotonic() + self.options.patience
         tries = 0
         while True:
-            outdated = [server for server in self.servers if server.has != self.names]
+            outdated = [server for server in self.servers if server.has != self.name]
             missing = self._unreachable(outdated)
             reached = [server for server in outdated if server not in missing]
-            lacking = [x for x in reached if adapter is None or x.reported != base]
             # Compute the weights only if a server needs them, because this copies the experts of an
             # MoE model.
-            if self.rank == 0 and lacking and weights is None:
+            if self.rank == 0 and reached and weights is None:
                 weights = self._weights()
             tries += self.rank == 0 and bool(reached)
-            run(*(self._bring(x, weights if x in lacking else None) for x in reached))
+            run(*(self._bring(server, weights) for server in reached))
             ready = self._ready()
             if ready:
                 return ready
@@ -503,20 +451,16 @@ class VLLMServers(Engine):
 
         Ranks other than 0 send nothing. They check whether the server has the weights of rank 0.
         """
-        base, adapter = self.names
         try:
-            if self.rank == 0:
-                await server.receive(self.names, weights, self.folder.name)
-                server.include(self.names)
-            elif server.reported == base:
-                with suppress(EngineError):  # the next check may succeed
-                    if adapter is None or adapter in str(await server.call("GET", "/v1/models")):
-                        server.include(self.names)
+            if self.rank == 0 and weights is not None:
+                await server.receive(self.name, weights)
+            if self.rank == 0 or server.reported == self.name:
+                server.include(self.name)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             server.exclude(error)
 
     def _weights(self) -> dict[str, Tensor]:
-        return transfer.unsharded(transfer.weights_of(self.policy.lm, merged=self.names[1] is None))
+        return transfer.unsharded(transfer.weights_of(self.policy.lm))
 
     def _unreachable(self, servers: list[Server]) -> list[Server]:
         # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
@@ -524,7 +468,7 @@ class VLLMServers(Engine):
         return [server for server, is_up in zip(servers, are_up, strict=True) if not is_up]
 
     def _ready(self) -> list[Server]:
-        return [server for server in self.servers if server.has == self.names]
+        return [server for server in self.servers if server.has == self.name]
 
     def _errors(self) -> str:
         errors = [str(server.error) for server in self.servers if server.error is not None]

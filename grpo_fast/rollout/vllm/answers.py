@@ -49,18 +49,6 @@ def reading(where: str) -> Iterator[None]:
         raise BadAnswer(f"{where}: the response has other fields than vLLM 0.32's: {why}") from None
 
 
-def field(values: Any, key: str | int, *kinds: type) -> Any:
-    """Return a value of a JSON object or list. Its type must be one of `kinds`.
-
-    Raises:
-        LookupError: the value is missing.
-        TypeError: the value has a different type. A bool is not an int.
-    """
-    if type(values[key]) not in kinds:
-        raise TypeError(f"{key} is no {kinds[0].__name__}")
-    return values[key]
-
-
 class VLLMRequest(NamedTuple):
     """A request to vLLM for completions that are sampled with one version of the weights.
 

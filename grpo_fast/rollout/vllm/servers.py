@@ -185,10 +185,12 @@ class Server:
         raise ServerError(message)
 
     async def read(self, path: str, key: str, kind: type) -> Any:
-        """Return a value of the JSON object that the server sends for a path."""
+        """Return a value of the JSON object that the server sends for a path. Check its type."""
         answer = await self.call("GET", path)
         with answers.reading(f"{self.url}{path}"):
-            return answers.field(answer, key, kind)
+            if type(answer[key]) is not kind:
+                raise TypeError(f"{key} is no {kind.__name__}")
+            return answer[key]
 
     async def is_up(self) -> bool:
         """Ask the server for the name of its weights. Return False if it is not reachable."""
@@ -212,7 +214,7 @@ class Server:
         with answers.reading(f"{self.url}/server_info, /collective_rpc"):
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
-            served = answers.field(answer["results"], 0, str)
+            served = str(answer["results"][0])
         expected = f"servers with --logprobs-mode {answers.LOGPROBS}"
         require(mode == answers.LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
         check_model(policy.lm, served, self.url)
@@ -390,7 +392,7 @@ class VLLMServers(Engine):
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         self.may_send = not is_sharded
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
-        self._bring_up(self._weights() if is_sharded else None)
+        self._bring_up(transfer.weights_of(policy.lm) if is_sharded else None)
 
     def sample(self, request: Request) -> list[Completion]:
         """Return the completions of a request. See `Engine.sample`.
@@ -435,7 +437,7 @@ class VLLMServers(Engine):
             # Compute the weights only if a server needs them, because this copies the experts of an
             # MoE model.
             if self.rank == 0 and reached and weights is None:
-                weights = self._weights()
+                weights = transfer.weights_of(self.policy.lm)
             tries += self.rank == 0 and bool(reached)
             run(*(self._bring(server, weights) for server in reached))
             ready = self._ready()
@@ -458,9 +460,6 @@ class VLLMServers(Engine):
                 server.include(self.name)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             server.exclude(error)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return transfer.unsharded(transfer.weights_of(self.policy.lm))
 
     def _unreachable(self, servers: list[Server]) -> list[Server]:
         # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.

@@ -30,7 +30,8 @@ UNLOAD = "unload_and_optionally_merge_module"
 def weights_of(lm: PreTrainedModel) -> dict[str, Tensor]:
     """Return all weights, keyed by their names in a checkpoint. Tied weights occur once.
 
-    Adapters are merged into the weights. If these are sharded, merging is a collective call.
+    Adapters are merged into the weights. The tensors are contiguous and unsharded, so this is a
+    collective call if the model's weights are sharded.
 
     Raises:
         ValueError: an adapter changes only one of two weights that the model's configuration ties.
@@ -62,7 +63,9 @@ def weights_of(lm: PreTrainedModel) -> dict[str, Tensor]:
         expected = f"the weights of {source}, because the model's configuration ties them"
         advice = "leave both out of the adapter, or untie the model (tie_word_embeddings=False)"
         require(name not in state, name, expected, f"different ones; {advice}")
-    return revert_weight_conversion(lm, state)
+    state = revert_weight_conversion(lm, state)
+    full = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in state.items()}
+    return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
 def _unwrap(wrapper: Any) -> nn.Module:
@@ -78,12 +81,6 @@ def _unwrap(wrapper: Any) -> nn.Module:
         return getattr(wrapper, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
     wrapper.merge()
     return wrapper.get_base_layer()
-
-
-def unsharded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous, unsharded tensors. If a tensor is sharded, this is a collective call."""
-    full = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in state.items()}
-    return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
 def repack_heads(model: Any) -> None:

@@ -242,22 +242,22 @@ def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, cap
     with build_engine(policy, options) as engine:
         engine.update(policy, 5)
         assert "samples in" not in caplog.text
-        half = policy_of()
-        half.lm.bfloat16()
-        build_engine(half, options)
-        assert "samples in float32, the trainer computes in bfloat16" in caplog.text
         config = load_recipe("sort", [*SORT, "model.config.hidden_size=32"])
         other = load_policy(config.model, policy.tokenizer)
         with pytest.raises(
             ValueError, match=f"this run's model, got a different model at {server.url}"
         ):
-            build_engine(other, options)
+            build_engine(other, options).update(other, 5)
         other.save(tmp_path / "other")
         done = invoke("doctor", str(tmp_path / "other"), server.url)
         assert done.exit_code and f"a different model at {server.url}" in done.output
         run(engine.servers[0].is_up())
         assert engine.servers[0].reported == engine.name
         assert difference(policy, generate(policy, engine, options)) < EXACT
+    half = policy_of()
+    half.lm.bfloat16()
+    build_engine(half, options).update(half, 5)
+    assert "samples in float32, the trainer computes in bfloat16" in caplog.text
 
 
 KILLED = """

@@ -170,6 +170,14 @@ def test_a_server_that_hangs(policy, server, engine):
     server.ended.set()
 
 
+def test_a_server_that_is_restarted_with_other_options_is_refused(policy, server, engine):
+    server.stop()
+    server.mode = "raw_logprobs"
+    server.start()
+    with pytest.raises(ValueError, match="processed_logprobs, got raw_logprobs at"):
+        generate(policy, engine)
+
+
 def test_a_server_that_stays_away(policy, server):
     engine = engine_of(policy, server, version=0, patience=0.2)
     server.stop()

@@ -193,11 +193,12 @@ class Server:
             return answer[key]
 
     async def is_up(self) -> bool:
-        """Ask the server for the name of its weights. Return False if it is not reachable."""
+        """Ask the server for the name of its weights. Exclude the server if it is not reachable."""
         self.deadline = time.monotonic() + CHECK_S
         try:
             version = await self.read("/weight_info", "weight_version", str)
-        except ServerError:
+        except ServerError as error:
+            self.exclude(error)
             return False
         self.reported = escape_control(version[:80])
         return True
@@ -208,7 +209,6 @@ class Server:
         Raises:
             ValueError: the server reports raw log-probabilities, or has a different model.
         """
-        self.deadline = time.monotonic() + 6 * CHECK_S
         config = await self.read("/server_info?config_format=json", "vllm_config", dict)
         answer = await self.call("POST", "/collective_rpc", {"method": "get_model_inspection"})
         with answers.reading(f"{self.url}/server_info, /collective_rpc"):
@@ -234,15 +234,17 @@ class Server:
             raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {answer[:60]!r}")
         return request.completions(answer, f"{self.url}{GENERATE}")
 
-    async def receive(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Send weights to the server, and give them a name.
+    async def receive(self, name: str, weights: Mapping[str, Tensor], policy: SampledModel) -> None:
+        """Send the weights of a policy to the server, and give them a name.
 
-        The server does not sample while it receives weights.
+        A server without a group, or with unknown weights, is checked before it is changed. The
+        server does not sample while it receives weights.
         """
         self.deadline = time.monotonic() + self.options.timeout
         post = partial(self.call, "POST")
-        # 1. Join a process group with the server's workers, and stop sampling.
+        # 1. Form a process group with the server's workers, and stop sampling.
         if self.group is None or self.reported != self.has:
+            await self.check(policy)
             self.group = await self._join_group()
         broadcast = self.group.broadcast
         was_paused = await self.read("/is_paused", "is_paused", bool)
@@ -336,9 +338,6 @@ class VLLMServers(Engine):
         policy: the `Policy` whose weights are sent.
         options: the section `rollout` of a configuration.
 
-    Raises:
-        ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-        ValueError: a server reports raw log-probabilities, or has a different model.
     """
 
     is_apart = True
@@ -359,18 +358,6 @@ class VLLMServers(Engine):
             dist.broadcast(number, 0)
             self.run = f"{number.item():x}"
             self.rank = dist.get_rank()
-        # Wait for every server, and check that its options and its model fit the policy.
-        deadline = time.monotonic() + self.options.patience
-        missing = self._unreachable(self.servers)
-        for server in missing:
-            log.warning("waiting for %s", server.url)
-        while missing:
-            if time.monotonic() > deadline:
-                waited = f"found none within {self.options.patience:.3g} s"
-                raise ServerError(f"{missing[0].url}: expected a vLLM server, {waited}")
-            time.sleep(PAUSE_S)
-            missing = self._unreachable(missing)
-        run(*(server.check(policy) for server in self.servers))
 
     def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
@@ -384,6 +371,7 @@ class VLLMServers(Engine):
 
         Raises:
             ServerError: no server has received the weights within `rollout.vllm.patience`.
+            ValueError: a server reports raw log-probabilities, or has a different model.
         """
         self.count += policy.lm is not self.policy.lm
         self.policy = policy
@@ -432,8 +420,9 @@ class VLLMServers(Engine):
         tries = 0
         while True:
             outdated = [server for server in self.servers if server.has != self.name]
-            missing = self._unreachable(outdated)
-            reached = [server for server in outdated if server not in missing]
+            # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
+            are_up = run(*(server.is_up() for server in outdated))
+            reached = [server for server, is_up in zip(outdated, are_up, strict=True) if is_up]
             # Compute the weights only if a server needs them, because this copies the experts of an
             # MoE model.
             if self.rank == 0 and reached and weights is None:
@@ -455,23 +444,18 @@ class VLLMServers(Engine):
         """
         try:
             if self.rank == 0 and weights is not None:
-                await server.receive(self.name, weights)
+                await server.receive(self.name, weights, self.policy)
             if self.rank == 0 or server.reported == self.name:
                 server.include(self.name)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             server.exclude(error)
-
-    def _unreachable(self, servers: list[Server]) -> list[Server]:
-        # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
-        are_up = run(*(server.is_up() for server in servers))
-        return [server for server, is_up in zip(servers, are_up, strict=True) if not is_up]
 
     def _ready(self) -> list[Server]:
         return [server for server in self.servers if server.has == self.name]
 
     def _errors(self) -> str:
         errors = [str(server.error) for server in self.servers if server.error is not None]
-        return "; ".join(errors) or "none is up"
+        return "; ".join(errors) or "rank 0 has not sent them"
 
 
 def check_model(lm: PreTrainedModel, served: str, url: str) -> None:

@@ -283,8 +283,7 @@ class Server:
         """
         with suppress(ServerError):
             await self.call("POST", "/start_weight_update")
-        name = {"weight_version": "left-in-the-middle"}
-        await self.call("POST", "/finish_weight_update", name)
+        await self.call("POST", "/finish_weight_update", {"weight_version": "left-in-the-middle"})
 
     async def _join_group(self) -> transfer.GlooGroup | transfer.NCCLGroup:
         """Form a process group with the workers of the server."""
@@ -377,10 +376,9 @@ class VLLMServers(Engine):
         self.policy = policy
         self.version = version
         self.name = f"{self.run}-{self.count}-{version}"
-        is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
-        self.may_send = not is_sharded
+        self.may_send = not any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
-        self._bring_up(transfer.weights_of(policy.lm) if is_sharded else None)
+        self._bring_up(None if self.may_send else transfer.weights_of(policy.lm))
 
     def sample(self, request: Request) -> list[Completion]:
         """Return the completions of a request. See `Engine.sample`.

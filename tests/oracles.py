@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
     "cispo_bound": "raw", "dual_clip_c": 3.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
     "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
-    "group_size": None, "kl_clamp": None, "kl_input_clamp": None,
+    "kl_clamp": None, "kl_input_clamp": None,
     "corrections": [{"kind": "truncate", "high": 3.0}],
 }  # fmt: skip
 
@@ -382,10 +382,6 @@ def token_weights(
         return [1 / (B * o.max_completion_length)] * len(lengths)
     if o.aggregation == "token_mean_global":
         return [1 / (max(tokens, 1.0) if num_items is None else float(num_items))] * len(lengths)
-    if o.aggregation == "prompt_mean":  # equal weights of prompts, and of the tokens of a prompt
-        G = o.group_size
-        of_prompts = [sum(lengths[i : i + G]) for i in range(0, len(lengths), G)]
-        return [1 / (B / G * max(of_prompts[i // G], 1)) for i in range(len(lengths))]
     if o.aggregation == "sequence_sum":
         return [1 / B] * len(lengths)
     raise AssertionError(o.aggregation)
@@ -419,21 +415,16 @@ def batch_loss(
         losses.append(per_token)
         kls.append(kl)
     if o.entropy_coef != 0:
-        shares = weights if o.aggregation == "prompt_mean" else None
-        loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items, shares)
+        loss = loss - o.entropy_coef * entropy_bonus(completions, floor, num_items)
     return SimpleNamespace(
         loss=loss, policy_loss=policy_loss, losses=losses, kls=kls, entropy_floor=floor, options=o
     )
 
 
-def entropy_bonus(
-    completions: list[Completion], floor: Tensor | None, num_items, shares: list[float] | None
-) -> Tensor:
+def entropy_bonus(completions: list[Completion], floor: Tensor | None, num_items) -> Tensor:
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for i, c in enumerate(completions):
+    for c in completions:
         kept = c.entropy if floor is None else c.entropy[c.entropy.detach() >= floor]
-        total = total + kept.sum() * (1.0 if shares is None else shares[i])
+        total = total + kept.sum()
         count += len(kept)
-    if shares is not None:  # use the token weights of the loss
-        return total
     return total / (max(count, 1) if num_items is None else float(num_items))

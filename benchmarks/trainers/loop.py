@@ -161,8 +161,7 @@ def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
 def make_run(config: RunConfig, policy: Policy, engine: Any, examples: Sequence[Example]) -> Run:
     """Build a run of our trainer without a folder. `make_step(n, run)` makes its step n."""
     rewards = build_rewards(config.rewards)
-    weights = {reward.name: reward.weight for reward in rewards.rewards}
-    options = config.advantages, config.advantage_options, config.rollout.group_size, weights
+    options = config.advantages, config.advantage_options, config.rollout.group_size
     collector = Collector(
         config.rollout, policy, engine, rewards, PromptQueue(examples), Advantages(*options),
         config.seed, config.steps,

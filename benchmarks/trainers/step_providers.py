@@ -90,8 +90,7 @@ class Ours:
         self.model = self.policy.model.train()
         self.optimizer = adam(self.model)
         self.batch = StepBatch(
-            problem.samples, group_size=problem.group_size, shared=shared,
-            budget=budget, device=self.policy.device,
+            problem.samples, shared=shared, budget=budget, device=self.policy.device,
         )  # fmt: skip
 
     def logps(self) -> Logps:

@@ -17,13 +17,15 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Case, Cause, attempts
 from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, build_engine, generate
-from grpo_fast.rollout.engine import NOISE, Seed
+from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import RunConfig, Section
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update import precompute
 
+# Mean difference, in nats per token, that two correct forward passes may have in each dtype.
+NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 # `own` is the mean difference between the trainer and the model's own forward pass. Rounding
 # explains a mean difference between engine and trainer of up to MARGIN times `own`.
 MARGIN = 1.5
@@ -90,8 +92,6 @@ def diagnose(
         RuntimeError: A completion has no tokens, or a token has no finite log-probability.
     """
     require(sampling.temperature > 0, "temperature", "a number above 0", "0 (greedy)")
-
-    engine.checks_weights = False
 
     def sample(number: int) -> Samples:
         with awake(engine, policy, number):
@@ -238,9 +238,7 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
         Log-probabilities in fp32 on the CPU, shape (R,).
     """
     table = dataclasses.replace(samples, advantages=torch.zeros(len(samples)))
-    batch = StepBatch(
-        table, group_size=1, budget=BUDGET, device=policy.device, shared=policy.unshared is None
-    )
+    batch = StepBatch(table, budget=BUDGET, device=policy.device, shared=policy.unshared is None)
     precompute(batch, policy, LossConfig(temperature=temperature), keep_old=True)
     assert batch.samples.old_logps is not None
     return batch.samples.old_logps.float().cpu()

@@ -324,12 +324,7 @@ class Call:
         # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
         items = self.num_items_in_batch
         device = segments.device
-        by_prompt = config.aggregation == "prompt_mean"
-        if not by_prompt:
-            items = checks.checked_total("num_items_in_batch", items, device, self.checks)
-        elif isinstance(items, Tensor):
-            items = items.detach().to(device, non_blocking=device.type == "cuda").double()
-            checks.check_numbers(self.checks, num_items_in_batch=items)
+        items = checks.checked_total("num_items_in_batch", items, device, self.checks)
         completions = checks.checked_total(
             "num_completions_in_batch", self.num_completions_in_batch, device, self.checks
         )
@@ -338,15 +333,9 @@ class Call:
         weights = step_weights(
             str(config.aggregation), segments, lengths, count, len(segments),
             max_completion_length=config.max_completion_length, num_items_in_batch=items,
-            num_completions_in_batch=completions, group_size=config.group_size,
+            num_completions_in_batch=completions,
         )  # fmt: skip
-        # If the loss is averaged over prompts, average the entropy bonus with the same weights.
-        # Otherwise, average it over tokens.
-        entropy_weight: float | Tensor | None = None
-        if by_prompt:
-            entropy_weight = weights
-        elif items is not None:
-            entropy_weight = 1.0 / items
+        entropy_weight = None if items is None else 1.0 / items
         rules = checks.LOGPS_RULES if self.has_logits else checks.RULES
         checks.check_numbers(self.checks, rules, **values)
         self.tokens = Tokens(

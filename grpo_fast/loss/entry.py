@@ -192,9 +192,7 @@ def check_loss(call: Call) -> None:
     # 5. Check the totals of the optimizer step.
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(call, name)
-        if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
-            _prompt_items(value, count, config)
-        elif isinstance(value, Tensor) and value.numel() != 1:
+        if isinstance(value, Tensor) and value.numel() != 1:
             raise argument_error(name, checks.TOTALS, f"a tensor of shape {tuple(value.shape)}")
         elif value is not None and not isinstance(value, Tensor):
             checks.options(**{name: value})
@@ -231,19 +229,6 @@ def _check_support(support: object, target_ids: Tensor, *, is_shard: bool) -> No
     meaning = "(T+1,), one set for each target,"
     shape = (target_ids.numel() + 1,)
     checks.tensor("support.offsets", support.offsets, checks.OFFSETS, shape, meaning, same_device)
-
-
-def _prompt_items(value: object, count: int, config: LossConfig) -> None:
-    """Check `num_items_in_batch` for the aggregation "prompt_mean"."""
-    meaning = f"(B,) = ({count},), the tokens of each completion's prompt"
-    name = "num_items_in_batch"
-    if value is None and count % (config.group_size or 1):
-        raise argument_error(
-            name, f"{meaning}, where groups of {config.group_size} are not whole", None
-        )
-    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
-        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise argument_error(name, f"None or {meaning},", came)
 
 
 def _offsets(cu_seqlens: Tensor | None, like: Tensor) -> None:

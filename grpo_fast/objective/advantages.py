@@ -117,40 +117,6 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     return a / torch.where(are_equal | (known < 2), 1.0, std + eps)
 
 
-def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Compute A = (r - mean of the group) / (mean + eps), from rewards >= 0 (MaxRL)."""
-    least = r.nan_to_num(nan=torch.inf).min().item()
-    require(least >= 0, "rewards", "numbers >= 0 of mode 'maxrl'", f"{least:g}")
-    return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
-
-
-def gdpo(
-    r: Tensor,  # (K, N, G)
-    *,
-    weights: Sequence[float] = (),
-    each: str = "normalized",
-    eps: float = 1e-4,
-) -> Tensor:  # (N, G)
-    """Compute the sum A = Σ_k w_k·A_k over K rewards, and whiten it over the batch.
-
-    Source: GDPO, https://arxiv.org/abs/2601.05242
-
-    If reward k of a completion is NaN, the sum of this completion omits term k, as in TRL.
-
-    Args:
-        r: (K, N, G), the rewards.
-        weights: the K weights w_k. If empty, all weights are 1.
-        each: the mode that computes A_k from reward k.
-        eps: number added to the standard deviation of the batch.
-    """
-    share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
-    a = (share * torch.stack([_zero_equal_groups(MODES[each](x), x) for x in r])).nansum(0)
-    # Include a completion in the statistics if at least one of its rewards is not NaN.
-    known = a[~r.isnan().all(0)]
-    std = known.std(correction=int(known.numel() > 1))
-    return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
-
-
 def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
@@ -202,8 +168,6 @@ MODES: dict[str, Callable[..., Tensor]] = {
     "batch": batch,
     "rloo": rloo,
     "rloo_normalized": rloo_normalized,
-    "maxrl": maxrl,
-    "gdpo": gdpo,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "opo": opo,
     "passk": passk,
@@ -225,7 +189,7 @@ WITHOUT_GROUPS = ("rewards", "baseline")
 
 
 def group_advantages(
-    rewards: Tensor,  # (N*G,); (K, N*G) of mode "gdpo"
+    rewards: Tensor,  # (N*G,)
     mode: str = "normalized",
     *,
     group_size: int | None = None,
@@ -245,13 +209,10 @@ def group_advantages(
 
     Args:
         rewards: (N*G,), float. The rewards of all completions. With `group_size`, the G completions
-            of a prompt must be adjacent. Mode "gdpo" expects (K, N*G) instead, the values of K
-            reward functions. With "gdpo", a completion without a reward has NaN for all K
-            functions.
+            of a prompt must be adjacent.
         mode: how to compute the advantages: "rewards", "baseline", "centered", "normalized", "max",
-            "max_code", "batch", "rloo", "rloo_normalized", "maxrl", "gdpo",
-            "reinforce_pp_baseline", "opo" or "passk". The losses page has the formula and the paper
-            of each mode.
+            "max_code", "batch", "rloo", "rloo_normalized", "reinforce_pp_baseline", "opo" or
+            "passk". The losses page has the formula and the paper of each mode.
         group_size: G, completions per prompt. Must divide the number of rewards. 1 is allowed only
             with the modes "rewards" and "baseline".
         groups: the group of each reward, as a 1-D tensor of integers or a sequence of hashable
@@ -260,8 +221,8 @@ def group_advantages(
         clip_low: lower bound of the advantages, a number <= 0. None: no bound.
         clip_high: upper bound of the advantages, a number >= 0. None: no bound.
         options: options of the mode. "normalized" and "batch" have `eps` and `unbiased`.
-            "rloo_normalized", "maxrl", "gdpo" and "reinforce_pp_baseline" have `eps`. "baseline"
-            has `value`, "opo" has `lengths`, and "gdpo" also has `weights` and `each`.
+            "rloo_normalized" and "reinforce_pp_baseline" have `eps`. "baseline" has `value`, and
+            "opo" has `lengths`.
 
     Returns:
         Advantages, (N*G,), fp32, in the order of the rewards.
@@ -280,23 +241,15 @@ def group_advantages(
     """
     # 1. Check the shape, the group size, the values and the options.
     choice("mode", mode, MODES)
-    dim = 1
-    shape = "(N*G,)"
-    if mode == "gdpo":
-        dim = 2
-        shape = "(K, N*G), K rewards,"
-    fits = isinstance(rewards, Tensor) and rewards.dim() == dim and 0 not in rewards.shape[:-1]
-    require(fits, "rewards", f"a tensor of shape {shape}", kind_of(rewards))
-    count = rewards.shape[-1]
+    fits = isinstance(rewards, Tensor) and rewards.dim() == 1
+    require(fits, "rewards", "a tensor of shape (N*G,)", kind_of(rewards))
+    count = len(rewards)
     is_complex = rewards.is_complex()
     expected = "finite values, or NaN for a completion without a reward"
     fits = not is_complex and not torch.isinf(rewards).any()
     require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
     cells, width = _cells(mode, count, group_size, groups)
     check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
-    weights = options.get("weights") or ()
-    fits = mode != "gdpo" or len(weights) in (0, len(rewards))
-    require(fits, "weights", f"{len(rewards)}, one for each reward", weights)
     if mode == "opo":
         lengths = options.get("lengths")
         if not isinstance(lengths, Tensor) or lengths.shape != rewards.shape:
@@ -308,11 +261,11 @@ def group_advantages(
     # 2. Compute in fp64, group by group.
     function = MODES[mode]
     grouped = _table(rewards.double(), cells, width)
-    missing = grouped.isnan().all(0) if mode == "gdpo" else grouped.isnan()
+    missing = grouped.isnan()
     if missing.all():  # also for zero rewards, whose deviation would cause a torch warning
         return torch.zeros(count, device=rewards.device)
     advantages = function(grouped, **options)
-    if mode not in (*WITHOUT_GROUPS, "gdpo"):
+    if mode not in WITHOUT_GROUPS:
         advantages = _zero_equal_groups(advantages, grouped)
     # 3. Set the advantages of completions without a reward to 0, apply the bounds, and reject
     # advantages that fp32 cannot represent.
@@ -363,13 +316,13 @@ def _cells(
 
 
 def _table(values: Tensor, cells: Tensor | None, width: int) -> Tensor:
-    """Return values (..., count) as a table (..., groups, width), with NaN in empty cells."""
+    """Return values (count,) as a table (groups, width), with NaN in empty cells."""
     if cells is None:
-        return values.reshape(*values.shape[:-1], -1, width)
+        return values.reshape(-1, width)
     rows = int(cells.max()) // width + 1 if cells.numel() else 0
-    table = values.new_full((*values.shape[:-1], rows * width), torch.nan)
-    table[..., cells.to(values.device)] = values
-    return table.reshape(*values.shape[:-1], rows, width)
+    table = values.new_full((rows * width,), torch.nan)
+    table[cells.to(values.device)] = values
+    return table.reshape(rows, width)
 
 
 def check_group_size(mode: str, group_size: int) -> None:
@@ -389,13 +342,5 @@ def check_options(mode: str, options: Options) -> None:
             raise argument_error(name, expected, repr(name) + nearest_hint(name, known))
         if name in NUMBERS and not (value is None and name.startswith("clip_")):
             number(name, value, *NUMBERS[name])
-        elif name == "each":
-            choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
-        elif name == "weights":
-            # Accept only lists and tuples, because a string is a sequence, too.
-            is_list = isinstance(value, (list, tuple))
-            require(is_list, "weights", "a list of numbers", repr(value))
-            for x in value:
-                number("weights", x, "finite numbers", lambda x: True)
         elif name == "unbiased":
             require(isinstance(value, bool), "unbiased", "True or False", repr(value))

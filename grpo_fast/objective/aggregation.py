@@ -19,8 +19,7 @@ Total = float | Tensor
 LEAST_TOTAL = 1e-30  # the weights of a smaller total would be infinite in fp32
 
 AGGREGATIONS = (
-    "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "prompt_mean",
-    "sequence_sum",
+    "sequence_mean", "token_mean_local", "fixed_length", "token_mean_global", "sequence_sum",
 )  # fmt: skip
 
 
@@ -34,7 +33,6 @@ def step_weights(
     max_completion_length: int | None = None,
     num_items_in_batch: Total | None = None,
     num_completions_in_batch: Total | None = None,
-    group_size: int | None = None,
 ) -> Tensor:  # (T,)
     """Compute the weight of each token.
 
@@ -47,23 +45,16 @@ def step_weights(
         active: the sum of the lengths, known on the host.
         max_completion_length: maximum number of tokens, for "fixed_length".
         num_items_in_batch: number of active tokens in the whole optimizer step. With None, the
-            tokens of this call are counted. For "prompt_mean", it is a (B,) tensor instead. Its
-            element for a completion is the number of active tokens in all completions of the same
-            prompt. With None, this call must then have all completions of each prompt, next to each
-            other.
+            tokens of this call are counted.
         num_completions_in_batch: number of completions in the whole optimizer step. With None, the
             completions of this call are counted.
-        group_size: completions per prompt, for "prompt_mean".
 
     Returns:
         Weights, (T,), fp32.
     """
-    group = group_size or 1
-    items = num_items_in_batch
     total: Total = max(count, 1)
     if num_completions_in_batch is not None:
         total = num_completions_in_batch
-    divisors: Tensor | None = None  # (B,); None: all divisors are 1
     # "sequence_sum" has no case below. Its weight is 1/(number of completions). The loss is summed
     # over the tokens of each completion, and then averaged over the completions (LUSPO).
     match aggregation:
@@ -71,7 +62,8 @@ def step_weights(
             # The weight is 1/(number of completions · length of the completion). The loss is
             # averaged over the tokens of each completion, and then over the completions
             # (DeepSeekMath).
-            divisors = lengths().clamp(min=1)
+            divisors = lengths().clamp(min=1).double() * total  # (B,)
+            return (1.0 / divisors).float()[segments]
         case "fixed_length":
             # The weight is 1/(number of completions · max_completion_length), as in Dr. GRPO.
             total = total * (max_completion_length or 1)
@@ -80,16 +72,7 @@ def step_weights(
             total = max(active, 1)
         case "token_mean_global":
             # The weight is 1/(active tokens of the whole optimizer step), as in DAPO.
-            total = max(active, 1) if items is None else items
-        case "prompt_mean":
-            # The weight is 1/(number of prompts · active tokens of the prompt). The loss is
-            # averaged over the tokens of each prompt, and then over the prompts (SkyRL).
-            if not isinstance(items, Tensor):
-                items = lengths().view(-1, group).sum(1).repeat_interleave(group)
-            divisors = items.clamp(min=1)
-            total = total / group
-    if divisors is not None:
-        return (1.0 / (divisors.double() * total)).float()[segments]
+            total = max(active, 1) if num_items_in_batch is None else num_items_in_batch
     if isinstance(total, Tensor):
         return (1.0 / total.double()).float().repeat(len(segments))
     return torch.full((len(segments),), 1.0 / total, dtype=torch.float32, device=segments.device)

@@ -70,9 +70,13 @@ def token_loss(
         # depend on the logps.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
-    # 3. Multiply the loss by the token weights, and compute dL/dlogp from the slope.
+    # 3. Multiply the loss by the token weights, which include the entropy mask and the corrections,
+    # and compute dL/dlogp from the slope.
     keep_entropy = high_entropy_mask(entropy, config)
-    weights = policy_weights(correction, keep_entropy, tokens, config)
+    weights = tokens.token_weights
+    if keep_entropy is not None:
+        weights = torch.where(keep_entropy, weights, 0.0)
+    weights = correction.apply(weights, weigh=objective.ratio_kind != "sum")
     if objective.ratio_kind == "geometric":
         grad = tokens.to_tokens(tokens.completion_mean(weights * loss)) * clip_slope
     elif objective.slope_of == "log_ratio":
@@ -181,19 +185,6 @@ def quantile(x: Tensor, q: float) -> Tensor:
     position = q * (x.numel() - 1)
     low = math.floor(position)
     return torch.lerp(ordered[low], ordered[min(low + 1, x.numel() - 1)], position - low)
-
-
-def policy_weights(
-    correction: Corrected, keep_entropy: Tensor | None, tokens: Tokens, config: LossConfig
-) -> Tensor:
-    """Return the weight of each token in the policy term, (T,).
-
-    It is the product of the aggregation weight, the entropy mask and the corrections.
-    """
-    weights = tokens.token_weights
-    if keep_entropy is not None:
-        weights = torch.where(keep_entropy, weights, 0.0)
-    return correction.apply(weights, weigh=OBJECTIVES[config.loss_type].ratio_kind != "sum")
 
 
 def weighted_kl(

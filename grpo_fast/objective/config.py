@@ -26,8 +26,7 @@ RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("logit_scale",), "a finite number, not 0", lambda x: x != 0),
     (("dual_clip_c",), "a finite number > 1", lambda x: x > 1),
     (("top_entropy_quantile",), "a number in (0, 1]", lambda x: 0 < x <= 1),
-    (("max_completion_length", "group_size"), "a whole number > 0",
-     lambda x: x > 0 and x == int(x)),
+    (("max_completion_length",), "a whole number > 0", lambda x: x > 0 and x == int(x)),
 )  # fmt: skip
 # Options that only some losses use. Changing one of them for a loss that ignores it is an error.
 # epsilon_low and epsilon_high are not in the list, for two reasons. Users keep one clip range while
@@ -65,12 +64,10 @@ class LossConfig:
             exponential of the sum of the log ratios. With loss_type "gspo" the default is
             "sequence".
         aggregation: str. How tokens are averaged: "sequence_mean", "token_mean_local",
-            "token_mean_global", "fixed_length", "sequence_sum" or "prompt_mean". None: the default
-            of the loss type.
+            "token_mean_global", "fixed_length" or "sequence_sum". None: the default of the loss
+            type.
         max_completion_length: int. Maximum number of tokens of a completion. Required by
             aggregation "fixed_length".
-        group_size: int. Completions per prompt. Required by aggregation "prompt_mean". The
-            completions of a prompt must be adjacent.
 
     KL to the reference
         beta: float. Weight of the KL to the reference policy. Unless beta is 0, `ref_logps` is
@@ -156,7 +153,6 @@ class LossConfig:
     corrections: tuple[Correction, ...] = DEFAULT
     kl_clamp: float | None = None
     kl_input_clamp: float | None = None
-    group_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -198,14 +194,10 @@ class LossConfig:
         if level not in objective.levels:
             why = f"choose one of {list(objective.levels)}"
             raise conflict(f"importance_sampling_level={level!r}", loss, why)
-        # 2. Check the numbers that the aggregation needs.
-        for name, aggregation in (
-            ("max_completion_length", "fixed_length"),
-            ("group_size", "prompt_mean"),
-        ):
-            if self.aggregation == aggregation and getattr(self, name) is None:
-                why = f"the mean needs this number; pass {name}"
-                raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
+        # 2. Check the number that the aggregation needs.
+        if self.aggregation == "fixed_length" and self.max_completion_length is None:
+            why = "the mean needs this number; pass max_completion_length"
+            raise conflict("max_completion_length=None", "aggregation='fixed_length'", why)
         # 3. Reject options that have no effect, unless they have their default values.
         for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)

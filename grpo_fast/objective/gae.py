@@ -12,7 +12,7 @@ def gae(
     rewards: Tensor,  # (B, L)
     values: Tensor,  # (B, L)
     gamma: float = 1.0,
-    lam: float | Tensor = 0.95,
+    lam: float = 0.95,
     *,
     mask: Tensor | None = None,  # (B, L)
 ) -> Tensor:  # (B, L)
@@ -30,7 +30,7 @@ def gae(
         rewards: (B, L), float. Reward of each token.
         values: (B, L), float. Value of the state before each token.
         gamma: discount factor in [0, 1].
-        lam: trace decay in [0, 1]. A number, or a (B,) tensor with one value per completion.
+        lam: trace decay in [0, 1].
         mask: (B, L), 1 for tokens that count. None: all tokens count.
 
     Returns:
@@ -53,13 +53,7 @@ def gae(
         require(fits, name, f"the shape of rewards, (B, L) = {tuple(rewards.shape)}", kind_of(x))
     count, length = rewards.shape
     number("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-    if isinstance(lam, Tensor):
-        fits = lam.shape == (count,) and bool(((lam >= 0) & (lam <= 1)).all())
-        require(fits, "lam", f"(B,) = ({count},) numbers in [0, 1]", kind_of(lam))
-        decay: Tensor | float = gamma * lam.double()[:, None]
-    else:
-        number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        decay = gamma * lam
+    number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     # 2. Move the tokens inside the mask to the front of each completion. For each of these tokens,
     # find the value of the next token.
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
@@ -70,6 +64,7 @@ def gae(
     # terms in the sums. Then undo step 2: scatter the sums to the original positions of the tokens.
     advantages = r + gamma * after - v
     span = 1
+    decay = gamma * lam
     while span < length:  # invariant: A_t holds the terms k < span, and decay = (γλ)^span
         later = torch.nn.functional.pad(advantages[:, span:], (0, span))
         advantages = advantages + decay * later

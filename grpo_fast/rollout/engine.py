@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,13 +32,10 @@ EngineName = Literal["transformers", "vllm", "vllm-server"]
 BUILDERS: dict[str, str] = {
     "transformers": "grpo_fast.rollout.own.engine:TransformersEngine",
     "vllm": "grpo_fast.rollout.vllm.local:build",
-    "vllm-server": "grpo_fast.rollout.vllm.servers:build",
+    "vllm-server": "grpo_fast.rollout.vllm.servers:VLLMServers",
 }
 
 Seed = int | tuple[int | str, ...]
-
-# Mean difference, in nats per token, that two correct forward passes may have in each dtype.
-NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 @functools.cache
@@ -105,13 +100,10 @@ class Engine(ABC):
             engine may sample in a thread while the policy trains, and `sleep` does nothing.
         fallback: reason why the engine uses a slower implementation, whose results differ by
             rounding. None if the engine uses the fast implementation.
-        checks_weights: True if the engine may compare itself with the policy after `update`. The
-            doctor switches this off, because it looks for the cause of a difference itself.
     """
 
     is_apart = False
     fallback: str | None = None
-    checks_weights = True
 
     def generate(self, *fields: Any, **others: Any) -> list[Completion]:
         """Call `sample` with a `Request` built from the arguments."""
@@ -205,24 +197,3 @@ def uniforms(
         if place in wanted:
             rows.append(group)
     return torch.cat(rows) if rows else torch.zeros(0, length)
-
-
-# ------------------------------------------------------------------------------------------ Threads
-Result = TypeVar("Result")
-
-
-def started(work: Callable[[], Result]) -> Future[Result]:
-    """Run a function on a daemon thread, and return a future of its result.
-
-    A ThreadPoolExecutor would keep the process from exiting while a thread waits for a server.
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -179,14 +179,12 @@ class Sampler:
         options: the sampling options.
 
     Attributes:
-        logps: (B, L) fp32, log-probabilities of the sampled tokens after generation.
         draws: one `Draw` for each position.
     """
 
     def __init__(self, uniforms: Tensor, options: Sampling) -> None:
         self.uniforms = uniforms
         self.options = options
-        self.logps = torch.zeros_like(uniforms)
         self.draws: list[Draw] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -194,6 +192,5 @@ class Sampler:
         t = len(self.draws)
         draw = sample(scores, self.uniforms[:, t], self.options)
         self.draws.append(draw)
-        self.logps[:, t] = draw.logps
         # With these scores, greedy `generate` must select the sampled token.
         return torch.full_like(scores, float("-inf")).scatter_(-1, draw.tokens[:, None], 0.0)

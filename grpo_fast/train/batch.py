@@ -51,7 +51,6 @@ class MicroBatch:
     completion_mask: Tensor  # (R,) bool, True for tokens that contribute to the loss
     advantages: Tensor  # (B,) fp32, 0 for samples without a reward
     support: Support | None  # token ids that the sampler kept, for the R tokens
-    prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
     is_idle: bool = False  # True if no token contributes to the loss, see `idle`
 
     def column(self, name: str) -> Tensor | None:
@@ -102,7 +101,6 @@ class StepBatch:
 
     Args:
         samples: samples with advantages. The samples of a group are adjacent.
-        group_size: samples per group (G).
         budget: maximum number of trunk tokens of a micro-batch.
         device: device of the packed tensors.
         updates: optimizer steps per pass, a divisor of the number of samples.
@@ -113,7 +111,6 @@ class StepBatch:
     """
 
     samples: Samples
-    group_size: int
     budget: int
     device: torch.device | str
     updates: int = 1
@@ -234,15 +231,8 @@ class StepBatch:
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # 3. Count the tokens that contribute to the loss. The aggregation `prompt_mean` assumes
-        # len(part) / G prompts. A shuffled minibatch can have completions of more prompts than
-        # that, so multiply its divisors by the ratio of the two numbers.
+        # 3. Count the tokens that contribute to the loss.
         tokens = (torch.tensor(self.samples.lengths) * self.counts).tolist()
-        scale = len(groups) * self.group_size / len(part)
-        of_prompt = {i: sum(tokens[j] for j in group) for group in groups for i in group}
-        for batch in micro_batches:
-            items = [of_prompt[i] * scale for i in batch.chosen]
-            batch.prompt_items = torch.tensor(items, dtype=torch.float64, device=self.device)
         total = max(1, sum(tokens[i] for i in part))
         return micro_batches, Totals(total, len(part), trunk)
 

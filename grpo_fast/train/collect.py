@@ -89,7 +89,7 @@ class Collector:
         # 3. Compute the advantages of the groups that are used.
         chosen = samples[is_used.repeat_interleave(size).nonzero()[:, 0]]
         assert chosen.rewards is not None and samples.rewards is not None
-        chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
+        chosen.advantages = self.advantages.of(chosen.rewards, chosen.lengths)
         # Update the baseline now, so that the advantages of a step see only earlier rewards.
         baseline = self.advantages.baseline
         if baseline is not None:
@@ -253,26 +253,19 @@ class Advantages:
         mode: value of the setting `advantages`.
         options: value of the setting `advantage_options`.
         group_size: number of completions per prompt (G).
-        weights: weight of each reward function. Functions with weight 0 are logged but do not
-            contribute.
     """
 
-    def __init__(
-        self, mode: str, options: Options, group_size: int, weights: Mapping[str, float]
-    ) -> None:
-        self.weights = {name: weight for name, weight in weights.items() if weight}
+    def __init__(self, mode: str, options: Options, group_size: int) -> None:
         self.mode = mode
         self.group_size = group_size
         self.options, self.baseline = split_options(mode, options)
 
-    def of(self, rewards: Tensor, scores: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
+    def of(self, rewards: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute the advantage of each completion.
 
         Args:
             rewards: weighted sum of the rewards of each completion, shape (N·G,). The completions
                 of a prompt are adjacent.
-            scores: rewards of each function, shape (N·G,). Mode gdpo normalizes each function's
-                rewards separately.
             lengths: number of tokens of each completion, which mode opo needs for its baseline.
 
         Returns:
@@ -284,12 +277,6 @@ class Advantages:
         options = dict(self.options)
         if self.baseline is not None:
             options["value"] = self.baseline.value
-        if self.mode == "gdpo":
-            options = {"weights": list(self.weights.values()), **options}
-            each = torch.stack([scores[name] for name in self.weights])
-            # NaN in `each` means that a function does not apply to a sample. NaN in `rewards` means
-            # that a function failed. Set all rewards of such a sample to NaN, so that none counts.
-            rewards = each.masked_fill(rewards.isnan(), torch.nan)
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)

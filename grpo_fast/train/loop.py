@@ -85,9 +85,8 @@ def train(config: RunConfig) -> dict[str, Any]:
             # Build the reference after the warm start, because it is a copy of the policy.
             reference = Reference(policy, config.reference)
             critic = Critic(policy, config.critic) if config.critic else None
-            weights = {reward.name: reward.weight for reward in rewards.rewards}
             size = config.rollout.group_size
-            advantages = Advantages(config.advantages, config.advantage_options, size, weights)
+            advantages = Advantages(config.advantages, config.advantage_options, size)
             collector = Collector(
                 config.rollout, policy, engine, rewards, PromptQueue(splits.train), advantages,
                 config.seed, config.steps,

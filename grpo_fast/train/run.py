@@ -87,7 +87,7 @@ class Run:
         """Pack the samples of a step, which have advantages, into micro-batches."""
         config = self.config
         return StepBatch(
-            samples, config.rollout.group_size, self.budget, self.policy.device,
+            samples, self.budget, self.policy.device,
             updates=config.minibatches, shared=self.policy.unshared is None,
             mask_truncated=config.rollout.mask_truncated, rank=ranks.rank(), ranks=ranks.size(),
         )  # fmt: skip

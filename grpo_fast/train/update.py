@@ -105,16 +105,14 @@ def accumulate(
         items = max(1, sum(batch.active_tokens for batch in minibatch))
         totals = Totals(items, sum(map(len, minibatch)), 0)
     alone = policy_term(config)
-    by_prompt = config.aggregation == "prompt_mean"
     seen = LossMetrics()
     for batch in minibatch:
         mask = batch.completion_mask
-        total: Any = batch.prompt_items if by_prompt else totals.items
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
         term = exact_kl(batch, ref_head, config)
         options: dict[str, Any] = {
-            "num_items_in_batch": total,
+            "num_items_in_batch": totals.items,
             "num_completions_in_batch": totals.completions,
             "sampling_logps": sampling_logps if correct_sampling else None,
             "divergence": term,

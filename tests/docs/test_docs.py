@@ -37,6 +37,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 WRITTEN = [page for page in PAGES if "```{readme}" not in page.read_text()]
 README = ROOT / "README.md"
+ROLLOUT = ROOT / "grpo_fast" / "rollout"
 READMES = sorted([README, *(ROOT / "grpo_fast").rglob("README.md")])
 OTHERS = [ROOT / x for x in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 # Modules whose __all__ is the public interface.
@@ -64,7 +65,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, capsys):
     The index is only compiled, because it uses the reader's variables.
     tests/attention/test_shared_prompt.py runs the README of attention.
     """
-    known: dict = names_of_rollout() if page.parent.name == "rollout" else {}
+    known: dict = names_of_rollout() if page.parent == ROLLOUT else {}
     blocks = BLOCK.findall(page.read_text())
     for block in blocks:
         code = compile(block, page.name, "exec")
@@ -76,7 +77,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, capsys):
         assert len([line for line in example.splitlines() if line.strip()]) <= 12
         assert known["hidden"].grad.abs().sum() > 0 and known["head"].weight.grad.abs().sum() > 0
         assert "active_tokens': 40.0" in capsys.readouterr().out
-    if page.parent.name == "rollout":
+    if page.parent == ROLLOUT:
         done = known["done"]
         assert len(known["rewards"]) == 16 and done.group.tolist() == [0] * 8 + [1] * 8
         assert len(done.support.offsets) == len(done.logps) + 1

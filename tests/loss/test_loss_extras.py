@@ -17,19 +17,16 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.workspace import drop_workspace
 from tests import oracle_inputs, oracles
 from tests.loss_cases import (
-    FUNCTIONS,
     LAYOUTS,
     LOSS_LEVELS,
     arguments,
     call,
-    check,
     make_case,
     options_for,
     reference_logps,
     run,
     truth,
 )
-from tests.pairs import pairs
 
 EXACT = dict(loss_tol=3e-6, grad_tol=1e-5)
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -102,29 +99,6 @@ def test_given_logps_of_any_dtype_give_fp32_outputs(dtype):
     for a, b in zip(*outputs, strict=True):
         assert a.dtype == torch.float32
         assert torch.equal(a, b)
-
-
-@pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
-def test_the_mean_over_prompts(loss_type, layout, function):
-    """Check that "prompt_mean" agrees with the oracle, and with a sum over micro-batches.
-
-    Three prompts have two completions each, and one completion is empty. The completions of one
-    prompt can be in different micro-batches.
-    """
-    mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
-    options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
-    case = make_case(39, mask=mask, **options, entropy_coef=0.1, top_entropy_quantile=0.7)
-    check(function, case, layout=layout, **EXACT)
-    tokens = mask.sum(1).double()
-    of_prompts = tokens.view(3, 2).sum(1).repeat_interleave(2)
-    case = case.with_options(top_entropy_quantile=1.0)
-    whole, parts = run(function, case, layout=layout), 0.0
-    for some in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        fields = {name: getattr(case, name)[some] for name in
-                  ("hidden", "ids", "mask", "advantages", "old", "ref")}  # fmt: skip
-        part = case.but(**fields, num_items=of_prompts[some], num_completions=6)
-        parts += run(function, part, layout=layout).loss
-    torch.testing.assert_close(parts, whole.loss)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -86,7 +86,6 @@ CONFLICTS = [
     ],
     # GSPO is defined by the mean of the log ratios, so a different level must raise an error.
     ("importance_sampling_level", dict(loss_type="gspo", importance_sampling_level="sequence_sum")),
-    *[("group_size", dict(aggregation="prompt_mean", group_size=x)) for x in (None, 0, 1.5)],
 ]
 
 
@@ -296,9 +295,6 @@ def test_options_that_need_an_argument_or_exclude_it(function):
     for correction in ({"kind": "mask", "high": 2.0}, {"kind": "reject", "high": 2.0}, {}):
         case = make_case(31, **options_for("grpo", corrections=[correction]))
         assert_refused("sampling_logps=None conflicts with corrections", call, function, case)
-    case = make_case(39, **options_for("dapo", aggregation="prompt_mean", group_size=2))
-    for items in (None, 3.0, torch.ones(4), torch.full((5,), -1.0), torch.full((5,), NAN)):
-        assert_refused("num_items_in_batch", call, function, case, num_items_in_batch=items)
     for need in ({"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}):
         case = CASE.but(options=options_for("grpo", **need))
         for entropy in (None, torch.ones(5, 6)) if function == "logps" else ():

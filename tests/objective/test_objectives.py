@@ -19,8 +19,7 @@ def test_both_sides_have_the_same_losses_kl_estimators_and_normalisers():
     assert set(OBJECTIVES) == set(oracles.ORACLES)
     assert OBJECTIVES["gspo"].function is OBJECTIVES["grpo"].function
     assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
-    # test_the_mean_over_prompts tests "prompt_mean", which needs prompts.
-    assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}
+    assert set(PACKAGE_AGGREGATIONS) == set(AGGREGATIONS)
 
 
 def test_default_bounds_of_the_ratio():

@@ -43,17 +43,19 @@ def test_top_k_then_top_p_and_a_temperature_in_the_logps():
     # normalization, the first two have .7 / .95 = .737 >= .72, so top_p drops the other two.
     scores = sampler(torch.zeros(1, 1), probabilities.log())
     assert scores.argmax(-1).item() == 2  # the last kept token in vocabulary order
-    assert sampler.logps.item() == pytest.approx(torch.tensor(0.4 / 0.7).log().item(), abs=1e-6)
+    assert sampler.draws[0].logps.item() == pytest.approx(
+        torch.tensor(0.4 / 0.7).log().item(), abs=1e-6
+    )
     assert sampler.draws[0].candidates.tolist() == [[0, 2, 3, 4]]
     logits = torch.tensor([[1.0, 3.0, 0.5]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_p=1e-300))
     assert sampler(torch.zeros(1, 1), logits).argmax(-1).item() == 1
-    assert sampler.logps.item() == 0
+    assert sampler.draws[0].logps.item() == 0
     logits = torch.tensor([[1.0, 2.0, 0.5]])
     sampler = Sampler(torch.zeros(1, 1), Sampling(temperature=0.5))
     token = sampler(torch.zeros(1, 1), logits.clone()).argmax(-1)
     expected = (logits / 0.5).log_softmax(-1)[0, token].item()
-    assert sampler.logps.item() == pytest.approx(expected, abs=1e-6)
+    assert sampler.draws[0].logps.item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-300])

@@ -13,7 +13,7 @@ from grpo_fast.rollout import Completion, EngineError, NonFiniteLogits, Sampling
 from grpo_fast.rollout.engine import Request
 from grpo_fast.rollout.vllm.answers import VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.servers import build
+from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.vllm_stand_in import GENERATE, UPDATE, Raw
 
@@ -58,7 +58,6 @@ WRONG |= {
     "a log-probability of each of the 6 tokens": [{"logprobs": tokens(IDS[::-1])["logprobs"]}],
     "completions 0 to 2": [{"index": 2}, {"index": 3}],
     "left a completion unfinished": [{"finish_reason": "abort"}, {"finish_reason": "error"}],
-    "finish reason length, got '?(stop|None)": [{"finish_reason": "stop"}, {"finish_reason": None}],
     "completions by the weights now": [
         {"weight_versions": [{"version": version} for version in versions]}
         for versions in ([], ["\x1b[2J"], ["now", "default"])
@@ -116,16 +115,6 @@ def slowly(text: bytes) -> Raw:
     return raw(*(text[at : at + 1] for at in range(len(text))), seconds=0.05)
 
 
-def lora(**limits: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found["vllm_config"].update(lora_config=limits)
-
-
-def probed(logp: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that replaces the last row of log-probabilities of a prompt's tokens."""
-    row = logp if logp is None else {"3": {"logprob": logp}}
-    return lambda found: {"prompt_logprobs": [*found["prompt_logprobs"][:-1], row]}
-
-
 OK = b"HTTP/1.1 200 OK\r\n"
 INFO = "/server_info"
 CONTROL = {"vllm_config": {"model_config": {"logprobs_mode": "\x1b", "dtype": ""}}}
@@ -154,11 +143,6 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a weight_info of 500": ("/weight_info", 500),
     "logprobs_mode of control characters": (INFO, answer(CONTROL)),
     "no account of the model": ("/collective_rpc", answer({"results": []})),
-    "lora_config {}": (INFO, lora()),
-    "max_lora_rank '8'": (INFO, lora(max_lora_rank="8", target_modules=None)),
-    "target_modules 1": (INFO, lora(max_lora_rank=8, target_modules=1)),
-    "a probe with a row null": ("probe", probed(None)),
-    "a probe with a row of NaN": ("probe", probed(float("nan"))),
 }
 
 
@@ -169,7 +153,7 @@ def test_a_fault_ends_in_time_and_names_the_server(policy, server, fault):
     options = VLLMOptions(urls=[server.url], timeout=0.5 if waits else 10.0, patience=0.1)
     start = time.monotonic()
     with pytest.raises(ERRORS) as refused:
-        engine = build(policy, SimpleNamespace(vllm=options))
+        engine = VLLMServers(policy, SimpleNamespace(vllm=options))
         engine.update(policy, 3)
         sampling = Sampling(max_new_tokens=6)
         rollouts.generate(policy, ["3 1 2 ="], sampling, group_size=3, seed=1, engine=engine)

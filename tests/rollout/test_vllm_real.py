@@ -18,12 +18,11 @@ import torch
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.splits import Splits
-from grpo_fast.rollout import EngineError, Sampling, awake, build_engine
-from grpo_fast.rollout.engine import Request
-from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, VLLMRequest
+from grpo_fast.rollout import EngineError, awake, build_engine
+from grpo_fast.rollout.vllm.answers import ServerError
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import Server, run
-from grpo_fast.rollout.vllm.transfer import GlooGroup, weights_of
+from grpo_fast.rollout.vllm.transfer import weights_of
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
@@ -40,7 +39,6 @@ SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers"
          "max_position_embeddings": 512}  # fmt: skip
 SORT = ["data.digits=2", "optim.lr=5e-3", "optim.schedule=constant",
         *(f"model.config.{key}={value}" for key, value in SIZES.items())]  # fmt: skip
-LORA_WORDS = "--enable-lora", "--max-lora-rank", "16"
 TIED = "model.config.tie_word_embeddings=true"
 LONG = (
     " ".join("31402"[i % 5] for i in range(299)) + " ="
@@ -98,8 +96,7 @@ class Process:
         with (self.model.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1",
-                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
@@ -128,13 +125,6 @@ def started(folder: Path, *words: str) -> Iterator[Process]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Process]:
     with started(tmp_path_factory.mktemp("vllm") / "model") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def lora_server(tmp_path_factory) -> Iterator[Process]:
-    """Start a server that can load LoRA adapters, and yield it."""
-    with started(tmp_path_factory.mktemp("lora") / "model", *LORA_WORDS) as process:
         yield process
 
 
@@ -252,22 +242,22 @@ def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, cap
     with build_engine(policy, options) as engine:
         engine.update(policy, 5)
         assert "samples in" not in caplog.text
-        half = policy_of()
-        half.lm.bfloat16()
-        build_engine(half, options)
-        assert "samples in float32, the trainer computes in bfloat16" in caplog.text
         config = load_recipe("sort", [*SORT, "model.config.hidden_size=32"])
         other = load_policy(config.model, policy.tokenizer)
         with pytest.raises(
             ValueError, match=f"this run's model, got a different model at {server.url}"
         ):
-            build_engine(other, options)
+            build_engine(other, options).update(other, 5)
         other.save(tmp_path / "other")
         done = invoke("doctor", str(tmp_path / "other"), server.url)
         assert done.exit_code and f"a different model at {server.url}" in done.output
         run(engine.servers[0].is_up())
-        assert engine.servers[0].reported == engine.names[0]
+        assert engine.servers[0].reported == engine.name
         assert difference(policy, generate(policy, engine, options)) < EXACT
+    half = policy_of()
+    half.lm.bfloat16()
+    build_engine(half, options).update(half, 5)
+    assert "samples in float32, the trainer computes in bfloat16" in caplog.text
 
 
 KILLED = """
@@ -330,51 +320,6 @@ def test_a_run_through_a_server_learns(server, tmp_path):
     )  # fmt: skip
     values = rewards(found)
     assert len(values) == 20 and sum(values[-5:]) > sum(values[:5]) + 2.5
-
-
-LORA = "model.lora={r: 12}"
-
-
-def test_a_server_receives_the_adapter_alone(lora_server, spied):
-    """Check that a server receives the base weights once, and then only the adapter.
-
-    The server must not be able to sample with an older version of the adapter.
-    """
-    policy = policy_of("llama", LORA)
-    whole = sum(tensor.nbytes for tensor in weights_of(policy.lm).values())
-    sends = spied(GlooGroup, "broadcast")
-    options = options_of(lora_server)
-    with build_engine(policy, options) as engine:
-        engine.update(policy, 1)
-        assert sum(call.args[1].nbytes for call in sends) == whole
-        sends.clear()
-        rollout = generate(policy, engine, options)
-        assert difference(policy, rollout) < EXACT
-        assert generate(policy, engine, options).completion_ids == rollout.completion_ids
-        spoil(policy)
-        assert difference(policy, generate(policy, engine, options)) > 0.1
-        engine.update(policy, 2)
-        assert difference(policy, generate(policy, engine, options)) < EXACT
-        assert difference(policy, generate(policy, engine, options, temperature=0.7), 0.7) < EXACT
-        assert not sends
-        file = Path(engine.folder.name) / "adapter_model.safetensors"
-        assert file.stat().st_size < whole / 2
-        request = Request([[3, 5, 4]], Sampling(max_new_tokens=6), 3, 0)
-        base, adapter = engine.names
-        wanted = VLLMRequest(policy, request, 1, base, f"{adapter[:-1]}1")
-        with pytest.raises(StaleWeights, match="the adapter is sent again"):
-            run(engine.servers[0].generate([3, 5, 4], *wanted.parameters(), wanted))
-
-
-def test_a_server_that_loses_the_adapter_receives_it_again(lora_server):
-    policy = policy_of("llama", LORA)
-    options = options_of(lora_server)
-    with build_engine(policy, options) as engine:
-        engine.update(policy, 1)
-        name = {"lora_name": engine.names[1]}
-        run(engine.servers[0].call("POST", "/v1/unload_lora_adapter", name))
-        rollout = generate(policy, engine, options)
-        assert difference(policy, rollout) < EXACT
 
 
 # The tests of the engine `vllm` must be the last tests of this file, because vLLM permanently

@@ -5,7 +5,6 @@ import threading
 import time
 from contextlib import nullcontext
 from json import dumps
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm import servers
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.rollout.vllm.servers import Server, build, check_model, run
+from grpo_fast.rollout.vllm.servers import Server, check_model, run
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
 from tests.command_line import invoke, refused
@@ -30,31 +29,27 @@ def client(server: StandIn) -> Server:
     return made
 
 
-def build_with(policy, *urls, **options):
-    return build(policy, SimpleNamespace(vllm=VLLMOptions(urls=urls, **options)))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda x: setattr(x, "mode", "raw_logprobs"), "processed_logprobs.*, got raw_logprobs at"),
         (lambda x: x.faults.update({INFO: 404}), "404 .*told to say.*VLLM_SERVER_DEV_MODE=1"),
         (lambda x: x.faults.update({INFO: 403}), "403 .*told to say.*VLLM_SERVER_DEV_MODE=1"),
-        (StandIn.stop, "expected a vLLM server, found none within 0.1 s"),
+        (StandIn.stop, "has the weights after 0.1 s and 0 tries: .*/weight_info: .*connection"),
     ],
     ids=["raw", "404", "403", "missing"],
 )
 def test_servers_that_are_refused(policy, server, change, message):
     change(server)
     with pytest.raises((ValueError, ServerError), match=message):
-        build_with(policy, server.url, patience=0.1)
+        engine_of(policy, server, version=0, patience=0.1)
 
 
 def test_another_dtype_is_logged(policy, server, caplog):
-    build_with(policy, server.url)
+    engine_of(policy, server, version=0)
     assert not caplog.text
     server.dtype = "torch.bfloat16"
-    build_with(policy, server.url)
+    engine_of(policy, server, version=0)
     assert f"{server.url} samples in bfloat16, the trainer computes in float32" in caplog.text
     assert "--dtype float32" in caplog.text
 
@@ -64,7 +59,7 @@ def test_a_server_of_another_model_is_not_changed(server, tmp_path):
     symbols = build_symbol_tokenizer(SYMBOLS)
     other = Policy(tiny_model("llama", vocab_size=15), symbols)
     with pytest.raises(ValueError, match="the org_vocab_size is 13 there, 15 here"):
-        build_with(other, server.url)
+        engine_of(other, server, version=0)
     other.save(tmp_path)
     message = f"this run's model, got a different model at {server.url}"
     assert refused(invoke("doctor", str(tmp_path), server.url), message)

@@ -88,11 +88,13 @@ def test_weights_of_the_same_version_are_sent_once_and_sampling_waits(policy, se
     order = []
     server.answer = lambda path, body: order.append(path) or StandIn.answer(server, path, body)
     engine_of(policy, server, version=0)
-    # The last request compares log-probabilities with the policy's.
-    assert order[-6:] == ["/pause?mode=keep", START, UPDATE, FINISH, "/resume", GENERATE]
+    assert order[-5:] == ["/pause?mode=keep", START, UPDATE, FINISH, "/resume"]
 
 
-def test_of_several_ranks_the_first_one_sends(policy, server):
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_of_several_ranks_the_first_one_sends(policy, server, is_sharded):
+    for parameter in policy.lm.parameters() if is_sharded else ():
+        parameter.full_tensor = parameter.detach
     first, second = engine_of(policy, server), engine_of(policy, server)
     second.run, second.rank = first.run, 1  # all ranks of a run use the same names for weights
     spoil(policy)
@@ -166,6 +168,14 @@ def test_a_server_that_hangs(policy, server, engine):
         generate(policy, engine)
     assert time.monotonic() - start < 15
     server.ended.set()
+
+
+def test_a_server_that_is_restarted_with_other_options_is_refused(policy, server, engine):
+    server.stop()
+    server.mode = "raw_logprobs"
+    server.start()
+    with pytest.raises(ValueError, match="processed_logprobs, got raw_logprobs at"):
+        generate(policy, engine)
 
 
 def test_a_server_that_stays_away(policy, server):

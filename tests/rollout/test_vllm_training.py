@@ -1,6 +1,5 @@
 """Tests of training runs with stand-in vLLM servers, including servers that fail."""
 
-import json
 import threading
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError
 from grpo_fast.train import loop
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from tests.rollout.vllm_stand_in import FINISH, GENERATE, UPDATE, StandIn
+from tests.rollout.vllm_stand_in import GENERATE, UPDATE, StandIn
 from tests.train.resuming import config_of, run
 
 
@@ -70,34 +69,7 @@ def test_a_run_that_its_servers_left_goes_on_with_others(servers, tmp_path):
     assert calm == again
 
 
-def test_servers_that_ignore_an_update_are_left_out_at_once(servers, tmp_path, caplog):
-    one, two = servers
-
-    def from_now_on(answer):
-        two.ignores_updates = len(two.versions) >= 2  # the initial weights and one update arrived
-
-    two.faults = {FINISH: from_now_on}
-    run(tmp_path / "calm", *settings_for(one, two))
-    said = f"{two.url} is left out: {two.url} claims to have the weights "
-    assert caplog.text.count(said) == 1 and "differ from the policy's by" in caplog.text
-    two.stop(), two.start()
-    two.ignores_updates = False
-    with pytest.raises(EngineError, match="no vLLM server has the weights .* 3 tries: .*claims"):
-        run(tmp_path / "run", *settings_for(two))
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [0, 1]  # step 2 ends with the update
-
-
-def test_a_server_may_round_as_its_dtype_does(servers, tmp_path):
-    def rounded(answer):
-        for row in answer["prompt_logprobs"][1:]:
-            for score in row.values():
-                score["logprob"] -= 0.01
-
-    servers[0].faults = {"probe": rounded}
-    with pytest.raises(EngineError, match="For a quantised server, set rollout.vllm.tolerance"):
-        run(tmp_path / "refused", *settings_for(servers[0]))
-    allowed = "rollout.vllm.tolerance=0.02"
-    assert run(tmp_path / "tolerant", *settings_for(servers[0]), allowed)["metrics"]
-    servers[0].dtype = "torch.bfloat16"
-    assert run(tmp_path / "run", *settings_for(servers[0]))["metrics"]
+def test_a_server_that_ignores_an_update_is_noticed(servers, tmp_path, caplog):
+    servers[0].ignores_updates = True
+    run(tmp_path / "run", *settings_for(servers[0]))
+    assert caplog.text.count("nats apart per token") == 1

@@ -10,13 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from grpo_fast.attention import pack_groups
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.options import VLLMOptions
@@ -27,25 +25,8 @@ from tests.train.tiny_steps import batch_of
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 START, FINISH = "/start_weight_update", "/finish_weight_update"
 JOIN = "/init_weight_transfer_engine"
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SECONDS = 20.0  # timeout of the engine's calls, which no working call exceeds on a busy machine
 Change = Callable[[dict[str, Any]], Any]  # changes a response in place or returns a new response
-
-
-@torch.no_grad()
-def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
-    """Compute the policy's log-probabilities over the vocabulary for every token except the first.
-
-    Args:
-        policy: The policy.
-        ids: The n token ids of a text.
-
-    Returns:
-        The log-probabilities, shape (n - 1, V), fp32.
-    """
-    packed = pack_groups([(ids[:1], [ids[1:]])])
-    hidden = policy.hidden(packed).index_select(0, packed.predicting)
-    return policy.lm.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float:
@@ -70,22 +51,11 @@ def engine_of(
 ) -> VLLMServers:
     """Return an engine for the servers. If `version` is given, send the weights as this version."""
     given = {"timeout": SECONDS, "patience": SECONDS, **options}
-    engine = VLLMServers(policy, VLLMOptions(urls=[x.url for x in servers], **given))
+    options = VLLMOptions(urls=[x.url for x in servers], **given)
+    engine = VLLMServers(policy, SimpleNamespace(vllm=options))
     if version is not None:
         engine.update(policy, version)
     return engine
-
-
-def with_adapter(policy: Any, folder: str) -> Any:
-    """Return a copy of the policy, with a saved LoRA adapter merged into its weights."""
-    twin = policy.frozen_copy()
-    fields = json.loads((Path(folder) / "adapter_config.json").read_text())
-    tensors = load_file(Path(folder) / "adapter_model.safetensors")
-    for name in [key for key in tensors if key.endswith(".lora_A.weight")]:
-        module = twin.lm.get_submodule(name.removeprefix("base_model.model.").split(".lora_")[0])
-        delta = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
-        module.weight.data += delta * fields["lora_alpha"] / fields["r"]
-    return twin
 
 
 class Raw:
@@ -118,14 +88,12 @@ class StandIn:
         self.prompts: list[list[int]] = []
         self.mode, self.dtype = "processed_logprobs", "torch.float32"
         self.ignores_updates = False  # True receives weights, but keeps the old ones
-        self.lora: dict[str, Any] | None = None  # LoRA settings, or None without --enable-lora
         self.start()
 
     def start(self) -> None:
         """Start the server, or restart it on the same port with its initial weights."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
         self.is_paused, self.versions = False, []  # `versions` names the finished weight updates
-        self.adapters: dict[str, str] = {}  # folders of the loaded adapters, by name
         self.group: GlooGroup | None = None
         self.ended, self.lock = threading.Event(), threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
@@ -152,12 +120,8 @@ class StandIn:
             "get_world_size": {"world_size": 1},
             "is_paused": {"is_paused": self.is_paused},
             "server_info": {
-                "vllm_config": {
-                    "model_config": {"logprobs_mode": self.mode, "dtype": self.dtype},
-                    "lora_config": self.lora,
-                }
+                "vllm_config": {"model_config": {"logprobs_mode": self.mode, "dtype": self.dtype}}
             },
-            "v1_models": {"data": [{"id": name} for name in ["model", *self.adapters]]},
             # The engine uses `collective_rpc` only to request the printout of the model.
             "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
         }
@@ -165,8 +129,8 @@ class StandIn:
 
     def on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.group = GlooGroup(
-            init_info["master_address"], init_info["master_port"], init_info["rank_offset"],
-            init_info["world_size"], init_info["seconds"],
+            init_info["master_address"], init_info["master_port"], init_info["world_size"],
+            init_info["rank_offset"], init_info["seconds"],
         )  # fmt: skip
 
     def on_pause(self) -> None:
@@ -197,28 +161,10 @@ class StandIn:
         self.version, self.is_updating = weight_version, False
         self.versions.append(weight_version)
 
-    def on_v1_load_lora_adapter(self, lora_name: str, lora_path: str, load_inplace: bool) -> bytes:
-        if not (Path(lora_path) / "adapter_model.safetensors").is_file():
-            raise FileNotFoundError(f"No adapter found for {lora_path}")
-        self.adapters[lora_name] = lora_path
-        return b"Success: LoRA adapter added"
-
-    def on_v1_unload_lora_adapter(self, lora_name: str) -> bytes:
-        if self.adapters.pop(lora_name, None) is None:
-            raise FileNotFoundError(f"The lora adapter {lora_name} cannot be found")
-        return b"Success: LoRA adapter removed"
-
     def on_inference_v1_generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], model: str | None = None
+        self, token_ids: list[int], sampling_params: dict[str, Any]
     ) -> dict[str, Any]:
         given = sampling_params
-        policy = self.policy
-        if model is not None:
-            if model not in self.adapters:
-                raise FileNotFoundError(f"The model {model} does not exist")
-            policy = with_adapter(policy, self.adapters[model])
-        if "prompt_logprobs" in given:
-            return self.scored(policy, token_ids, given)
         assert given["n"] == 1 or given["temperature"] > 0
         assert given["ignore_eos"] and set(given["stop_token_ids"]) == self.policy.eos_ids
         sampling = Sampling(
@@ -227,24 +173,9 @@ class StandIn:
         )  # fmt: skip
         with self.lock:
             self.prompts.append(token_ids)
-            sample = TransformersEngine(policy).generate
+            sample = TransformersEngine(self.policy).generate
             found = sample([token_ids], sampling, group_size=given["n"], seed=given["seed"])
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
-
-    def scored(self, policy: Any, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
-        """Return a response with the log-probabilities of a prompt's tokens.
-
-        Each token except the first has a row with its log-probability and with those of the most
-        likely tokens.
-        """
-        assert given["max_tokens"] == 1 and not given["detokenize"]
-        rows: list[Any] = [None]
-        with self.lock:
-            every = all_logps(policy, ids)
-        for token, logps in zip(ids[1:], every, strict=True):
-            chosen = [token, *logps.topk(given["prompt_logprobs"]).indices.tolist()]
-            rows.append({i: {"logprob": max(logps[i].item(), -9999.0), "rank": 1} for i in chosen})
-        return {"prompt_logprobs": rows, "choices": []}
 
     def _choice(self, index: int, one: Any) -> dict[str, Any]:
         pairs = zip(one.ids, one.logps.tolist(), strict=True)
@@ -268,8 +199,6 @@ class StandIn:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length) or "{}")
                 path = self.path.split("?")[0]
-                if "prompt_logprobs" in body.get("sampling_params", {}):
-                    path = "probe"  # count the probes and their faults apart from the rollouts
                 stand_in.calls[path] += 1
                 faults = stand_in.faults.get(path)
                 fault = faults
@@ -294,8 +223,7 @@ class StandIn:
                 try:
                     answer = stand_in.answer(self.path, body)
                 except Exception as error:
-                    status = 404 if isinstance(error, FileNotFoundError) else 500
-                    self.say(status, {"error": {"message": repr(error)}})
+                    self.say(500, {"error": {"message": repr(error)}})
                     return
                 changed = fault(answer) if callable(fault) else None
                 self.say(200, answer if changed is None else changed)

@@ -85,7 +85,7 @@ def collected(advantages):
     examples = [Example("1 =", "1", None)] * 2 + [Example("2 1 =", "1 2", None)] * 2
     samples.rewards = torch.tensor([1.0, 0.5, math.nan, 1.0])
     samples.scores = {"f": samples.rewards / 2}
-    return tokenizer, examples, batch_of(samples, torch.tensor(advantages), group_size=2)
+    return tokenizer, examples, batch_of(samples, torch.tensor(advantages))
 
 
 def rows_with(advantages, answered=True, by_token=None):

@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 def collector_of(config, policy, rewards, queue):
     size = config.rollout.group_size
-    advantages = Advantages(config.advantages, config.advantage_options, size, {})
+    advantages = Advantages(config.advantages, config.advantage_options, size)
     return Collector(
         config.rollout, policy, None, rewards, queue, advantages, config.seed, config.steps
     )

@@ -15,7 +15,7 @@ import torch
 from grpo_fast.attention import pack_groups
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.rollout.vllm.transfer import unsharded, weights_of
+from grpo_fast.rollout.vllm.transfer import weights_of
 from grpo_fast.train import loop
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train import update as gradients
@@ -323,7 +323,7 @@ def send_adapters() -> Any:
         expected = weights_of(policy.lm)
         train_ranks.shard_all([policy], policy.device, None)
         before = [p.full_tensor() for p in policy.model.parameters()]
-        sent = unsharded(weights_of(policy.lm))
+        sent = weights_of(policy.lm)
         assert sent.keys() == expected.keys()
         apart += [f"{settings} {x}" for x in sent if not torch.equal(sent[x], expected[x])]
         after = [p.full_tensor() for p in policy.model.parameters()]

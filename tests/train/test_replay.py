@@ -46,7 +46,7 @@ def test_with_unchanged_weights_trainer_and_sampler_agree(policy, options):
     assert all(mass.min() < 0.999 for mass in rollout.mass.split(rollout.lengths))
     assert rollout.support.ids.dtype == torch.int32
     order = [[7, 4], [0, 1, 3], [11]]  # micro-batches with completions in any order
-    micro = batch_of(rollout, torch.zeros(12), group_size=4).packed(order)
+    micro = batch_of(rollout, torch.zeros(12)).packed(order)
     sampled_logps, mass = micro.column("logps"), micro.column("mass")
     logps = policy.logps(micro.packed, asked.temperature, support=micro.support)
     assert (logps - sampled_logps).abs().max() <= 1e-5
@@ -65,7 +65,7 @@ def test_who_is_not_asked_hands_on_nothing(policy):
     plain = generate(policy, PROMPTS, asked, group_size=4, seed=1)
     assert plain.completion_ids == off.completion_ids == rollout.completion_ids
     assert plain.support is off.support is None
-    assert batch_of(off, torch.zeros(12), group_size=4).packed([[0]]).support is None
+    assert batch_of(off, torch.zeros(12)).packed([[0]]).support is None
     assert sampled(policy)[0].support is None  # nothing is truncated
 
 
@@ -96,7 +96,7 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
         f"loss.kl_estimator={estimator}", "loss.beta=0.3", "loss.entropy_coef=0.2",
         "reference.kind=frozen", "rollout.temperature=0.8",
     ]).loss_config()  # fmt: skip
-    batch = batch_of(rollout, torch.linspace(-1, 1, 12), group_size=4, budget=60)
+    batch = batch_of(rollout, torch.linspace(-1, 1, 12), budget=60)
     assert len(batch.micro_batches) > 1
     precompute(batch, policy, config, keep_old=True, reference=reference)
     groups = [range(i, i + 4) for i in range(0, 12, 4)]

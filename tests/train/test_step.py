@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_fast import LossConfig, group_advantages
+from grpo_fast import LossConfig
 from grpo_fast.objective.baseline import RunningBaseline, split_options
 from grpo_fast.rollout import Samples
 from grpo_fast.train.batch import Totals
@@ -13,7 +13,7 @@ from grpo_fast.train.collect import Advantages
 from grpo_fast.train.critic import token_rewards
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
-from tests.train.test_ppo_step import CUT, GROUP, SCORES, make_batch
+from tests.train.test_ppo_step import CUT, SCORES, make_batch
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import gradients, table_of
 
@@ -26,11 +26,6 @@ NO_VERDICT = 2
 # With 4 ranks, one is idle.
 @pairs(mask_truncated=[False, True], updates=[1, 3], ranks=[1, 2, 4], is_shuffled=[False, True])
 def test_totals_count_what_the_masks_do(mask_truncated, updates, ranks, is_shuffled):
-    """Check the totals of a step, and the divisors of the aggregation `prompt_mean`.
-
-    The loss multiplies the divisors by completions / G. With the product, all prompts of a
-    minibatch have the same weight, and so do all tokens of a prompt.
-    """
     scores = SCORES.clone()
     scores[NO_VERDICT] = math.nan
     options = dict(mask_truncated=mask_truncated, updates=updates, budget=14, ranks=ranks)
@@ -51,11 +46,6 @@ def test_totals_count_what_the_masks_do(mask_truncated, updates, ranks, is_shuff
         assert [step.totals[k] for step in steps] == [expected] * ranks
         assert items == sum(micro.active_tokens for micro in everywhere)
         idle += len(everywhere) - len(real)
-        prompts = {i // GROUP for i in chosen}
-        for micro in everywhere:
-            for i, divisor in zip(micro.chosen, micro.prompt_items.tolist(), strict=True):
-                tokens = sum(counted[j] for j in chosen if j // GROUP == i // GROUP)
-                assert divisor * len(chosen) / GROUP == pytest.approx(len(prompts) * tokens)
     assert idle > 0 or ranks < 4
 
 
@@ -105,21 +95,6 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
     assert len(calls) == 4
 
 
-def test_gdpo_takes_each_reward_apart(tmp_path, spied):
-    """Check that a run with the advantages `gdpo` normalizes each reward function separately.
-
-    The weights of the rewards and the option `clip_high` must be used.
-    """
-    calls = spied(Advantages, "of")
-    options = ["advantages=gdpo", "steps=2", "advantage_options.clip_high=1.5"]
-    sort(tmp_path / "a", *options, "rewards.0.weight=2", "rewards.1.weight=0.5")
-    assert len(calls) == 2
-    for call in calls:
-        listed, bounds = torch.stack(list(call.args[2].values())), {"clip_high": 1.5}
-        expected = group_advantages(listed, "gdpo", group_size=4, weights=[2.0, 0.5], **bounds)
-        assert torch.equal(call.result, expected) and expected.any()
-
-
 def test_the_reward_belongs_to_the_last_token():
     """Check `token_rewards`. An empty completion has no token for its reward."""
     samples = table_of([[1]], [[7] * n for n in (3, 0, 2)])
@@ -128,20 +103,3 @@ def test_the_reward_belongs_to_the_last_token():
     assert rows[:2] == [[0.0, 0.0, 1.0], []]
     assert rows[2][0] == 0 and math.isnan(rows[2][1])
     assert token_rewards(Samples.cat([samples, samples])[[3]]).tolist() == [0.0, 0.0, 1.0]
-
-
-# --------------------------------------------------- Reward functions that do not apply to a sample
-def test_gdpo_of_functions_that_do_not_apply_to_all():
-    """Check `gdpo` with reward functions that apply to only one of two tasks.
-
-    A sample whose reward function failed must have the advantage 0.
-    """
-    nan = math.nan
-    scores = {
-        "math": torch.tensor([1.0, 0.0, 1.0, nan, nan, nan]),
-        "code": torch.tensor([nan, nan, nan, 0.0, 1.0, nan]),
-        "form": torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]),
-    }
-    total = torch.tensor([1.0, 0.0, 1.0, 1.0, 2.0, nan])  # `code` failed for the last sample
-    found = Advantages("gdpo", {}, 3, dict.fromkeys(scores, 1.0)).of(total, scores, [1] * 6)
-    assert found[1] < 0 < found[0] and found[3] < 0 < found[4] and found[5] == 0

@@ -89,7 +89,7 @@ def batch_of(samples: Samples, advantages: Tensor, **options: Any) -> StepBatch:
     By default it has groups of three completions, one minibatch and one micro-batch. `options`
     override the defaults.
     """
-    settings = dict(group_size=3, budget=10**6, device="cpu") | options
+    settings = dict(budget=10**6, device="cpu") | options
     return StepBatch(dataclasses.replace(samples, advantages=advantages), **settings)
 
 

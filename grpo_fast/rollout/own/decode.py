@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_fast.attention import Head, TreeLayout, split_recurrent_layers
 from grpo_fast.kernels.cpu.layers import linear
@@ -77,8 +78,7 @@ class SupportRecorder:
         ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
         found: list[tuple[Support | None, Tensor | None]] = []
         for row, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
-            offsets = torch.zeros(length + 1, dtype=torch.int64)
-            torch.cumsum(counts[:length], 0, out=offsets[1:])
+            offsets = pad(counts[:length].cumsum(0), (1, 0))
             # Copy the ids, because a view would keep the ids of the full batch in memory.
             support = Support(row[: int(offsets[-1])].clone(), offsets)
             found.append((support, mass[:length].clone()))

@@ -127,8 +127,8 @@ def by_transformers(
             synced_gpus=False,  # do not wait for the longest completion of other ranks
         )  # fmt: skip
         tokens[chosen, : output.shape[1] - length] = output[:, length:]
-        decoded.logps[chosen] = sampler.logps.cpu()
         for t, draw in enumerate(sampler.draws):
+            decoded.logps[chosen, t] = draw.logps.cpu()
             decoded.support.add(torch.tensor(chosen), t, draw)
     return decoded
 

@@ -16,7 +16,7 @@ from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import LOGPROBS, VLLMRequest
-from grpo_fast.rollout.vllm.transfer import dtype_of, repack_heads, unsharded, weights_of
+from grpo_fast.rollout.vllm.transfer import dtype_of, repack_heads, weights_of
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
@@ -46,7 +46,7 @@ class VLLMEngine(Engine):
             return
         if lost_memory:
             self.llm.wake_up(tags=["weights"])
-        weights = iter(unsharded(weights_of(policy.lm)).items())
+        weights = iter(weights_of(policy.lm).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if policy.device.type == "cpu":
             self.llm.apply_model(repack_heads)

@@ -27,8 +27,6 @@ class VLLMOptions(BaseModel):
         address: IPv4 address or name of the trainer's machine at which the servers can reach it.
         timeout: Seconds for one of three tries to sample a step, and for one transfer of weights.
         patience: Seconds to wait for a server that does not respond.
-        tolerance: Mean gap to the policy after a transfer, in nats a token. null allows rounding of
-            dtypes.
     """
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
@@ -39,7 +37,6 @@ class VLLMOptions(BaseModel):
     address: str = Field("127.0.0.1", min_length=1)
     timeout: float = Field(600.0, gt=0, le=1e6)
     patience: float = Field(300.0, ge=0, le=1e6)
-    tolerance: float | None = Field(None, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -63,8 +60,7 @@ class VLLMOptions(BaseModel):
             expected = f"an address of this machine that {url} can reach"
             require(fits, "address", expected, self.address)
         names = {url.replace("//localhost:", "//127.0.0.1:") for url in self.urls}
-        fits = len(names) == len(self.urls)
-        require(fits, "urls", "every server once", ", ".join(self.urls))
+        require(len(names) == len(self.urls), "urls", "every server once", ", ".join(self.urls))
         return self
 
 

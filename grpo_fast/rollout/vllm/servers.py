@@ -18,10 +18,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -31,17 +31,9 @@ from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
-from grpo_fast.rollout.engine import NOISE, Completion, Engine, Request, started
-from grpo_fast.rollout.vllm import transfer
-from grpo_fast.rollout.vllm.answers import (
-    LOGPROBS,
-    BadAnswer,
-    ServerError,
-    StaleWeights,
-    VLLMRequest,
-    field,
-    reading,
-)
+from grpo_fast.rollout.engine import Completion, Engine, Request
+from grpo_fast.rollout.vllm import answers, transfer
+from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.options import VLLMOptions
 
 if TYPE_CHECKING:
@@ -56,13 +48,11 @@ PAUSE_S = 1.0  # seconds between two checks of a server that is gone
 CONNECTIONS = 256  # maximum number of connections to one server
 MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
 ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
-PROBE = (2, 3, 5, 7, 3, 2, 7, 5)  # ids whose log-probs are compared after a transfer
 GENERATE = "/inference/v1/generate"
-OPTIONS_MISSING = ValueError(
+OPTIONS_MISSING = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out --logprobs-mode "
-    f"{LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
+    f"{answers.LOGPROBS} --weight-transfer-config '{{\"backend\": …}}'"
 )
-Names = tuple[str, str | None]  # names of the weights, and of an adapter that is added to them
 
 
 @functools.cache
@@ -86,6 +76,23 @@ def run(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     return asyncio.run_coroutine_threadsafe(gather(), event_loop()).result()
 
 
+def started(work: Callable[[], Any]) -> Future[Any]:
+    """Run a function on a daemon thread, and return a future of its result.
+
+    A ThreadPoolExecutor would keep the process from exiting while a thread waits for a server.
+    """
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
+
+
 class Server:
     """One vLLM server: a client for its HTTP API, with the state of its weights.
 
@@ -98,7 +105,7 @@ class Server:
         device: device of the policy.
 
     Attributes:
-        has: names of the weights and the adapter that the server has. None if unknown.
+        has: name of the weights that the server has. None if unknown.
         reported: name of the weights that the server last reported.
         error: why the server is excluded. None if it takes part.
         deadline: deadline of all current requests, on the monotonic clock.
@@ -112,12 +119,10 @@ class Server:
         self.options = options
         self.device = device
         self.group: transfer.GlooGroup | transfer.NCCLGroup | None = None
-        self.has: Names | None = None
-        self.adapter: str | None = None  # the adapter that the server has loaded
+        self.has: str | None = None
         self.reported = ""
         self.error: Exception | None = None
         self.deadline = 0.0
-        self.rounding = NOISE[torch.float32]  # largest difference to the policy, see `check`
         self.key = os.environ.get("VLLM_API_KEY", "").strip()
         if not (self.key.isascii() and self.key.isprintable()):  # httpx's error would quote the key
             raise ValueError("VLLM_API_KEY: expected printable ASCII characters (not shown)")
@@ -130,9 +135,7 @@ class Server:
             base_url=url, headers=headers, timeout=None, trust_env=False, limits=limits
         )
 
-    async def call(
-        self, method: str, path: str, body: Any = None, missing: Exception = OPTIONS_MISSING
-    ) -> Any:
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request, and return the JSON object of the response, or its text.
 
         A gateway may quote the request's headers in a text, so the key is replaced in texts.
@@ -141,7 +144,6 @@ class Server:
             method: "GET" or "POST".
             path: path and query, such as "/health".
             body: value that is sent as JSON, or None.
-            missing: error for the statuses 403 and 404. Its message is appended as advice.
 
         Raises:
             ServerError: no complete response before the deadline, or a server error.
@@ -177,106 +179,72 @@ class Server:
             return text
         message = f"{where}: {status} {escape_control(' '.join(text[:500].split()))}"
         if status in (403, 404):
-            raise type(missing)(f"{message}; {missing}")
+            raise ValueError(f"{message}; {OPTIONS_MISSING}")
         if 400 <= status < 500 and status not in (408, 429):
             raise ValueError(message)
         raise ServerError(message)
 
     async def read(self, path: str, key: str, kind: type) -> Any:
-        """Return a value of the JSON object that the server sends for a path."""
+        """Return a value of the JSON object that the server sends for a path. Check its type."""
         answer = await self.call("GET", path)
-        with reading(f"{self.url}{path}"):
-            return field(answer, key, kind)
+        with answers.reading(f"{self.url}{path}"):
+            if type(answer[key]) is not kind:
+                raise TypeError(f"{key} is no {kind.__name__}")
+            return answer[key]
 
     async def is_up(self) -> bool:
-        """Ask the server for the name of its weights. Return False if it is not reachable."""
+        """Ask the server for the name of its weights. Exclude the server if it is not reachable."""
         self.deadline = time.monotonic() + CHECK_S
         try:
             version = await self.read("/weight_info", "weight_version", str)
-        except ServerError:
+        except ServerError as error:
+            self.exclude(error)
             return False
         self.reported = escape_control(version[:80])
         return True
 
-    async def check(self, policy: SampledModel) -> bool:
+    async def check(self, policy: SampledModel) -> None:
         """Check that the server's options and model fit the policy. The server is not changed.
-
-        Returns:
-            True if the server can load the policy's adapter.
 
         Raises:
             ValueError: the server reports raw log-probabilities, or has a different model.
         """
-        self.deadline = time.monotonic() + 6 * CHECK_S
         config = await self.read("/server_info?config_format=json", "vllm_config", dict)
         answer = await self.call("POST", "/collective_rpc", {"method": "get_model_inspection"})
-        with reading(f"{self.url}/server_info, /collective_rpc"):
+        with answers.reading(f"{self.url}/server_info, /collective_rpc"):
             mode = escape_control(config["model_config"]["logprobs_mode"][:40])
             theirs = escape_control(config["model_config"]["dtype"][:40]).removeprefix("torch.")
-            served = field(answer["results"], 0, str)
-            lora = config.get("lora_config")
-            if lora is not None:
-                field(lora, "max_lora_rank", int)
-                field(lora, "target_modules", list, type(None))
-        expected = f"servers with --logprobs-mode {LOGPROBS}"
-        require(mode == LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
+            served = str(answer["results"][0])
+        expected = f"servers with --logprobs-mode {answers.LOGPROBS}"
+        require(mode == answers.LOGPROBS, "rollout.vllm.urls", expected, f"{mode} at {self.url}")
         check_model(policy.lm, served, self.url)
         ours = transfer.dtype_of(policy)
-        dtypes = [getattr(torch, dtype, torch.bfloat16) for dtype in (ours, theirs)]
-        self.rounding = max(NOISE.get(dtype, NOISE[torch.bfloat16]) for dtype in dtypes)
         if ours != theirs:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
             message = "%s samples in %s, the trainer computes in %s: %s"
             log.warning(message, self.url, theirs, ours, advice)
-        return transfer.takes_adapter(policy, lora, self.url)
 
     async def generate(
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest
     ) -> list[Completion]:
         """Request the completions of one prompt, check them, and return them."""
         body = {"token_ids": list(prompt), "sampling_params": parameters}
-        missing: Exception = OPTIONS_MISSING
-        if request.adapter is not None:  # a restarted server lacks the adapter
-            body["model"] = request.adapter
-            missing = StaleWeights("the adapter is sent again")
-        answer = await self.call("POST", GENERATE, body, missing)
+        answer = await self.call("POST", GENERATE, body)
         if isinstance(answer, str):  # a proxy may have sent it
             raise ServerError(f"{self.url}{GENERATE}: expected a JSON object, got {answer[:60]!r}")
         return request.completions(answer, f"{self.url}{GENERATE}")
 
-    async def receive(
-        self, names: Names, weights: Mapping[str, Tensor] | None, folder: str
-    ) -> None:
-        """Make the server load weights, an adapter, or both.
+    async def receive(self, name: str, weights: Mapping[str, Tensor], policy: SampledModel) -> None:
+        """Send the weights of a policy to the server, and give them a name.
 
-        The server does not sample while it receives weights.
-
-        Args:
-            names: names of the weights and of the adapter.
-            weights: the weights. None if the server has them already.
-            folder: the folder of the adapter.
+        A server without a group, or with unknown weights, is checked before it is changed. The
+        server does not sample while it receives weights.
         """
         self.deadline = time.monotonic() + self.options.timeout
-        if weights is not None:
-            await self._load(names[0], weights)
-        if names[1] is not None:
-            # If the server was excluded after it had loaded this adapter, it still has the adapter.
-            # vLLM would then refuse a request without load_inplace.
-            body = {"lora_name": names[1], "lora_path": folder, "load_inplace": True}
-            advice = "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; it must be able to "
-            advice += f"read the trainer's folder {folder} (see TMPDIR)"
-            await self.call("POST", "/v1/load_lora_adapter", body, ValueError(advice))
-            if self.adapter not in (None, names[1]):
-                body = {"lora_name": self.adapter}
-                with suppress(EngineError, ValueError):  # a restarted server lacks the adapter
-                    await self.call("POST", "/v1/unload_lora_adapter", body)
-            self.adapter = names[1]
-
-    async def _load(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Send weights to the server, and give them the name `name`."""
         post = partial(self.call, "POST")
-        # 1. Join a process group with the server's workers, and stop sampling.
-        if self.group is None or self.has is None or self.reported != self.has[0]:
+        # 1. Form a process group with the server's workers, and stop sampling.
+        if self.group is None or self.reported != self.has:
+            await self.check(policy)
             self.group = await self._join_group()
         broadcast = self.group.broadcast
         was_paused = await self.read("/is_paused", "is_paused", bool)
@@ -315,8 +283,7 @@ class Server:
         """
         with suppress(ServerError):
             await self.call("POST", "/start_weight_update")
-        name = {"weight_version": "left-in-the-middle"}
-        await self.call("POST", "/finish_weight_update", name)
+        await self.call("POST", "/finish_weight_update", {"weight_version": "left-in-the-middle"})
 
     async def _join_group(self) -> transfer.GlooGroup | transfer.NCCLGroup:
         """Form a process group with the workers of the server."""
@@ -326,65 +293,30 @@ class Server:
         fits = 0 < workers < 1 << 16
         require(fits, f"{self.url}/get_world_size", "a number of workers", workers, BadAnswer)
         try:
-            listener = socket.create_server((address, 0))
+            with socket.create_server((address, 0)) as free:
+                port = free.getsockname()[1]
         except OSError as error:
             expected = f"expected an IPv4 address or a name of this machine, got {address}"
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
-        port = listener.getsockname()[1]
-        info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
-        size = info["world_size"] = workers + 1
+        place: dict[str, Any] = {"master_address": address, "master_port": port}
+        place["world_size"] = workers + 1
+        info = {**place, "rank_offset": 1}
         # 2. Join the process group in a thread, because the server responds only after its workers
         #    have joined.
         kind = self.options.transfer
         if kind == "nccl" or (kind == "auto" and self.device.type == "cuda"):
-            listener.close()  # vLLM opens the socket itself
-            join: Callable[[], Any] = partial(transfer.NCCLGroup, address, port, size, self.device)
+            joined = started(lambda: transfer.NCCLGroup(place, self.device))
         else:
-            info["seconds"] = seconds = self.options.timeout
-            join = partial(transfer.GlooGroup, address, port, 0, size, seconds, listener)
-        joined = started(join)
+            info["seconds"] = self.options.timeout
+            joined = started(lambda: transfer.GlooGroup(rank=0, **place, seconds=info["seconds"]))
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
         async with asyncio.timeout_at(self.deadline):
             return await asyncio.shield(asyncio.wrap_future(joined))
 
-    async def compare(self, names: Names, expected: Tensor) -> None:
-        """Compare log-probabilities of the server with the policy's.
-
-        Args:
-            names: names of the weights and of the adapter.
-            expected: the policy's log-probabilities, see `probe_logps`.
-
-        Raises:
-            BadAnswer: the difference is larger than rounding explains, so the server does not have
-                the weights that it claims to have.
-        """
-        parameters = {"max_tokens": 1, "prompt_logprobs": 1, "detokenize": False}
-        body: dict[str, Any] = {"token_ids": list(PROBE), "sampling_params": parameters}
-        if names[1] is not None:
-            body["model"] = names[1]
-        answer = await self.call("POST", GENERATE, body)
-        with reading(f"{self.url}{GENERATE}: prompt_logprobs"):
-            rows = answer["prompt_logprobs"][1:]
-            # Compare the likeliest ids, because unlikely ones have larger rounding errors.
-            found = [max((x["logprob"], int(i)) for i, x in row.items()) for row in rows]
-            pairs = zip(expected, found, strict=True)
-            gaps = [abs(float(row[i]) - logp) for row, (logp, i) in pairs]
-        difference = sum(gaps) / len(gaps)
-        limit = self.rounding if self.options.tolerance is None else self.options.tolerance
-        # If the policy's log-probabilities are NaN, raise no error here, because sampling reports
-        # them. A NaN of the server alone counts as a difference.
-        if not (difference <= limit or expected.isnan().any()):
-            raise BadAnswer(
-                f"{self.url} claims to have the weights {names[1] or names[0]}, but its "
-                f"log-probabilities differ from the policy's by {difference:.3g} nats per token. "
-                f"At most {limit:g} is allowed. Check that the server applies weight updates. For "
-                "a quantised server, set rollout.vllm.tolerance."
-            )
-
-    def include(self, names: Names) -> None:
+    def include(self, name: str) -> None:
         if self.error is not None:
             log.warning("%s takes part again", self.url)
-        self.has = names
+        self.has = name
         self.error = None
 
     def exclude(self, error: Exception) -> None:
@@ -399,54 +331,32 @@ class Server:
 
 
 class VLLMServers(Engine):
-    """Engine that samples on vLLM servers. See `build`.
+    """Engine that samples on vLLM servers.
 
     Args:
         policy: the `Policy` whose weights are sent.
-        options: the section `rollout.vllm` of a configuration.
+        options: the section `rollout` of a configuration.
+
     """
 
     is_apart = True
 
-    def __init__(self, policy: SampledModel, options: VLLMOptions) -> None:
+    def __init__(self, policy: SampledModel, options: Any) -> None:
         self.policy = policy
-        self.options = options
+        self.options: VLLMOptions = options.vllm
         self.may_send = True  # see `update`
-        self.servers = [Server(url, options, policy.device) for url in options.urls]
-        self.sends_adapters = False  # see `check`
+        self.servers = [Server(url, self.options, policy.device) for url in self.options.urls]
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
-        self.names: Names | None = None  # names of the current weights; other runs use other names
-        self.expected: Tensor | None = None  # log-probabilities of the policy, see `probe_logps`
-        self.folder = TemporaryDirectory(prefix="grpo_fast-lora-")
-        self.lm: Any = None  # the model whose weights were sent last
-        self.count = 0  # number of models whose weights were sent
+        self.name = ""  # name of the current weights; other runs use other names
+        self.count = 0  # number of changes to the weights of a different model
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
             number = torch.tensor([int(self.run, 16)], device=policy.device)
             dist.broadcast(number, 0)
             self.run = f"{number.item():x}"
             self.rank = dist.get_rank()
-
-    def check(self) -> None:
-        """Wait for every server, and check that its options and its model fit the policy.
-
-        Raises:
-            ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-            ValueError: a server reports raw log-probabilities, or has a different model.
-        """
-        deadline = time.monotonic() + self.options.patience
-        missing = self._unreachable(self.servers)
-        for server in missing:
-            log.warning("waiting for %s", server.url)
-        while missing:
-            if time.monotonic() > deadline:
-                waited = f"found none within {self.options.patience:.3g} s"
-                raise ServerError(f"{missing[0].url}: expected a vLLM server, {waited}")
-            time.sleep(PAUSE_S)
-            missing = self._unreachable(missing)
-        self.sends_adapters = all(run(*(server.check(self.policy) for server in self.servers)))
 
     def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
@@ -460,24 +370,15 @@ class VLLMServers(Engine):
 
         Raises:
             ServerError: no server has received the weights within `rollout.vllm.patience`.
+            ValueError: a server reports raw log-probabilities, or has a different model.
         """
+        self.count += policy.lm is not self.policy.lm
         self.policy = policy
         self.version = version
-        self.count += policy.lm is not self.lm
-        self.lm = policy.lm
-        before = self.names
-        name = f"{self.run}-{self.count}-{version}"
-        self.names = name, None
-        if self.sends_adapters and transfer.adapted_modules(policy.lm):
-            self.names = f"{self.run}-base-{self.count}", name
-        is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
-        self.may_send = not is_sharded
-        if self.names != before:  # an evaluation and the next rollout use the same version
-            if self.names[1] is not None:
-                transfer.write_adapter(policy, self.folder.name, is_writer=self.rank == 0)
-            self.expected = probe_logps(policy) if self.checks_weights else None
+        self.name = f"{self.run}-{self.count}-{version}"
+        self.may_send = not any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
-        self._bring_up(self._weights() if is_sharded else None)
+        self._bring_up(None if self.may_send else transfer.weights_of(policy.lm))
 
     def sample(self, request: Request) -> list[Completion]:
         """Return the completions of a request. See `Engine.sample`.
@@ -485,7 +386,7 @@ class VLLMServers(Engine):
         Raises:
             ServerError: some prompts still have no completions after three tries.
         """
-        vllm_request = VLLMRequest(self.policy, request, self.version, *self.names)
+        vllm_request = VLLMRequest(self.policy, request, self.version, self.name)
         parameters = vllm_request.parameters()
         count = len(request.prompts)
         done: dict[int, list[Completion]] = {}
@@ -513,20 +414,19 @@ class VLLMServers(Engine):
 
     def _bring_up(self, weights: Mapping[str, Tensor] | None = None) -> list[Server]:
         """Send the weights to all running servers. Return the servers that have received them."""
-        base, adapter = self.names
         deadline = time.monotonic() + self.options.patience
         tries = 0
         while True:
-            outdated = [server for server in self.servers if server.has != self.names]
-            missing = self._unreachable(outdated)
-            reached = [server for server in outdated if server not in missing]
-            lacking = [x for x in reached if adapter is None or x.reported != base]
+            outdated = [server for server in self.servers if server.has != self.name]
+            # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
+            are_up = run(*(server.is_up() for server in outdated))
+            reached = [server for server, is_up in zip(outdated, are_up, strict=True) if is_up]
             # Compute the weights only if a server needs them, because this copies the experts of an
             # MoE model.
-            if self.rank == 0 and lacking and weights is None:
-                weights = self._weights()
+            if self.rank == 0 and reached and weights is None:
+                weights = transfer.weights_of(self.policy.lm)
             tries += self.rank == 0 and bool(reached)
-            run(*(self._bring(x, weights if x in lacking else None) for x in reached))
+            run(*(self._bring(server, weights) for server in reached))
             ready = self._ready()
             if ready:
                 return ready
@@ -536,38 +436,24 @@ class VLLMServers(Engine):
             time.sleep(PAUSE_S)
 
     async def _bring(self, server: Server, weights: Mapping[str, Tensor] | None) -> None:
-        """Send the current weights to a server, compare it with the policy, and include it.
+        """Send the current weights to a server, and include it.
 
         Ranks other than 0 send nothing. They check whether the server has the weights of rank 0.
         """
-        base, adapter = self.names
         try:
-            if self.rank == 0:
-                await server.receive(self.names, weights, self.folder.name)
-                if self.expected is not None:
-                    await server.compare(self.names, self.expected)
-                server.include(self.names)
-            elif server.reported == base:
-                with suppress(EngineError):  # the next check may succeed
-                    if adapter is None or adapter in str(await server.call("GET", "/v1/models")):
-                        server.include(self.names)
+            if self.rank == 0 and weights is not None:
+                await server.receive(self.name, weights, self.policy)
+            if self.rank == 0 or server.reported == self.name:
+                server.include(self.name)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             server.exclude(error)
 
-    def _weights(self) -> dict[str, Tensor]:
-        return transfer.unsharded(transfer.weights_of(self.lm, merged=self.names[1] is None))
-
-    def _unreachable(self, servers: list[Server]) -> list[Server]:
-        # Ask in parallel, because a server whose machine is gone takes CHECK_S seconds.
-        are_up = run(*(server.is_up() for server in servers))
-        return [server for server, is_up in zip(servers, are_up, strict=True) if not is_up]
-
     def _ready(self) -> list[Server]:
-        return [server for server in self.servers if server.has == self.names]
+        return [server for server in self.servers if server.has == self.name]
 
     def _errors(self) -> str:
         errors = [str(server.error) for server in self.servers if server.error is not None]
-        return "; ".join(errors) or "none is up"
+        return "; ".join(errors) or "rank 0 has not sent them"
 
 
 def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
@@ -588,34 +474,3 @@ def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
     for name, number in {name: int(number) for name, number in reversed(sizes)}.items():
         other = f"a different model at {url}: the {name} is {number} there, {ours[name]} here"
         require(number == ours[name], "rollout.vllm.urls", "this run's model", other)
-
-
-@torch.no_grad()
-def probe_logps(policy: SampledModel) -> Tensor:
-    """Return the policy's log-probabilities of all ids after each prefix of PROBE, fp32.
-
-    If the weights are sharded, this is a collective call.
-
-    Returns:
-        Tensor of shape (len(PROBE) - 1, V), on the CPU.
-    """
-    ids = torch.tensor([PROBE], device=policy.device)
-    with policy.generation():
-        logits = policy.lm(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).cpu()
-
-
-def build(policy: SampledModel, options: Any) -> VLLMServers:
-    """Return the engine `vllm-server`.
-
-    Args:
-        policy: a `Policy`.
-        options: the section `rollout` of a configuration.
-
-    Raises:
-        ServerError: a server does not respond within `rollout.vllm.patience` seconds.
-        ValueError: a server was started with other options or a different model.
-    """
-    engine = VLLMServers(policy, options.vllm)
-    engine.check()
-    return engine

@@ -1,15 +1,13 @@
-"""The named weights and adapters of a policy, and process groups that send weights to servers."""
+"""The named weights of a policy, and process groups that send weights to servers."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,26 +21,17 @@ if TYPE_CHECKING:
 
     from grpo_fast.rollout.own.model import SampledModel
 
-log = logging.getLogger(__name__)
 
 # peft calls this method to merge a wrapper that has it.
 UNLOAD = "unload_and_optionally_merge_module"
 
 
-def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
-    """Return the modules with LoRA matrices, keyed by name. The dict may be empty."""
-    return {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
-
-
 @torch.no_grad()
-def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]:
+def weights_of(lm: PreTrainedModel) -> dict[str, Tensor]:
     """Return all weights, keyed by their names in a checkpoint. Tied weights occur once.
 
-    If the weights are sharded, merging is a collective call.
-
-    Args:
-        lm: the model.
-        merged: merge the adapter into the weights. False returns the weights of the base model.
+    Adapters are merged into the weights. The tensors are contiguous and unsharded, so this is a
+    collective call if the model's weights are sharded.
 
     Raises:
         ValueError: an adapter changes only one of two weights that the model's configuration ties.
@@ -58,7 +47,7 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
     # names occurs under both in `named`.
     modules = lm.named_modules(remove_duplicate=False)
     wrappers = {n: m for n, m in modules if hasattr(m, "adapter_layer_names")}
-    unwrap = cache(partial(_unwrap, merged=merged))
+    unwrap = cache(_unwrap)
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in named.items():
@@ -74,14 +63,13 @@ def weights_of(lm: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]
         expected = f"the weights of {source}, because the model's configuration ties them"
         advice = "leave both out of the adapter, or untie the model (tie_word_embeddings=False)"
         require(name not in state, name, expected, f"different ones; {advice}")
-    return revert_weight_conversion(lm, state)
+    state = revert_weight_conversion(lm, state)
+    full = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in state.items()}
+    return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
-def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:
-    """Return the wrapped module, with its active adapters merged if `merged` is True."""
-    if not merged:
-        original = getattr(wrapper, "original_module", None)
-        return wrapper.get_base_layer() if original is None else original
+def _unwrap(wrapper: Any) -> nn.Module:
+    """Return the wrapped module, with its active adapters merged."""
     if not hasattr(wrapper, "modules_to_save"):
         # Work on a copy, because peft merges in place. Fill it with full tensors, because peft's
         # formula for DoRA is wrong for shards. `deepcopy` uses the tensors in its second argument
@@ -93,12 +81,6 @@ def _unwrap(wrapper: Any, *, merged: bool) -> nn.Module:
         return getattr(wrapper, UNLOAD)(merge=True, safe_merge=False, adapter_names=None)
     wrapper.merge()
     return wrapper.get_base_layer()
-
-
-def unsharded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous, unsharded tensors. If a tensor is sharded, this is a collective call."""
-    full = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in state.items()}
-    return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
 def repack_heads(model: Any) -> None:
@@ -122,31 +104,28 @@ class GlooGroup:
     """Gloo process group of the trainer (rank 0) and the workers of one server, on the CPU.
 
     Args:
-        address: address of the trainer's machine.
-        port: port of the group's store on that machine.
-        rank: rank of this process.
+        master_address: address of the trainer's machine.
+        master_port: port of the group's store on that machine.
         world_size: number of processes, including the trainer.
+        rank: rank of this process.
         seconds: timeout for joining the group and for each broadcast.
-        listener: rank 0's listening socket at `address`. None for other ranks.
 
     Raises:
         RuntimeError: a process has ended, or the timeout has passed.
     """
 
     def __init__(
-        self, address: str, port: int, rank: int, world_size: int, seconds: float,
-        listener: socket.socket | None = None,
-    ) -> None:  # fmt: skip
+        self, master_address: str, master_port: int, world_size: int, rank: int, seconds: float
+    ) -> None:
         limit = timedelta(seconds=seconds)
         self.store = dist.TCPStore(
-            address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )  # fmt: skip
+            master_address, master_port, world_size, rank == 0, limit, wait_for_workers=False
+        )
         # By default gloo uses the address of the host name, which other machines may not reach.
         # Connecting a UDP socket sends no packet, but it reveals the local address on the route
         # to the trainer.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
+            probe.connect((master_address, 9))
             own_address = str(probe.getsockname()[0])
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -161,82 +140,21 @@ class GlooGroup:
 
 
 class NCCLGroup:
-    """The trainer's side (rank 0) of vLLM's transfer engine `nccl`. Any thread may use it."""
+    """The trainer's side (rank 0) of vLLM's transfer engine `nccl`. Any thread may use it.
 
-    def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
+    Args:
+        place: `master_address`, `master_port` and `world_size` of the process group.
+        device: the GPU that sends the weights.
+    """
+
+    def __init__(self, place: Mapping[str, Any], device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        where = {"master_address": address, "master_port": port, "world_size": world_size}
         with torch.cuda.device(device):
-            self.group = trainer_init(where)
+            self.group = trainer_init(dict(place))
 
     def broadcast(self, tensor: Tensor) -> None:
         with torch.cuda.device(tensor.device):
             stream = torch.cuda.current_stream()
             self.group.broadcast(tensor, src=0, stream=stream)
             stream.synchronize()
-
-
-# ------------------------------------------------------------------------------------ LoRA adapters
-def takes_adapter(policy: SampledModel, limits: Mapping[str, Any] | None, url: str) -> bool:
-    """Return whether a server can add the policy's adapter to its weights at run time.
-
-    If the server loads adapters, but cannot apply some of the trained weights, log the first of
-    them with the reason. vLLM itself refuses an adapter whose peft options it does not support.
-
-    Args:
-        policy: the policy.
-        limits: the LoRA settings of the server. None if it was started without --enable-lora.
-        url: the server.
-    """
-    modules = adapted_modules(policy.lm)
-    if limits is None or not modules:
-        return False
-    # 1. Find trained weights that are not part of the adapter. Recognise the weights that peft
-    #    added by name, because peft freezes them in inference mode.
-    named = [(n, p) for n, p in policy.lm.named_parameters() if ".lora_" not in n]
-    kinds = (".modules_to_save.", ".trainable_tokens_delta.")
-    trained = [n for n, p in named if p.requires_grad or any(kind in n for kind in kinds)]
-    refused = [f"{name}, which is trained but not part of the adapter" for name in trained]
-    # 2. Find modules that vLLM would ignore, because its model has no module with the same name, or
-    #    whose rank is too large. Only one adapter is sent.
-    known = weights_of(policy.lm, merged=False)
-    targets, most = limits["target_modules"], limits["max_lora_rank"]
-    for name, module in modules.items():
-        rank = max(module.r.values())
-        if rank > most:
-            refused.append(f"{name}, whose rank {rank} is above --max-lora-rank {most}")
-        is_target = targets is None or name.rpartition(".")[2] in targets
-        if not (is_target and module.lora_A and f"{name}.weight" in known):
-            refused.append(f"{name}, which vLLM would ignore")
-        others = module.active_adapters[1:]
-        refused += [f"the adapter {other}, because only one is sent" for other in others]
-    if refused:
-        said = "all servers receive merged weights, because %s cannot apply %s (%s)"
-        log.warning(said, url, refused[0], "see LoRA adapters in grpo_fast/rollout/README.md")
-    return not refused
-
-
-def write_adapter(policy: Any, folder: str, *, is_writer: bool = True) -> None:
-    """Write the policy's adapter into a folder, in peft's format.
-
-    If the weights are sharded, this is a collective call.
-
-    Args:
-        policy: the policy.
-        folder: the folder from which vLLM loads the adapter. Earlier files are replaced.
-        is_writer: False gathers sharded weights, but writes no files.
-    """
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    name = next(iter(adapted_modules(policy.lm).values())).active_adapters[0]
-    state = get_peft_model_state_dict(policy.model, adapter_name=name, save_embedding_layers=False)
-    tensors = unsharded(state)
-    if is_writer:
-        save_file(tensors, Path(folder) / "adapter_model.safetensors")
-        config = copy.copy(policy.lm.peft_config[name])
-        # vLLM refuses kinds of initial values that change the base weights. Here it does receive
-        # the changed base weights.
-        config.init_lora_weights = True
-        config.save_pretrained(folder)

@@ -47,8 +47,10 @@ class GlooWorker(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         parallel = self.parallel_config
         before = parallel.data_parallel_index * parallel.world_size  # workers in earlier replicas
         rank = init_info.rank_offset + before + parallel.rank
-        store = init_info.master_address, init_info.master_port
-        self.group = GlooGroup(*store, rank, init_info.world_size, init_info.seconds)
+        self.group = GlooGroup(
+            init_info.master_address, init_info.master_port, init_info.world_size, rank,
+            init_info.seconds,
+        )  # fmt: skip
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

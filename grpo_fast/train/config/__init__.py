@@ -389,7 +389,7 @@ class EvalConfig(Section, Sampling):
 # ------------------------------------------------------------------------------ The loss
 # Arguments of LossConfig that are no keys of the section `loss`, because the trainer sets them from
 # the model and from the section `rollout`.
-OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
+OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length")
 
 
 def _loss_keys() -> dict[str, Any]:
@@ -612,11 +612,7 @@ class RunConfig(Section):
         rollout = self.rollout
         settings.setdefault("temperature", rollout.temperature)
         with named_in("loss"):
-            config = LossConfig(
-                **settings,
-                max_completion_length=rollout.max_new_tokens,
-                group_size=rollout.group_size,
-            )
+            config = LossConfig(**settings, max_completion_length=rollout.max_new_tokens)
         # The loss type bnpo averages over the tokens of a micro-batch. Average over all tokens of
         # the step instead, so that the result does not depend on the split into micro-batches.
         if config.aggregation == "token_mean_local":

@@ -212,6 +212,7 @@ def test_tests_of_another_form_get_a_sentence(tests, said):
     [
         ("async def test_a():\n    assert await f(1) == 2", "asynchronous code"),
         ("def check(g):\n    raise ValueError\ncheck(f)", "`raise` .write `assert CONDITION`."),
+        ("if f(1) != 2:\n    assert False", "failures outside of a `try` .write `assert"),
         ("class A: pass\nassert f(A()) == 2", "classes other than test classes"),
         ("def test_a(capsys):\n    assert f(1) == 2", "parameters of test functions"),
         ("@pytest.fixture\ndef x(): pass\nassert f(1) == 2", "pytest's fixtures and setup"),

@@ -15,8 +15,6 @@ import json
 import logging
 import symtable
 import sys
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 warn_once = functools.cache(logging.getLogger(__name__).warning)
@@ -34,9 +32,6 @@ LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}  # look i
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
 MARKED = (ast.Expr, ast.Assert, ast.With)
-BRANCHES = (ast.If, ast.For, ast.While, ast.Match)
-JUMPS = (ast.Continue, ast.Break, ast.Return)  # leave the body of a loop
-FIXTURES = ("setUp", "tearDown", "setUpClass", "tearDownClass")  # unittest calls them
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
 # Begins the message about tests that are not supported. What they use follows.
 LISTED = "what the table in the README of rewards lists, without "
@@ -102,11 +97,6 @@ def root(node: Any) -> str:
     return getattr(node, "id", "")
 
 
-def names_in(nodes: Iterable[ast.AST]) -> Counter[str]:
-    """Count the names and attributes that nodes of a syntax tree have."""
-    return Counter(getattr(x, "attr", getattr(x, "id", "")) for x in nodes)
-
-
 def is_failure(leaf: Any) -> bool:
     """Return True for a test that always fails: `assert False`, or a call such as `self.fail()`."""
     match leaf:
@@ -163,40 +153,6 @@ class Tests(ast.NodeTransformer):
         while found - self.testers:
             self.testers |= found
             found = {f.name for f in functions if any(map(self.is_leaf, ast.walk(f)))}
-        self.branches = self.find_branches(functions)
-
-    def find_branches(self, functions: list[Any]) -> set[ast.AST]:
-        """Return the statements such as `if f(1) != 2: self.fail()` that count as tests.
-
-        If the answer is right, the failure does not run. If all tests of a test function, or of a
-        statement outside of functions, are failures, the statements around them are the tests. If
-        the failure is a statement of the function itself, a right answer makes the function return
-        before the failure. Then the function is the test. A function is left out if it calls other
-        functions with tests, or if they call it, because their tests may have to be reached. It is
-        also left out if it has a `try` with a test, which counts as reached anyway.
-        """
-        calls = Counter(called(x.value) for x in self.tree.body if isinstance(x, ast.Expr))
-        uses = names_in(self.nodes)
-        scopes: list[ast.AST] = [x for x in self.tree.body if isinstance(x, BRANCHES)]
-        # Add the functions that are used only in statements such as `check(f)` outside of
-        # functions. Test functions are among them: nothing in the source calls them.
-        scopes += [x for x in functions if uses[x.name] == calls[x.name]]
-        found: set[ast.AST] = set()
-        for scope in scopes:
-            inner = [*ast.walk(scope)]
-            leaves = [x for x in inner if self.is_leaf(x)]
-            is_alone = self.testers.isdisjoint({*names_in(inner), *FIXTURES})
-            has_try = any(isinstance(x, ast.Try) and self.is_test(x) for x in inner)
-            if is_alone and not has_try and all(map(is_failure, leaves)):
-                found |= {self.around(x) for x in leaves}
-        return {x for x in found if isinstance(x, (*BRANCHES, ast.FunctionDef))}
-
-    def around(self, leaf: ast.AST) -> ast.AST:
-        """Return the statement around a test: of a chain of `elif`, the first `if`."""
-        node = self.up[leaf]
-        while isinstance(node, ast.match_case) or node in getattr(self.up[node], "orelse", []):
-            node = self.up[node]
-        return node
 
     def refusal(self, node: Any) -> str:
         """Return what a node of the syntax tree has that is not supported, or ""."""
@@ -205,6 +161,8 @@ class Tests(ast.NodeTransformer):
                 return "asynchronous code"
             case ast.Raise():
                 return "`raise` (write `assert CONDITION`)"
+            case ast.Assert() | ast.Expr() if is_failure(node) and not self.is_expected(node):
+                return "failures outside of a `try` (write `assert CONDITION`)"
             case ast.ClassDef(name, bases):
                 is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)
                 return "" if is_test else "classes other than test classes"
@@ -244,6 +202,14 @@ class Tests(ast.NodeTransformer):
             case ast.Name(name, ast.Load()) if name in self.objects:
                 return "" if self.is_object_used(node) else OBJECTS
         return ""
+
+    def is_expected(self, failure: ast.AST) -> bool:
+        """Return True if an error that tests expect comes before a failure and prevents it."""
+        node = failure
+        while node := self.up.get(node):  # type: ignore[assignment]
+            if isinstance(node, ast.Try) or any(map(self.is_leaf, getattr(node, "items", []))):
+                return True
+        return False
 
     def is_object_used(self, node: ast.AST) -> bool:
         """Return True if tests call a method of an object, or pass the object on."""
@@ -285,22 +251,14 @@ class Tests(ast.NodeTransformer):
         is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
         if not is_marked:  # an assert inside of `with raises(…)` need not finish
             self.generic_visit(node)
-        is_marked = is_marked or (node in self.branches and not can_leave(node))
         mark = ast.copy_location(ast.With([ast.withitem(ast.Name("_test_"))], [ast.Pass()]), node)
         if is_marked:
             mark.body = [node]
-        elif node in self.branches or (isinstance(node, ast.Try) and self.is_test(node)):
+        elif isinstance(node, ast.Try) and self.is_test(node):
             # It counts as reached when its body starts. With a right answer, its `assert False`
-            # need not run, because of a `return`, `continue` or `break`, or the expected error.
+            # does not run, because of the expected error.
             node.body.insert(0, mark)
         return mark if is_marked else node
-
-
-def can_leave(node: ast.AST) -> bool:
-    """Return True for a function, or a loop whose body may end before its last statement."""
-    is_loop = isinstance(node, (ast.For, ast.While))
-    has_jump = any(isinstance(x, JUMPS) for x in ast.walk(node))
-    return isinstance(node, ast.FunctionDef) or (is_loop and has_jump)
 
 
 def refused_package(path: str) -> str:

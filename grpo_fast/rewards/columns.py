@@ -38,8 +38,6 @@ GIVEN = {
 OTHERS = {TRAINER_STATE: TRL, "answer": TRL, **dict.fromkeys(VERLS, VERL),
           "queries": OPENRLHF, "labels": OPENRLHF}  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
-PREFIX = f"tests: expected {unit_tests.LISTED}"  # begins most messages about tests
-MOST_REASONS = 9  # number of reasons in a message about a data set
 LONGEST_OPENED = 200  # number of characters at a prompt's end that are searched for a tag
 
 
@@ -156,11 +154,9 @@ def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Seque
     errors = [tests_error(example) for example in examples]
     count = sum(map(bool, errors))
     # Count the part of each message that does not quote the row.
-    found = Counter(error.partition(", got ")[0].removeprefix(PREFIX) for error in errors if error)
-    listed = [f"{reason} ({number})" for reason, number in found.most_common(MOST_REASONS)]
-    if len(found) > MOST_REASONS:
-        listed.append(f"{len(found) - MOST_REASONS} more reasons")
-    reasons = "; ".join(listed)
+    starts = [error.partition(", got ")[0] for error in errors if error]
+    found = Counter(start.removeprefix("tests: expected ") for start in starts)
+    reasons = "; ".join(f"{reason} ({number})" for reason, number in found.most_common())
     if count and not drop:
         expected = "tests that the README of rewards lists in every example"
         error, first = next(pair for pair in zip(errors, examples, strict=True) if pair[0])

@@ -91,7 +91,7 @@ def test_rows_of_published_data_sets_are_read(name):
 
 @pytest.mark.parametrize("tests", SOLUTIONS["refused"])
 def test_tests_that_need_more_are_refused(tests):
-    with pytest.raises(ValueError, match="tests: expected what the table in the README"):
+    with pytest.raises(ValueError, match=r"tests: expected (?!at least one|Python)"):
         unit_tests.check(tests)
 
 

@@ -33,9 +33,15 @@ PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, 
           ast.ExceptHandler, ast.Call)  # fmt: skip
 MARKED = (ast.Expr, ast.Assert, ast.With)
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
-# Begins the message about tests that are not supported. What they use follows.
-LISTED = "what the table in the README of rewards lists, without "
-OBJECTS = "operators, comparison, `len` and `in` of an object (a name like `Stack` is a class)"
+# What messages about refused tests expect. The data of a run are summarized by these texts.
+ASSERTS = "`assert CONDITION` (no `raise`, and no failure outside of a `try`)"
+CALLS = ("calls of the answer with plain data, such as `f(1)`, `check(f)` and `Stack().push(1)` "
+         "(is a module not imported?)")  # fmt: skip
+IMPORTS = ("imports of names from the standard library or pytest, and none of mocks, threads and "
+           "processes")  # fmt: skip
+FUNCTIONS = ("functions `test_…` without parameters, and `setUp` of a unittest.TestCase (no "
+             "fixtures, `parametrize`, `setup_method` or asynchronous code)")  # fmt: skip
+CLASSES = "no classes other than test classes"
 
 
 def check(tests: Any) -> None:
@@ -158,49 +164,45 @@ class Tests(ast.NodeTransformer):
         """Return what a node of the syntax tree has that is not supported, or ""."""
         match node:
             case ast.AsyncFunctionDef() | ast.Await():
-                return "asynchronous code"
+                return FUNCTIONS
             case ast.Raise():
-                return "`raise` (write `assert CONDITION`)"
+                return ASSERTS
             case ast.Assert() | ast.Expr() if is_failure(node) and not self.is_expected(node):
-                return "failures outside of a `try` (write `assert CONDITION`)"
+                return ASSERTS
             case ast.ClassDef(name, bases):
                 is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)
-                return "" if is_test else "classes other than test classes"
+                return "" if is_test else CLASSES
             case ast.FunctionDef(name, ast.arguments(args=args)) if name[:4] == "test":
                 has_fixtures = [x.arg for x in args] not in ([], ["self"])
-                return "parameters of test functions" if has_fixtures else ""
+                return FUNCTIONS if has_fixtures else ""
             case ast.FunctionDef("setup_method" | "setup_class") | ast.Attribute(attr="fixture"):
-                return "pytest's fixtures and setup (write `setUp` in a unittest.TestCase)"
+                return FUNCTIONS
             case ast.ImportFrom(module=None):
-                return "relative imports"
+                return IMPORTS
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
-                refused = next(filter(None, map(refused_package, paths)), "")
-                return f"the import of {refused}" if refused else ""
+                return "" if all(map(is_known, paths)) else IMPORTS
             case ast.withitem(value) if self.calls_answer(value):
-                is_pytest = root(value) in ("pytest", "raises")
-                hint = " (is `pytest` imported?)" if is_pytest else ""
-                return f"`with` statements of the answer's values{hint}"
+                return CALLS
             case ast.Name(name, ast.Load()) if name in self.names and not self.passes(node):
-                return "names of the answer that are not called (is a module not imported?)"
+                return CALLS
             case ast.Attribute(value, _, context) if root(value) in {*self.names, *self.results}:
                 is_chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
                 if is_chain and (root(value) in self.objects or root(value)[0].isupper()):
-                    return "methods of a method's result"
+                    return CALLS
                 is_stored = isinstance(context, ast.Store)
                 is_looked_at = is_stored or not self.passes(node)
-                said = "attributes of the answer's names or results that are not called"
-                return said if is_looked_at else ""
+                return CALLS if is_looked_at else ""
             case ast.Call(function, values, keywords) if self.calls_answer(node):
                 given = [*values, *(x.value for x in keywords)]
                 if isinstance(function, ast.Call):
-                    return "calls of a result of the answer"
+                    return CALLS
                 if any(map(self.is_function, given)):
-                    return "functions as arguments"
+                    return CALLS
                 is_compared = called(node)[:1].isupper() and not self.is_object_used(node)
-                return OBJECTS if is_compared else ""
+                return CALLS if is_compared else ""
             case ast.Name(name, ast.Load()) if name in self.objects:
-                return "" if self.is_object_used(node) else OBJECTS
+                return "" if self.is_object_used(node) else CALLS
         return ""
 
     def is_expected(self, failure: ast.AST) -> bool:
@@ -261,14 +263,12 @@ class Tests(ast.NodeTransformer):
         return mark if is_marked else node
 
 
-def refused_package(path: str) -> str:
-    """Return the part of an import that is refused, such as `unittest.mock`, or ""."""
+def is_known(path: str) -> bool:
+    """Return True if tests may import a module or name, such as `unittest.mock`."""
     parts = path.split(".")
     is_pytest = parts[0] == "pytest" and importlib.util.find_spec("pytest") is not None
-    if parts[0] not in sys.stdlib_module_names and not is_pytest:
-        return parts[0]
-    ends = [i for i, part in enumerate(parts, 1) if part in REFUSED]
-    return ".".join(parts[: ends[0]]) if ends else ""
+    is_installed = is_pytest or parts[0] in sys.stdlib_module_names
+    return is_installed and REFUSED.isdisjoint(parts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -284,7 +284,7 @@ def prepared(text: str) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"tests: expected Python, got {text[:60]!r}: {error}") from None
     for wrong in filter(tests.refusal, tests.nodes):
-        expected = f"{LISTED}{tests.refusal(wrong)}"
+        expected = tests.refusal(wrong)
         while not isinstance(wrong, ast.stmt):
             wrong = tests.up[wrong]
         raise ValueError(f"tests: expected {expected}, got {ast.unparse(wrong)[:80]!r}")

@@ -27,12 +27,12 @@ NAMED = ("typing", "collections", "decimal", "fractions", "statistics", "functoo
 LIBRARY = {name: module for module in (*NAMED, "math")
            for name in vars(importlib.import_module(module)) if name[0] != "_"}  # fmt: skip
 LIBRARY |= {"deepcopy": "copy", "allclose": "numpy", "array_equal": "numpy"}
-LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}  # look into their arguments
-# Statements and expressions that pass a value on without looking into it.
+INNER = (ast.stmt, ast.ExceptHandler, ast.match_case)  # parts of a statement
+# Statements and expressions that pass a value on without looking into it. A call does, too, unless
+# it calls the answer or one of the builtin functions LOOKS.
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
-MARKED = (ast.Expr, ast.Assert, ast.With)
-INNER = (ast.stmt, ast.ExceptHandler, ast.match_case, ast.withitem)  # parts of a statement
+LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}
 # What messages about refused tests expect. The data of a run are summarized by these texts.
 ASSERTS = "`assert CONDITION` (no `raise`, and no failure outside of a `try`)"
 CALLS = ("calls of the answer with plain data, such as `f(1)`, `check(f)` and `Stack().push(1)` "
@@ -105,12 +105,10 @@ def root(node: Any) -> str:
 
 def is_failure(leaf: Any) -> bool:
     """Return True for a test that always fails: `assert False`, or a call such as `self.fail()`."""
-    match leaf:
-        case ast.Assert(ast.Constant(value)):
-            return not value
-        case ast.Expr(ast.Call(ast.Attribute(attr="fail") | ast.Name("fail"))):
-            return True
-    return False
+    if isinstance(leaf, ast.Assert):
+        return not getattr(leaf.test, "value", True)
+    function = getattr(getattr(leaf, "value", None), "func", None)
+    return "fail" in (getattr(function, "attr", ""), getattr(function, "id", ""))
 
 
 class Tests(ast.NodeTransformer):
@@ -121,123 +119,135 @@ class Tests(ast.NodeTransformer):
 
     Attributes:
         tree: syntax tree, in which imports of the answer are replaced.
+        nodes: the nodes of the tree.
+        parents: the parent of each node.
         names: the names that the answer must define, each with its name in the answer.
+        classes: the names that begin with a capital letter. Their results are objects.
+        objects: variables that hold an object of the answer.
+        results: variables that hold a result of the answer, such as an object.
+        functions: names of functions that the answer does not define.
+        testers: names of functions that contain a test, or call such a function.
+        guarded: nodes inside of a `try` or `with pytest.raises(…)`.
     """
 
     def __init__(self, text: str) -> None:
+        # 1. Find the names that the tests import from the answer, and replace these imports.
         self.tree = ast.parse(text)
         self.names: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ImportFrom) and node.module in SOLUTIONS:
                 self.names |= {x.asname or x.name: x.name for x in node.names if x.name != "*"}
-                node.module, node.names, node.level = "builtins", [ast.alias("object")], 0
+                vars(node).update(module="builtins", names=[ast.alias("object")], level=0)
+        # 2. Find the names that the tests do not define. Import those of a library. The others are
+        # the answer's. If there are no others, the answer's is the only name of a library or the
+        # only builtin, as in `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`.
         free = free_names(symtable.symtable(ast.unparse(self.tree), "<tests>", "exec"))
-        undefined = free - vars(builtins).keys() - self.names.keys()
+        used = free & vars(builtins).keys()
+        undefined = free - used - self.names.keys()
         known = undefined & LIBRARY.keys()
-        # The other names are the answer's. If there is none, it is the only name of a library or
-        # the only builtin, as in `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`.
         own = undefined - known
-        candidates = known or free & vars(builtins).keys()
-        if not own and not self.names and len(candidates) == 1:
-            own = candidates
+        if not own and not self.names and len(known or used) == 1:
+            own = known or used
         self.names |= {name: name for name in own}
         imports = [f"from {LIBRARY[name]} import {name}" for name in sorted(known - own)]
         self.tree.body[:0] = ast.parse("\n".join(imports)).body
+        # 3. Find the variables that hold results of the answer.
         self.nodes = list(ast.walk(self.tree))
-        self.up = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        # Variables that hold a result of the answer. If the name of the called function begins with
-        # a capital letter, it is a class, and the variable holds an object.
-        self.results = {x.id: called(node.value) for node in self.nodes
-                        if isinstance(node, ast.Assign) and called(node.value) in self.names
-                        for x in node.targets if isinstance(x, ast.Name)}  # fmt: skip
-        self.objects = {name for name, function in self.results.items() if function[0].isupper()}
-        functions: list[Any] = [x for x in self.nodes if isinstance(x, ast.FunctionDef)]
-        self.functions = free & vars(builtins).keys() | {x.name for x in functions}
-        # Functions that contain a test, or call such a function.
-        self.testers: set[str] = set()
-        found = {"_run_"}
-        while found - self.testers:
-            self.testers |= found
-            found = {f.name for f in functions if any(map(self.is_leaf, ast.walk(f)))}
+        self.parents = {x: node for node in self.nodes for x in ast.iter_child_nodes(node)}
+        stores = [node for node in self.nodes
+                  if isinstance(node, ast.Assign) and called(node.value) in self.names]  # fmt: skip
+        held = {x.id: called(node.value) for node in stores for x in node.targets
+                if isinstance(x, ast.Name)}  # fmt: skip
+        self.classes = {name for name in self.names if name[0].isupper()}
+        self.objects = {name for name, function in held.items() if function in self.classes}
+        self.results = held.keys()
+        # 4. Find the functions that contain a test, and what a `try` or `pytest.raises` contains.
+        functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
+        self.functions = used | {node.name for node in functions}
+        self.testers = {"_run_"}
+        before: set[str] = set()
+        while before != self.testers:
+            before = self.testers
+            found = {x.name for x in functions if any(map(self.is_leaf, ast.walk(x)))}
+            self.testers = before | found
+        guards = [x for x in self.nodes if isinstance(x, ast.Try)
+                  or (isinstance(x, ast.With) and self.is_leaf(x))]  # fmt: skip
+        self.guarded = {inner for guard in guards for inner in ast.walk(guard)}
 
+    # ------------------------------------------------------------------- what is not supported
     def refusal(self, node: Any) -> str:
-        """Return what a node of the syntax tree has that is not supported, or ""."""
+        """Return what a message expects in place of a node, or "" if the node is supported."""
         match node:
-            case ast.AsyncFunctionDef() | ast.Await():
-                return FUNCTIONS
             case ast.Raise():
                 return ASSERTS
-            case ast.Assert() | ast.Expr() if is_failure(node) and not self.is_expected(node):
+            case ast.Assert() | ast.Expr() if is_failure(node) and node not in self.guarded:
                 return ASSERTS
             case ast.ClassDef(name, bases):
                 is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)
                 return "" if is_test else CLASSES
-            case ast.FunctionDef(name, ast.arguments(args=args)) if name[:4] == "test":
-                has_fixtures = [x.arg for x in args] not in ([], ["self"])
-                return FUNCTIONS if has_fixtures else ""
-            case ast.FunctionDef("setup_method" | "setup_class") | ast.Attribute(attr="fixture"):
+            case ast.FunctionDef(name, ast.arguments(args=args)):
+                has_parameters = name[:4] == "test" and [x.arg for x in args] not in ([], ["self"])
+                is_setup = name in ("setup_method", "setup_class")
+                return FUNCTIONS if has_parameters or is_setup else ""
+            case ast.AsyncFunctionDef() | ast.Attribute(attr="fixture"):
                 return FUNCTIONS
-            case ast.ImportFrom(module=None):
-                return IMPORTS
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
                 return "" if all(map(is_known, paths)) else IMPORTS
-            case ast.withitem(value) if self.calls_answer(value):
+            case ast.expr() if not self.is_supported(node):
                 return CALLS
-            case ast.Name(name, ast.Load()) if name in self.names and not self.passes(node):
-                return CALLS
-            case ast.Attribute(value, _, context) if root(value) in {*self.names, *self.results}:
-                is_chain = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-                if is_chain and (root(value) in self.objects or root(value)[0].isupper()):
-                    return CALLS
-                is_stored = isinstance(context, ast.Store)
-                is_looked_at = is_stored or not self.passes(node)
-                return CALLS if is_looked_at else ""
-            case ast.Call(function, values, keywords) if self.calls_answer(node):
-                given = [*values, *(x.value for x in keywords)]
-                if isinstance(function, ast.Call):
-                    return CALLS
-                if any(map(self.is_function, given)):
-                    return CALLS
-                is_compared = called(node)[:1].isupper() and not self.is_object_used(node)
-                return CALLS if is_compared else ""
-            case ast.Name(name, ast.Load()) if name in self.objects:
-                return "" if self.is_object_used(node) else CALLS
         return ""
 
-    def is_expected(self, failure: ast.AST) -> bool:
-        """Return True if an error that tests expect comes before a failure and prevents it."""
-        node = failure
-        while node := self.up.get(node):  # type: ignore[assignment]
-            if isinstance(node, ast.Try) or any(map(self.is_leaf, getattr(node, "items", []))):
-                return True
-        return False
+    def is_supported(self, node: Any) -> bool:
+        """Return False for an expression that uses the answer in a way that is not supported."""
+        outer = self.parents[node]
+        is_called = isinstance(outer, ast.Call) and outer.func is node
+        is_base = isinstance(outer, ast.Attribute)  # of a method
+        is_own = self.is_own(node)
+        match node:
+            case ast.Call(_, values, keywords) if is_own:
+                given = [*values, *(x.value for x in keywords)]
+                is_plain = not (is_called or any(map(self.is_function, given)))
+                is_read = is_base or self.passes(node) or called(node) not in self.classes
+                return is_plain and is_read and not isinstance(outer, ast.withitem)
+            case ast.Attribute(value, _, context) if is_own or root(node) in self.results:
+                is_object = root(node) in self.classes | self.objects
+                is_result = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+                is_read = isinstance(context, ast.Load) and not (is_object and is_result)
+                return is_read and (is_called or self.passes(node))
+            case ast.Name(name, ast.Load()) if is_own:
+                return self.passes(node) or (is_base if name in self.objects else is_called)
+        return True
 
-    def is_object_used(self, node: ast.AST) -> bool:
-        """Return True if tests call a method of an object, or pass the object on."""
-        return isinstance(self.up[node], ast.Attribute) or self.passes(node)
-
-    def is_function(self, value: ast.AST) -> bool:
-        is_name = isinstance(value, ast.Name) and value.id in {*self.functions, *self.names}
-        return is_name or isinstance(value, ast.Lambda)
-
-    def calls_answer(self, node: ast.AST) -> bool:
+    def is_own(self, node: ast.AST) -> bool:
+        """Return True for a name of the answer, an object of it, and for their attributes."""
         return root(node) in self.names.keys() | self.objects
 
+    def is_function(self, value: ast.AST) -> bool:
+        name = getattr(value, "id", "")
+        return isinstance(value, ast.Lambda) or name in self.functions or name in self.names
+
     def passes(self, node: ast.AST) -> bool:
-        """Return True if a value is called, or passed on without looking into it."""
-        outer = self.up[node]
-        is_argument = isinstance(outer, ast.Call) and outer.func is not node
-        looks = is_argument and (self.calls_answer(outer) or called(outer) in LOOKS)
+        """Return True if the statement or call around a value passes it on."""
+        outer = self.parents[node]
+        looks = isinstance(outer, ast.Call) and (self.is_own(outer) or called(outer) in LOOKS)
         return isinstance(outer, PASSES) and not looks
 
+    # ----------------------------------------------------------------------------------- marks
     def is_leaf(self, node: Any) -> bool:
-        """Return True for an assert, and for a call such as `check(f)` or `self.assertEqual(…)`."""
-        call = node.value if isinstance(node, ast.Expr) else getattr(node, "context_expr", None)
-        if not isinstance(call, ast.Call) or self.calls_answer(call):
-            return isinstance(node, ast.Assert)
-        name = getattr(call.func, "attr", root(call))
-        return name.startswith("assert") or name in {"raises", "fail", *self.testers}
+        """Return True for an assert, a call such as `check(f)`, and `with pytest.raises(…)`."""
+        match node:
+            case ast.Assert():
+                return True
+            case ast.Expr(ast.Call() as call):
+                calls = [call]
+            case ast.With(items):
+                calls = [x.context_expr for x in items if isinstance(x.context_expr, ast.Call)]
+            case _:
+                return False
+        names = [getattr(x.func, "attr", root(x)) for x in calls if not self.is_own(x)]
+        tests = {"raises", "fail", *self.testers}
+        return any(name.startswith("assert") or name in tests for name in names)
 
     def is_test(self, node: ast.AST) -> bool:
         """Return True for a statement that is a test, or contains one."""
@@ -245,26 +255,29 @@ class Tests(ast.NodeTransformer):
         is_test = self.is_leaf(node) or any(map(self.is_test, inner))
         return is_test and not isinstance(node, (ast.FunctionDef, ast.ClassDef))
 
-    def visit(self, node: Any) -> Any:
-        if isinstance(node, ast.expr):
-            return node
-        parts = getattr(node, "items", [node])
-        is_own = called(getattr(node, "value", node)) in self.testers  # its own tests get marks
-        is_marked = isinstance(node, MARKED) and any(map(self.is_leaf, parts)) and not is_own
-        if not is_marked:  # an assert inside of `with raises(…)` need not finish
-            self.generic_visit(node)
-        mark = ast.copy_location(ast.With([ast.withitem(ast.Name("_test_"))], [ast.Pass()]), node)
-        if is_marked:
-            mark.body = [node]
-        elif isinstance(node, ast.Try) and self.is_test(node):
-            # It counts as reached when its body starts. With a right answer, its `assert False`
-            # does not run, because of the expected error.
-            node.body.insert(0, mark)
-        return mark if is_marked else node
+    def mark(self, node: Any) -> Any:
+        """Put a test into a block. The call of a function with tests has blocks in the function."""
+        if not self.is_leaf(node) or called(getattr(node, "value", node)) in self.testers:
+            return self.generic_visit(node)
+        block = ast.parse("with _test_: pass").body[0]
+        block.body = [node]  # type: ignore[attr-defined]
+        return block
+
+    visit_Assert = visit_Expr = visit_With = mark
+
+    def visit_Try(self, node: ast.Try) -> ast.Try:
+        """Count a `try` with a test as reached when its body starts.
+
+        With a right answer, its `assert False` does not run, because of the expected error.
+        """
+        self.generic_visit(node)
+        if self.is_test(node):
+            node.body[:0] = ast.parse("with _test_: pass").body
+        return node
 
 
 def is_known(path: str) -> bool:
-    """Return True if tests may import a module or name, such as `unittest.mock`."""
+    """Return True if tests may import a module or name, such as `math.sqrt`."""
     parts = path.split(".")
     is_pytest = parts[0] == "pytest" and importlib.util.find_spec("pytest") is not None
     is_installed = is_pytest or parts[0] in sys.stdlib_module_names
@@ -283,19 +296,19 @@ def prepared(text: str) -> dict[str, Any]:
         tests = Tests(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"tests: expected Python, got {text[:60]!r}: {error}") from None
-    for wrong in filter(tests.refusal, tests.nodes):
-        expected = tests.refusal(wrong)
-        while not isinstance(wrong, ast.stmt):
-            wrong = tests.up[wrong]
-        raise ValueError(f"tests: expected {expected}, got {ast.unparse(wrong)[:80]!r}")
+    for node in tests.nodes:
+        if expected := tests.refusal(node):
+            while not isinstance(node, ast.stmt):
+                node = tests.parents[node]
+            raise ValueError(f"tests: expected {expected}, got {ast.unparse(node)[:80]!r}")
     # 2. Call the test functions that the tests do not call, and the methods of test classes. A
     # function without a test is not called.
     body: list[Any] = tests.tree.body
-    calls = {called(node) for node in tests.nodes}
+    unused = tests.testers - {called(node) for node in tests.nodes}
     for node in [*body]:
         is_class = isinstance(node, ast.ClassDef)
         for name in [getattr(x, "name", "") for x in (node.body if is_class else [node])]:
-            if name.startswith("test") and name in tests.testers - calls:
+            if name.startswith("test") and name in unused:
                 call = f"_run_({node.name}, {name!r})" if is_class else f"{name}()"
                 body += ast.parse(call).body
     # 3. Mark the tests in the statements one by one.

@@ -152,7 +152,7 @@ def test_a_sandbox_that_does_not_start_costs_its_sample(monkeypatch):
 
 def test_rows_with_tests_that_are_not_supported_can_be_dropped(rewards, tmp_path, caplog):
     listed = [{"tests": TESTS}, {"tests": "assert f(1).x == 2"}, {"input_output": {"fn_name": "f"}}]
-    reasons = r"calls of the answer with plain data, .* \(\d\)"
+    reasons = r"calls such as `f.1.`, .* \(\d\)"
     path = tmp_path / "d.jsonl"
     rows = [{"question": f"q{i}", **listed[i % 3]} for i in range(12)]
     path.write_text("\n".join(map(json.dumps, rows)))

@@ -35,12 +35,9 @@ PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, 
 LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}
 # What messages about refused tests expect. The data of a run are summarized by these texts.
 ASSERTS = "`assert CONDITION` (no `raise`, and no failure outside of a `try`)"
-CALLS = ("calls of the answer with plain data, such as `f(1)`, `check(f)` and `Stack().push(1)` "
-         "(is a module not imported?)")  # fmt: skip
-IMPORTS = ("imports of names from the standard library or pytest, and none of mocks, threads and "
-           "processes")  # fmt: skip
-FUNCTIONS = ("functions `test_…` without parameters, and `setUp` of a unittest.TestCase (no "
-             "fixtures, `parametrize`, `setup_method` or asynchronous code)")  # fmt: skip
+CALLS = "calls such as `f(1)`, `check(f)` and `Stack().push(1)` (is a module not imported?)"
+IMPORTS = "imports from the standard library or pytest, without `*`, mocks, threads and processes"
+FUNCTIONS = "plain functions `test_…`, or unittest with `setUp`, without fixtures and `async`"
 CLASSES = "no classes other than test classes"
 
 

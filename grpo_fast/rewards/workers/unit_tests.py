@@ -32,6 +32,7 @@ INNER = (ast.stmt, ast.ExceptHandler, ast.match_case)  # parts of a statement
 # it calls the answer or one of the builtin functions LOOKS.
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
+LITERALS = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.Dict, ast.Set)
 LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}
 # What messages about refused tests expect. The data of a run are summarized by these texts.
 ASSERTS = "`assert CONDITION` (no `raise`, and no failure outside of a `try`)"
@@ -119,7 +120,8 @@ class Tests(ast.NodeTransformer):
         nodes: the nodes of the tree.
         parents: the parent of each node.
         names: the names that the answer must define, each with its name in the answer.
-        classes: the names that begin with a capital letter. Their results are objects.
+        classes: names that begin with a capital letter, and whose result is not compared with a
+            literal, as in `Find_Max([1, 2]) == 2`. Their results are objects.
         objects: variables that hold an object of the answer.
         results: variables that hold a result of the answer, such as an object.
         functions: names of functions that the answer does not define.
@@ -155,7 +157,9 @@ class Tests(ast.NodeTransformer):
                   if isinstance(node, ast.Assign) and called(node.value) in self.names]  # fmt: skip
         held = {x.id: called(node.value) for node in stores for x in node.targets
                 if isinstance(x, ast.Name)}  # fmt: skip
-        self.classes = {name for name in self.names if name[0].isupper()}
+        pairs = [(x.left, x.comparators[0]) for x in self.nodes if isinstance(x, ast.Compare)]
+        compared = {called(left) for left, right in pairs if isinstance(right, LITERALS)}
+        self.classes = {name for name in self.names if name[0].isupper()} - compared
         self.objects = {name for name, function in held.items() if function in self.classes}
         self.results = held.keys()
         # 4. Find the functions that contain a test, and what a `try` or `pytest.raises` contains.

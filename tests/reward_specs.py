@@ -6,12 +6,24 @@ Unlike the configurations in a recipe, they are not validated.
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_fast.rewards import RewardSet, WeightedReward
+from grpo_fast.data import Example
+from grpo_fast.rewards import RewardResult, RewardSet, WeightedReward, score
 
 
 def own(function: Any, weight: float = 1.0, **keywords: Any) -> RewardSet:
     """Return a `RewardSet` with `function` as its only reward function, named "f"."""
     return RewardSet([WeightedReward("f", weight, function)], **keywords)
+
+
+def ask(
+    rewards: RewardSet, prompts: Any, completions: Any, answers: Any, columns: Any = None
+) -> RewardResult:
+    """Return the rewards of completions for examples with these prompts, answers and columns."""
+    examples = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        fields = {name: column[i] for name, column in (columns or {}).items()}
+        examples.append(Example(prompt, answer, None, fields))
+    return score(rewards, examples, completions)
 
 
 def spec(

@@ -25,7 +25,7 @@ from grpo_fast.data import Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
 from grpo_fast.examples.capitals import exact, write_data
-from grpo_fast.rewards import build_rewards
+from grpo_fast.rewards import build_rewards, score
 from grpo_fast.rollout import build_engine, encode_prompts, prompt_texts
 from grpo_fast.train.collect import PromptQueue
 from grpo_fast.train.config import RunConfig
@@ -289,11 +289,11 @@ def trl_trainer(job: Job) -> Any:
     require(fits, "prompts", "the same tokens for all trainers", "different tokens")
     # 2. Give TRL the rewards of our run as one function.
     rewards = build_rewards(config.rewards)
-    answers = {text: str(example.answer) for text, example in zip(texts, examples, strict=True)}
+    asked = dict(zip(texts, examples, strict=True))
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        gold = [answers[prompt] for prompt in prompts]
-        return rewards(prompts, completions, gold).total.tolist()
+        given = [asked[prompt] for prompt in prompts]
+        return score(rewards, given, completions).total.tolist()
 
     # 3. Build the trainer.
     total = sizes.prompts_per_step * sizes.group_size

@@ -12,17 +12,17 @@ Each column has one entry per completion:
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_fast.data import Example, Prompt
-from grpo_fast.data.records import TESTS, find
 from grpo_fast.errors import argument_error
-from grpo_fast.rewards.conventions import OPENRLHF, OURS, SAMPLED, TRAINER_STATE, TRL, VERL, VERLS
+from grpo_fast.rewards.conventions import OPENRLHF, OURS, SAMPLED, TRAINER_STATE, TRL, VERL
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 from grpo_fast.rewards.workers import unit_tests
 
@@ -31,12 +31,11 @@ log = logging.getLogger(__name__)
 # GOLD: the parameter that receives the gold answer, for each convention. GIVEN: the parameters that
 # this package fills, so that the data needs no column for them.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
-GIVEN = {
-    OURS: SAMPLED, TRL: (*SAMPLED, TRAINER_STATE), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
-}  # fmt: skip
-# Parameters of other libraries' functions, with the library.
-OTHERS = {TRAINER_STATE: TRL, "answer": TRL, **dict.fromkeys(VERLS, VERL),
-          "queries": OPENRLHF, "labels": OPENRLHF}  # fmt: skip
+GIVEN = {OURS: SAMPLED, TRL: (*SAMPLED, TRAINER_STATE), OPENRLHF: ("queries", "prompts"),
+         VERL: ("data_source", "solution_str", "extra_info")}  # fmt: skip
+# Parameters that only functions of other libraries have, with the library.
+OTHERS = {name: library for library in (TRL, VERL, OPENRLHF)
+          for name in (GOLD[library], *GIVEN[library]) if name not in SAMPLED}  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
 LONGEST_OPENED = 200  # number of characters at a prompt's end that are searched for a tag
 
@@ -57,31 +56,40 @@ def score(
         completion_ids: N lists of token ids.
         prompt_texts: N prompts as the model received them, after the chat template was applied.
     """
-    names = dict.fromkeys(name for example in examples for name in example.fields)
-    columns: dict[str, Any] = {
-        name: [example.fields.get(name) for example in examples] for name in names
-    }
-    if "tests" not in names and any(
-        "tests" in reward.function.signature.needs for reward in rewards.rewards
-    ):
-        found = {id(example): example for example in examples}  # completions share an example
-        tests = {key: tests_of(example) for key, example in found.items()}
-        columns["tests"] = [tests[id(example)] for example in examples]
+    # 1. Collect the columns of the data, and what the model has sampled.
+    names = dict.fromkeys(name for e in examples for name in e.fields)
+    columns: dict[str, Any] = {name: [e.fields.get(name) for e in examples] for name in names}
+    needs = {name for reward in rewards.rewards for name in reward.function.signature.needs}
+    if "tests" in needs and "tests" not in names:
+        columns["tests"] = [tests_of(e) for e in examples]
     if completion_ids is not None:
         columns["completion_ids"] = completion_ids
         columns["completion_lengths"] = [len(ids) for ids in completion_ids]
-    texts = prompt_texts or [""] * len(examples)
-    columns["prefills"] = [
-        prefill_of(example.prompt, text) for example, text in zip(examples, texts, strict=True)
+    sent = prompt_texts or [""] * len(examples)
+    pairs = zip(examples, sent, strict=True)
+    columns["prefills"] = [prefill_of(e.prompt, text) for e, text in pairs]
+    # 2. Arrange them for the functions of each convention. For a chat prompt, TRL passes the
+    # completion as a list with one message. As in TRL, a column of the data replaces our column of
+    # the same name.
+    prompts = [_row_prompt(e) for e in examples]
+    answers = [e.answer for e in examples]
+    labels = [label_of(e) for e in examples]
+    none = [None] * len(examples)
+    turns = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, completions, strict=True)
     ]
-    return rewards(
-        [_row_prompt(example) for example in examples],
-        completions,
-        [example.answer for example in examples],
-        columns,
-        labels=[label_of(example) for example in examples],
-        prompt_texts=prompt_texts,
-    )
+    lists: dict[str, Mapping[str, Sequence[Any]]] = {
+        OURS: {**columns, "prompts": prompts, "completions": completions, "answers": answers},
+        TRL: {"answers": answers, "answer": labels, **columns,
+              "prompts": prompts, "completions": turns},
+        VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
+               "ground_truth": labels,
+               "extra_info": [info or {} for info in columns.get("extra_info", none)]},
+        OPENRLHF: {"queries": [a + b for a, b in zip(sent, completions, strict=True)],
+                   "prompts": sent, "labels": labels},
+    }  # fmt: skip
+    return rewards(lists, len(completions))
 
 
 def _row_prompt(example: Example) -> Prompt:
@@ -122,10 +130,8 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
         convention = reward.function.convention
         for name in reward.function.signature.needs:
             is_gold = name == GOLD[convention]
-            if name in GIVEN[convention] and not is_gold:
-                continue
             missing = [e for e in examples if not _has(e, name, is_gold, convention)]
-            if missing:
+            if missing and name not in GIVEN[convention]:
                 field = "an answer" if is_gold else f"a field {name!r}"
                 got = f"{len(missing)} of {len(examples)} without"
                 first = f"first {str(missing[0].prompt)[:60]!r}"
@@ -152,21 +158,23 @@ def usable(rewards: RewardSet, drop: bool, examples: Sequence[Example]) -> Seque
     if not any(path.endswith("code_tests.py:code_tests") for path in paths):
         return examples
     errors = [tests_error(example) for example in examples]
-    count = sum(map(bool, errors))
+    kept = [example for example, error in zip(examples, errors, strict=True) if not error]
+    count = len(examples) - len(kept)
     # Count the part of each message that does not quote the row.
     starts = [error.partition(", got ")[0] for error in errors if error]
     found = Counter(start.removeprefix("tests: expected ") for start in starts)
     reasons = "; ".join(f"{reason} ({number})" for reason, number in found.most_common())
     if count and not drop:
         expected = "tests that the README of rewards lists in every example"
-        error, first = next(pair for pair in zip(errors, examples, strict=True) if pair[0])
-        got = f"{count} of {len(examples)} without, first {str(first.prompt)[:60]!r}: {error}"
-        remedy = f"reasons: {reasons}; data.drop_unusable=true skips such rows"
+        place = next(place for place, error in enumerate(errors) if error)
+        first = f"first {str(examples[place].prompt)[:60]!r}: {errors[place]}; reasons: {reasons}"
+        got = f"{count} of {len(examples)} without, {first}"
+        remedy = "data.drop_unusable=true skips such rows"
         raise argument_error("rewards: code_tests", expected, f"{got}; {remedy}")
     if count:
         text = "data: %d rows with tests that code_tests refuses are skipped: %s"
         log.warning(text, count, reasons)
-    return [example for example, error in zip(examples, errors, strict=True) if not error]
+    return kept
 
 
 def tests_error(example: Example) -> str:
@@ -193,18 +201,21 @@ def tests_of(example: Example) -> Any:
         lists = [x if isinstance(x, list) else [x] for x in lists]
         return [given.get("test_setup_code", ""), *itertools.chain(*lists)]
     if isinstance(given.get("test"), str):
-        return _with_entry_point(given["test"], given.get("entry_point", ""), _row_prompt(example))
+        prompt = _row_prompt(example)
+        code = prompt if isinstance(prompt, str) else ""
+        return _with_entry_point(given["test"], given.get("entry_point", ""), code)
     return given.get("test", given.get("input_output"))
 
 
-def _with_entry_point(tests: str, entry_point: str, prompt: Prompt) -> str:
+@functools.lru_cache(maxsize=256)
+def _with_entry_point(tests: str, entry_point: str, prompt: str) -> str:
     """Return tests that call `check(entry_point)`, with the helpers of a HumanEval prompt.
 
     Without the prompt's helpers, an answer could define a helper that accepts every result.
     """
     parts = [tests]
     try:
-        body = ast.parse(prompt if isinstance(prompt, str) else "").body
+        body = ast.parse(prompt).body
     except (SyntaxError, ValueError):  # the prompt is not code
         body = []
     helpers = [node for node in body if isinstance(node, ast.FunctionDef)
@@ -223,5 +234,5 @@ def _has(example: Example, name: str, is_gold: bool, convention: str) -> bool:
     if is_gold and convention == OURS:
         return example.answer is not None  # our functions get the parsed answer, not the row's
     if name == "tests":
-        return find(example.fields, TESTS) is not None
+        return tests_of(example) is not None
     return name in example.fields or (is_gold and label_of(example) is not None)

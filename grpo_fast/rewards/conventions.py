@@ -33,7 +33,6 @@ OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf
 # Columns that a function for grpo_fast can request, in addition to those of the data.
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
 TRAINER_STATE = "trainer_state"  # object that TRL passes with its columns
-VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPENRLHFS = ("queries", "prompts", "labels")
 # Fields of TRL's `trainer_state` that reward functions read.
 STATE = {"global_step": 0, "max_steps": 0, "epoch": 0.0, "log_history": [],

@@ -21,7 +21,7 @@ from torch import Tensor
 from grpo_fast.data import escape_control
 from grpo_fast.errors import RewardError, Stopped, require
 from grpo_fast.rewards import conventions
-from grpo_fast.rewards.conventions import OPENRLHF, OURS, STATE, TRL, VERL, Function, Score
+from grpo_fast.rewards.conventions import OURS, STATE, Function, Score
 from grpo_fast.rewards.isolated import IsolatedReward
 
 logger = logging.getLogger(__name__)
@@ -92,41 +92,20 @@ class RewardSet:
         self.progress: dict[str, Any] = dict(STATE)  # fields of TRL's `trainer_state`
 
     def __call__(
-        self,
-        prompts: Sequence[object],
-        completions: Sequence[str],
-        answers: Sequence[str | None],
-        columns: Mapping[str, Sequence[Any]] | None = None,
-        *,
-        labels: Sequence[object] | None = None,
-        prompt_texts: Sequence[str] | None = None,
+        self, lists: Mapping[str, Mapping[str, Sequence[Any]]], count: int
     ) -> RewardResult:
-        """Score N completions.
+        """Score N completions. `columns.score` builds the arguments.
 
         Args:
-            prompts: N prompts, each a string or a list of messages.
-            completions: N strings.
-            answers: N gold answers as strings. An entry is None for an example without an answer.
-            columns: further lists of N values, which functions can request by parameter name.
-            labels: N gold answers as they are in the data rows, of any type, for functions for TRL,
-                verl and OpenRLHF. Default: `answers`.
-            prompt_texts: N prompts as the model received them, for functions of OpenRLHF.
+            lists: for each convention, the lists of N values that a function can request.
+            count: N.
 
         Raises:
-            ValueError: the lists differ in length.
             RewardError: too many samples have no reward, or a function returned too few or too many
                 values.
         """
-        columns = columns or {}
-        lists = {**columns, "prompts": prompts, "completions": completions, "answers": answers}
-        lengths = [len(column) for column in lists.values()]
-        fits = len(set(lengths)) == 1
-        require(fits, ", ".join(lists), "lists of one length", ", ".join(map(str, lengths)))
-        count = len(completions)
         # 1. Call every function with the arguments of its convention.
-        gold = answers if labels is None else labels
-        given = _arguments(lists, columns, gold, prompt_texts or [""] * count)
-        scores = {r.name: self._call(r, given[r.function.convention], count) for r in self.rewards}
+        scores = {r.name: self._call(r, lists[r.function.convention], count) for r in self.rewards}
         # 2. A sample has no reward if no function applies. Functions with weight 0 do not count.
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
@@ -204,35 +183,3 @@ class RewardSet:
 def _number(score: Score | str) -> float:
     """Return the reward of a completion, or NaN if it has none."""
     return math.nan if score is None or isinstance(score, str) else score
-
-
-def _arguments(
-    lists: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[Any]],
-    labels: Sequence[object], sent: Sequence[str],
-) -> dict[str, Mapping[str, Sequence[Any]]]:  # fmt: skip
-    """Return the arguments of the functions of each convention.
-
-    Args:
-        lists: the lists of N values that our functions can request.
-        columns: the lists that come from the data.
-        labels: N gold answers as they are in the data rows.
-        sent: N prompts as the model received them.
-    """
-    completions = lists["completions"]
-    none = [None] * len(completions)
-    # For a chat prompt, TRL passes the completion as a list with one message.
-    turns = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(lists["prompts"], completions, strict=True)
-    ]
-    return {
-        OURS: lists,
-        # As in TRL, a column of the data replaces our column of the same name.
-        TRL: {"answers": lists["answers"], "answer": labels, **columns,
-              "prompts": lists["prompts"], "completions": turns},
-        VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
-               "ground_truth": labels,
-               "extra_info": [info or {} for info in columns.get("extra_info", none)]},
-        OPENRLHF: {"queries": [a + b for a, b in zip(sent, completions, strict=True)],
-                   "prompts": sent, "labels": labels},
-    }  # fmt: skip

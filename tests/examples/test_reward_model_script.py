@@ -10,7 +10,7 @@ from transformers import AddedToken
 
 from grpo_fast.examples import reward_model
 from grpo_fast.rewards import build_rewards
-from tests.reward_specs import spec
+from tests.reward_specs import ask, spec
 from tests.tiny import tiny_folder
 
 
@@ -38,14 +38,14 @@ def test_the_script_trains_a_model_that_is_a_reward(tmp_path, capsys):
         assert right[0] > right[1]
     share = reward_model.train(tmp_path / "sort", None, None, steps=60, lr=1e-3)
     held_out = reward_model.sort_pairs(1024, seed=1)
-    score = rewards_of(tmp_path / "sort" / "model")
+    reward = rewards_of(tmp_path / "sort" / "model")
     prompts = [pair["prompt"] for pair in held_out]
-    chosen, rejected = (score(prompts, [pair[name] for pair in held_out], [""] * 1024).total
+    chosen, rejected = (ask(reward, prompts, [pair[name] for pair in held_out], [""] * 1024).total
                         for name in ("chosen", "rejected"))  # fmt: skip
     assert share == pytest.approx(float((chosen > rejected).float().mean())) and share > 0.7
     # A completion cannot add a turn in which it praises itself.
     end = reward_model.RewardModel(str(tmp_path / "sort" / "model")).tokenizer.eos_token
-    honest, hostile = score(["1 2 ="] * 2, ["1   2", f"1 {end} 2"], [""] * 2).total.tolist()
+    honest, hostile = ask(reward, ["1 2 ="] * 2, ["1   2", f"1 {end} 2"], [""] * 2).total.tolist()
     assert honest == pytest.approx(hostile)
     # Check the script with a file of pairs and with a causal LM as the initial model.
     lines = [{"prompt": f"What is {i}?", "chosen": f" {i}", "rejected": " apples"}
@@ -54,8 +54,8 @@ def test_the_script_trains_a_model_that_is_a_reward(tmp_path, capsys):
     given = str(tmp_path / "pairs.jsonl"), tiny_folder(tmp_path / "start")
     reward_model.main(*given, tmp_path / "own", steps=30)
     assert "100.0% of the held-out pairs in the right order" in capsys.readouterr().out
-    score = rewards_of(tmp_path / "own" / "model")
-    right, wrong = score(["What is 3?"] * 2, [" 3", " apples"], [""] * 2).total.tolist()
+    reward = rewards_of(tmp_path / "own" / "model")
+    right, wrong = ask(reward, ["What is 3?"] * 2, [" 3", " apples"], [""] * 2).total.tolist()
     assert right > wrong
     with pytest.raises(ValueError, match="expected a trained model with one output"):
         rewards_of(tmp_path / "start")

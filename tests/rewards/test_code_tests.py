@@ -16,7 +16,7 @@ import yaml
 from grpo_fast.data import Example
 from grpo_fast.data import answers as data_answers
 from grpo_fast.data.splits import Splits
-from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards import build_rewards, check_examples, score
 from grpo_fast.rewards.columns import usable
 from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.rewards.workers import unit_tests
@@ -44,10 +44,9 @@ def rewards():
     return build(seconds=1.0, memory=256)
 
 
-def ask(rewards, *completions, tests=TESTS):
-    count = len(completions)
-    columns = {"tests": [tests] * count}
-    return rewards([""] * count, list(completions), [None] * count, columns)
+def ask(rewards, *completions, tests=TESTS, prompt_texts=None):
+    examples = [Example("", None, None, {"tests": tests})] * len(completions)
+    return score(rewards, examples, completions, prompt_texts=prompt_texts)
 
 
 def test_the_reward_is_the_share_of_tests_that_hold(rewards):
@@ -71,8 +70,7 @@ def test_code_in_a_thought_is_not_the_answer(rewards):
         GOOD,
     ]
     assert ask(rewards, *texts).total.tolist() == [0.0, 1.0, 0.0, 1.0]
-    columns = {"tests": [TESTS] * 2, "prefills": ["<think>\n"] * 2}
-    found = rewards([""] * 2, [GOOD, f"hm</think>{GOOD}"], [None] * 2, columns)
+    found = ask(rewards, GOOD, f"hm</think>{GOOD}", prompt_texts=["<think>\n"] * 2)
     assert found.total.tolist() == [0.0, 1.0]
 
 
@@ -132,8 +130,8 @@ def test_a_hostile_text_costs_less_than_a_second(unit, start):
 
 
 def test_faulty_data_is_named_and_costs_its_samples(rewards):
-    columns = {"tests": ["x = 1", TESTS, "assert add(abs, 1) == 3"]}
-    result = rewards([""] * 3, [GOOD] * 3, [None] * 3, columns)
+    rows = [{"tests": tests} for tests in ("x = 1", TESTS, "assert add(abs, 1) == 3")]
+    result = score(rewards, [Example("", None, None, row) for row in rows], [GOOD] * 3)
     assert result.total.isnan().tolist() == [True, False, True]
     assert result.reasons == {"code_tests": {"error": 2}}
     assert "at least one assert" in rewards.last_error["code_tests"]

@@ -12,7 +12,7 @@ from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import RewardError, build_rewards, check_examples, score
 from grpo_fast.train.config import DataConfig, RewardConfig
 from grpo_fast.train.config.recipes import load_recipe
-from tests.reward_specs import spec
+from tests.reward_specs import ask, spec
 from tests.train.tiny_runs import sort
 
 MODULE = r"""
@@ -278,13 +278,13 @@ def test_texts_stay_texts_when_the_chat_template_is_used(build):
     sizes = score(build("sizes"), examples, ["a"] * 3)
     assert sizes.total.tolist() == [2, 3, 1]  # "q?", "q?!", and one message
     prompts = [[dict(message)]]
-    build("rewrites")(prompts, ["a"], ["x"])
+    ask(build("rewrites"), prompts, ["a"], ["x"])
     assert prompts == [[message]]
 
 
 def test_a_function_runs_in_a_worker_unless_in_process_is_set(build, here):
     rewards = build("pid")
-    pids = [rewards(["p"], ["a"], ["x"]).total.item() for _ in range(2)]
+    pids = [ask(rewards, ["p"], ["a"], ["x"]).total.item() for _ in range(2)]
     assert (pids[0] == os.getpid()) == here and pids[0] == pids[1]
 
 
@@ -306,7 +306,7 @@ def test_values_are_numbers_or_lost_and_lists_have_the_right_length(build, caplo
             rewards.recent["of_kind"] = []
             batch = [kind] * 3, ["a"] * 3, ["x"] * 3
             if str(expected).endswith(("number", "0.5")):
-                result = rewards(*batch)
+                result = ask(rewards, *batch)
                 lost = {expected: 3} if isinstance(expected, str) else {}
                 assert result.reasons["of_kind"] == lost, kind
                 assert result.total.tolist() == pytest.approx(
@@ -314,14 +314,14 @@ def test_values_are_numbers_or_lost_and_lists_have_the_right_length(build, caplo
                 )
             else:
                 with pytest.raises(RewardError, match=f"one value per .* 3 values.*got {expected}"):
-                    rewards(*batch)
+                    ask(rewards, *batch)
     assert len(caplog.records) == 1  # only the first failure is logged
     assert "not a finite number: '1'" in caplog.text
 
 
 def test_a_function_that_exits_costs_its_samples(file):
     rewards = build_rewards([spec(f"{file}:leaves")])
-    result = rewards(["p"] * 2, ["a"] * 2, ["x"] * 2)
+    result = ask(rewards, ["p"] * 2, ["a"] * 2, ["x"] * 2)
     assert result.total.isnan().all() and "SystemExit: 3" in rewards.last_error["leaves"]
 
 
@@ -339,7 +339,7 @@ def test_errors_of_functions_in_this_process(file, name, error, said):
 
     def call():
         rewards = build_rewards([spec(str(file.with_name(name)), in_process=True)])
-        assert rewards(["p"], ["a"], ["x"]).total.isnan().all()
+        assert ask(rewards, ["p"], ["a"], ["x"]).total.isnan().all()
         return rewards.last_error["silent"]
 
     if error is None:

@@ -16,6 +16,7 @@ from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import IsolatedReward, path_of
 from grpo_fast.rewards.scoring import EXPRESSIONS
 from tests.pids import alive, wait_until
+from tests.reward_specs import ask as rewarded
 from tests.reward_specs import own, spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +115,9 @@ def test_four_threads_on_one_set(isolated):
     def calls(thread):
         asked = [[1000.0 * thread + i, -i] for i in range(100)]
         texts = [[str(value) for value in pair] for pair in asked]
-        return [rewards(["p"] * 2, pair, ["x"] * 2).total.tolist() for pair in texts] == asked
+        return [
+            rewarded(rewards, ["p"] * 2, pair, ["x"] * 2).total.tolist() for pair in texts
+        ] == asked
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(calls, range(4)))
@@ -129,20 +132,15 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
     assert ask(reward, "5") == [5.0] and reward.child.pid == worker
 
 
-def test_a_function_that_does_not_exist_loses_all_samples(isolated):
-    absent = own(isolated("absent"))(["p"] * 2, ["3", "4"], ["x"] * 2)
-    assert absent.total.isnan().all() and absent.reasons["f"] == {"error": 2}
-
-
 @pytest.mark.parametrize(
     ("completion", "why", "lost"),
     [("hang", "timeout", 3), ("die", "died", 3), ("raise", "error", 3), ("nan", "not_a_number", 1)],
 )
 def test_a_call_that_fails_costs_its_samples_and_has_its_reason(isolated, completion, why, lost):
     rewards = own(isolated("moody", 1.0))
-    result = rewards(["p"] * 3, ["good", completion, "good"], ["x"] * 3)
+    result = rewarded(rewards, ["p"] * 3, ["good", completion, "good"], ["x"] * 3)
     assert result.total.isnan().sum() == lost and result.reasons == {"f": {why: lost}}
-    assert rewards(["p"], ["good"], ["x"]).total.tolist() == [1.0]
+    assert rewarded(rewards, ["p"], ["good"], ["x"]).total.tolist() == [1.0]
 
 
 # ------------------------------------------------------------ No worker process outlives its caller

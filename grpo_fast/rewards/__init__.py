@@ -21,18 +21,9 @@ from grpo_fast.rewards.reward_set import RewardResult, RewardSet, WeightedReward
 from grpo_fast.rewards.scoring import EXPRESSIONS, Scorer, scorer_for
 
 __all__ = [
-    "REWARDS",
-    "RewardError",
-    "RewardResult",
-    "RewardSet",
-    "Scorer",
-    "WeightedReward",
-    "build_rewards",
-    "check_examples",
-    "import_function",
-    "score",
-    "scorer_for",
-]
+    "REWARDS", "RewardError", "RewardResult", "RewardSet", "Scorer", "WeightedReward",
+    "build_rewards", "check_examples", "import_function", "score", "scorer_for",
+]  # fmt: skip
 
 # The public functions of rules.py, keyed by the name that a configuration uses.
 REWARDS: dict[str, RewardFunction] = {
@@ -62,15 +53,14 @@ def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardS
 
 def _resolve(spec: Any) -> WeightedReward:
     name = spec.name
-    is_custom = ":" in name
-    if not is_custom and name not in KNOWN:
+    if ":" not in name and name not in KNOWN:
         custom = "a custom function 'package.module:function' or 'file.py:function'"
         came = f"{name!r}{nearest_hint(name, KNOWN)}"
         raise argument_error("rewards", f"{', '.join(KNOWN)}, or {custom}", came)
     convention = spec.convention or OURS
     function: Function | IsolatedReward
     try:
-        if name in REWARDS or (is_custom and spec.in_process):
+        if name in REWARDS or spec.in_process:
             called = REWARDS.get(name) or import_function(name)
             function = Function(called, convention, spec.options)
             if name == "math_equal":

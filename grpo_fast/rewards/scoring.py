@@ -20,6 +20,7 @@ in all comparisons, and the full content of a mark is compared.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import re
@@ -39,7 +40,7 @@ from grpo_fast.data.answers import (
     marked_content,
     parse_number,
     unwrapped,
-)
+)  # fmt: skip
 from grpo_fast.errors import require
 from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import built_in
@@ -264,12 +265,9 @@ def _normal(text: str, loose: bool = False) -> str:
 
 def _is_shallow(text: str) -> bool:
     """Return True if all braces are closed, and no more than DEEPEST brackets are nested."""
-    depth = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if not 0 <= depth <= DEEPEST:
-            return False
-    return depth == 0
+    steps = [(character in "([{") - (character in ")]}") for character in text]
+    depths = list(itertools.accumulate(steps, initial=0))
+    return depths[-1] == 0 and min(depths) >= 0 and max(depths) <= DEEPEST
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -40,7 +40,7 @@ from grpo_fast.data.answers import (
     marked_content,
     parse_number,
     unwrapped,
-)  # fmt: skip
+)
 from grpo_fast.errors import require
 from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import built_in

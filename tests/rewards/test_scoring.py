@@ -54,11 +54,6 @@ def test_the_table(gold, prompt, text, strict, lenient):
     assert scorer.is_right(scorer.lenient(text)) == bool(lenient)
 
 
-def test_an_empty_gold_answer_is_refused():
-    with pytest.raises(ValueError, match="expected a gold answer that is not empty"):
-        REWARDS["math_equal"](completions=["1"], answers=[" "])
-
-
 def test_there_are_200_pairs_of_data_sets():
     assert sum(len(right) + len(wrong) for _, right, wrong in MARKED + FREE) >= 200
 

@@ -124,7 +124,7 @@ class Tests(ast.NodeTransformer):
             literal, as in `Find_Max([1, 2]) == 2`. Their results are objects.
         objects: variables that hold an object of the answer.
         results: variables that hold a result of the answer, such as an object.
-        functions: names of functions that the answer does not define.
+        functions: names of builtins, and of functions of the answer and the tests.
         testers: names of functions that contain a test, or call such a function.
         guarded: nodes inside of a `try` or `with pytest.raises(…)`.
     """
@@ -164,7 +164,7 @@ class Tests(ast.NodeTransformer):
         self.results = held.keys()
         # 4. Find the functions that contain a test, and what a `try` or `pytest.raises` contains.
         functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
-        self.functions = used | {node.name for node in functions}
+        self.functions = used | self.names.keys() | {node.name for node in functions}
         self.testers = {"_run_"}
         before: set[str] = set()
         while before != self.testers:
@@ -208,9 +208,10 @@ class Tests(ast.NodeTransformer):
         match node:
             case ast.Call(_, values, keywords) if is_own:
                 given = [*values, *(x.value for x in keywords)]
-                is_plain = not (is_called or any(map(self.is_function, given)))
+                names = {getattr(x, "id", "") for x in given}
+                is_plain = self.functions.isdisjoint(names) and ast.Lambda not in map(type, given)
                 is_read = is_base or self.passes(node) or called(node) not in self.classes
-                return is_plain and is_read and not isinstance(outer, ast.withitem)
+                return is_plain and is_read and not (is_called or isinstance(outer, ast.withitem))
             case ast.Attribute(value, _, context) if is_own or root(node) in self.results:
                 is_object = root(node) in self.classes | self.objects
                 is_result = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
@@ -223,10 +224,6 @@ class Tests(ast.NodeTransformer):
     def is_own(self, node: ast.AST) -> bool:
         """Return True for a name of the answer, an object of it, and for their attributes."""
         return root(node) in self.names.keys() | self.objects
-
-    def is_function(self, value: ast.AST) -> bool:
-        name = getattr(value, "id", "")
-        return isinstance(value, ast.Lambda) or name in self.functions or name in self.names
 
     def passes(self, node: ast.AST) -> bool:
         """Return True if the statement or call around a value passes it on."""

@@ -197,15 +197,9 @@ class Function:
         # 3. Check the values.
         if isinstance(result, BaseException):
             raise result
-        scores: list[Score | str] = []
-        notes: list[str] = []
-        for value in _values(result, count):
-            try:
-                scores.append(_score(value))
-            except RewardFailure as failure:
-                scores.append(failure.why)
-                notes.append(str(failure))
-        return scores, (*notes, "")[0]
+        checked = [_checked(value) for value in _values(result, count)]
+        notes = [note for _, note in checked if note]
+        return [score for score, _ in checked], notes[0] if notes else ""
 
 
 def why_of(error: BaseException) -> str:
@@ -254,18 +248,18 @@ def _values(result: Any, count: int) -> list[Any]:
     return listed
 
 
-def _score(value: Any) -> Score:
-    """Return the reward of a completion, or raise a RewardFailure."""
+def _checked(value: Any) -> tuple[Score | str, str]:
+    """Return the reward of a completion, or why it has none, and a description of a bad value."""
     if value is None:
-        return None
+        return None, ""
     if isinstance(value, BaseException):  # of a function that scores one completion
-        raise RewardFailure(describe(value), why_of(value))
+        return why_of(value), describe(value)
     number = math.nan
     with contextlib.suppress(Exception):
         number = float(value["score"] if isinstance(value, Mapping) else value)
     if not isinstance(value, (str, bytes)) and abs(number) <= LARGEST:
-        return number
-    raise RewardFailure(f"not a finite number: {value!r:.60}", NO_NUMBERS)
+        return number, ""
+    return NO_NUMBERS, f"not a finite number: {value!r:.60}"
 
 
 # ------------------------------------------------------------------------------------ the worker

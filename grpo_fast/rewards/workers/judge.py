@@ -24,8 +24,19 @@ ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind
 # a list, `Extract([1, 2])` may return an object. Therefore an object that was created with
 # arguments has these methods only after a call of a method that is not in CONTAINERS, such as
 # `record`.
-JUDGING = {*dir(str), *dir(frozenset)}
+JUDGING = {*dir(str), *dir(frozenset), "is_integer"}
 CONTAINERS = {name for kind in (str, bytearray, list, dict, set, deque) for name in dir(kind)}
+
+
+def no_value(*_):
+    """Raise an error, because tests compared an object of the answer, or took its truth value."""
+    raise TypeError("code_tests: an object of the answer has no value")
+
+
+class Method(functools.partial):
+    """Method of an object of the answer. `assert f(1).done` must not take it for a true value."""
+
+    __eq__ = __ne__ = __bool__ = no_value
 
 
 class Object:
@@ -49,12 +60,9 @@ class Object:
             self.__state = (call, is_new or name not in CONTAINERS)  # `hasattr` does not change it
             return result
 
-        return method
+        return Method(method)
 
-    def __eq__(self, *_):
-        raise TypeError("code_tests: an object of the answer has no value")
-
-    __ne__ = __bool__ = __eq__
+    __eq__ = __ne__ = __bool__ = no_value
 
 
 class Judge:

@@ -68,13 +68,13 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for part in parts or [None]:
         given = part if isinstance(part, dict) else {}
-        if given.get("fn_name") or given.get("testtype") == "functional":
-            given = {}  # arguments of a function, which need not be texts
+        # Inputs of a function are its arguments, which need not be texts.
+        is_function = given.get("fn_name") or given.get("testtype") == "functional"
         inputs = given.get("inputs", [given.get("input")])
         outputs = given.get("outputs", [given.get("output")])
         are_lists = isinstance(inputs, list) and isinstance(outputs, list)
         are_texts = are_lists and all(isinstance(text, str) for text in inputs + outputs)
-        if not are_texts or len(inputs) != len(outputs):
+        if is_function or not are_texts or len(inputs) != len(outputs):
             expected = 'Python source, a list of sources, or {"input": text, "output": text}'
             raise ValueError(f"tests: expected {expected}, got {part!r:.60}")
         pairs += zip(inputs, outputs, strict=True)
@@ -234,18 +234,13 @@ class Tests(ast.NodeTransformer):
     # ----------------------------------------------------------------------------------- marks
     def is_leaf(self, node: Any) -> bool:
         """Return True for an assert, a call such as `check(f)`, and `with pytest.raises(…)`."""
-        match node:
-            case ast.Assert():
-                return True
-            case ast.Expr(ast.Call() as call):
-                calls = [call]
-            case ast.With(items):
-                calls = [x.context_expr for x in items if isinstance(x.context_expr, ast.Call)]
-            case _:
-                return False
-        names = [getattr(x.func, "attr", root(x)) for x in calls if not self.is_own(x)]
-        tests = {"raises", "fail", *self.testers}
-        return any(name.startswith("assert") or name in tests for name in names)
+        values = [node.value] if isinstance(node, ast.Expr) else []
+        values += [x.context_expr for x in node.items] if isinstance(node, ast.With) else []
+        calls = [x for x in values if isinstance(x, ast.Call) and not self.is_own(x)]
+        names = {getattr(x.func, "attr", root(x)) for x in calls}
+        is_call = not names.isdisjoint({"raises", "fail", *self.testers})
+        is_assert = any(name.startswith("assert") for name in names)
+        return is_call or is_assert or isinstance(node, ast.Assert)
 
     def is_test(self, node: ast.AST) -> bool:
         """Return True for a statement that is a test, or contains one."""

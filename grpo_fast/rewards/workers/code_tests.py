@@ -9,7 +9,6 @@ only lower its own reward, because a test that was not reached counts as failed.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -45,9 +44,8 @@ PYTHON = re.compile(r"\A[{. \t]*(python|py)[\d.]*(\W|\Z)", re.I)
 DEFINED = re.compile(r"^(?:def|async def|class) +(\w+)|^(\w+) *[:=]", re.M)
 # HumanEval and LeetCode import these names before the answer, so answers use them without import.
 TYPING = re.compile(r"\b(?:Any|Callable|Dict|List|Optional|Set|Tuple|Union)\b")
-PYTEST = importlib.util.find_spec("pytest")
 # The folder from which the judge may import pytest.
-PATHS = [str(Path(PYTEST.origin).parents[1])] if PYTEST and PYTEST.origin else []
+PATHS = [str(Path(unit_tests.PYTEST).parents[1])] if unit_tests.PYTEST else []
 # Import the script as a module, which uses cached bytecode. Running the script would compile it at
 # each start. Then remove the folder from sys.path, so that the answer's code cannot import from it.
 LAUNCH = (

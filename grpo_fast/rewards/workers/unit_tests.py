@@ -21,6 +21,8 @@ warn_once = functools.cache(logging.getLogger(__name__).warning)
 SOLUTIONS = ("solution", "submission", "answer", "main", "__main__")  # modules of the answer
 REFUSED = {"asyncio", "concurrent", "mock", "multiprocessing", "redirect_stdout", "socket",
            "subprocess", "tempfile", "threading", "*"}  # fmt: skip
+PYTEST = getattr(importlib.util.find_spec("pytest"), "origin", None)  # path of its file
+INSTALLED = sys.stdlib_module_names | ({"pytest"} if PYTEST else set())
 # Names that tests use without importing them, each with its module. The answer does not define
 # them, unless the tests use no other undefined name. Tests cannot import numpy.
 NAMED = ("typing", "collections", "decimal", "fractions", "statistics", "functools", "itertools")
@@ -194,7 +196,9 @@ class Tests(ast.NodeTransformer):
                 return FUNCTIONS
             case ast.Import(listed) | ast.ImportFrom(names=listed):
                 paths = [f"{getattr(node, 'module', '')}.{x.name}".strip(".") for x in listed]
-                return "" if all(map(is_known, paths)) else IMPORTS
+                names = [name for path in paths for name in path.split(".")]
+                are_known = all(path.partition(".")[0] in INSTALLED for path in paths)
+                return "" if are_known and REFUSED.isdisjoint(names) else IMPORTS
             case ast.expr() if not self.is_supported(node):
                 return CALLS
         return ""
@@ -267,14 +271,6 @@ class Tests(ast.NodeTransformer):
         if self.is_test(node):
             node.body[:0] = ast.parse("with _test_: pass").body
         return node
-
-
-def is_known(path: str) -> bool:
-    """Return True if tests may import a module or name, such as `math.sqrt`."""
-    parts = path.split(".")
-    is_pytest = parts[0] == "pytest" and importlib.util.find_spec("pytest") is not None
-    is_installed = is_pytest or parts[0] in sys.stdlib_module_names
-    return is_installed and REFUSED.isdisjoint(parts)
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,11 +16,11 @@ from importlib import metadata
 
 import pytest
 
-from tests.kernels.triton_tools.launcher import HAS_TRITON, OTHER_TRITON, run_python
+from tests.kernels.triton_tools.launcher import HAS_TRITON, run_python
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 WHERE_ALL = pytest.mark.skipif(
-    OTHER_TRITON is None and "GRPO_FAST_ALL_GPUS" not in os.environ,
+    "GRPO_FAST_ALL_GPUS" not in os.environ,
     reason="make test-compile compiles for every architecture",
 )
 ARCHITECTURES = [
@@ -59,9 +59,11 @@ KNOWN_SPILLS = {
 }
 
 
-def check(arch: str, version: str, other_triton: str | None = None) -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_code(arch):
+    version = ".".join(metadata.version("triton").split(".")[:2])
     report = "-m", "tests.kernels.triton_tools.report", arch
-    entries = json.loads(run_python(*report, interpret=False, other_triton=other_triton))
+    entries = json.loads(run_python(*report, interpret=False))
     candidates = ["kept_rows"] if arch == "sm_90" else []
     names = {f"{name}_kernel" for name in (*KERNELS.split(), *candidates)}
     assert {e["kernel"] for e in entries} == names
@@ -98,18 +100,3 @@ def test_the_entropy_changes_no_sum():
             config.block_v // config.piece in (1, 2, 4, 8)
             and linear.SLICE_COLUMNS % config.block_v == 0
         )
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiled_code(arch):
-    check(arch, version=".".join(metadata.version("triton").split(".")[:2]))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    OTHER_TRITON is None, reason="GRPO_FAST_TRITON36 does not name a folder with triton 3.6"
-)
-@pytest.mark.parametrize("arch", ["sm_90"])  # `make test-floor` compiles for all
-def test_compiled_code_other_triton(arch):
-    assert os.path.isdir(OTHER_TRITON)
-    check(arch, "3.6", OTHER_TRITON)

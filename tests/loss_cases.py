@@ -480,8 +480,8 @@ def check(
     """
     result, expected = run(function, case, **how), truth(function, case)
     total = sum(x.abs().sum().item() for x in expected.losses)
-    scale = max(1.0, total / max(1, int(case.mask.sum())))
     losses = result.loss.item(), expected.loss.item()
+    scale = max(1.0, abs(losses[1]), total / max(1, int(case.mask.sum())))
     assert abs(losses[0] - losses[1]) <= loss_tol * scale, losses
     for name, grad in result.grads.items():
         error = relative_l2(grad, getattr(expected, f"{name}_grad"))

@@ -12,6 +12,7 @@ inf and invalid ids.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -489,3 +490,16 @@ def check(
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got a gradient"
     return result
+
+
+def assert_seen(case: Case, function: str, backend: str, layout: str = "padded", **more) -> None:
+    """Check that the loss and each gradient of a case with a NaN or an infinity are not finite.
+
+    The gradient of given entropies does not depend on the row, so it may be finite.
+    """
+    result = run(function, case, backend=backend, layout=layout, **more)
+    assert not math.isfinite(result.loss.item()), "the loss is finite"
+    for name, grad in result.grads.items():
+        assert name == "entropy" or not grad.isfinite().all(), f"d{name} is finite"
+        if name not in ("weight", "bias"):
+            assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"

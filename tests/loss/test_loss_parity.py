@@ -9,6 +9,8 @@ term, and test_contract.py tests it.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ from tests.loss_cases import (
     LAYOUTS,
     LEAVES_AND_LEVELS,
     LOSS_LEVELS,
+    assert_seen,
     check,
     default_mask,
     make_case,
@@ -76,11 +79,11 @@ WAYS = [
     layout=LAYOUTS, aggregation=AGGREGATIONS, kl_estimator=[None, *oracles.KL_ORACLES],
     clamps=CLAMPS, times_ratio=[False, True], delta=[None, 1.7], is_on_policy=[False, True],
     rule=RULES.items(), per_token=[False, True], totals=[(None, None), (131, 17)],
-    mask_dtype=MASKS, mask=SHAPES.items(), cost=SETS.items(),
+    mask_dtype=MASKS, mask=SHAPES.items(), cost=SETS.items(), value=[math.nan, math.inf, -math.inf],
 )  # fmt: skip
 def test_sweeps(
     function, backend, loss_type, level, layout, aggregation, kl_estimator, clamps, times_ratio,
-    delta, is_on_policy, rule, per_token, totals, mask_dtype, mask, cost, monkeypatch,
+    delta, is_on_policy, rule, per_token, totals, mask_dtype, mask, cost, value, monkeypatch,
 ):  # fmt: skip
     """Check every option of a loss, and that chunks do not mix up their rows and coefficients.
 
@@ -114,7 +117,15 @@ def test_sweeps(
     if layout == "packed":
         given_mask = pack(given_mask, spans(case.mask))
     # 3. Compare the loss and the gradients with the oracle.
-    check(function, case, layout=layout, backend=backend, completion_mask=given_mask)
+    how = {"layout": layout, "backend": backend, "completion_mask": given_mask}
+    result = check(function, case, **how)
+    if function == "logits":
+        again = run(function, case, inplace=True, **how)
+        assert torch.equal(again.grads["logits"], result.grads["logits"])
+    # 4. Check that a NaN or an infinity in a row is seen. A soft cap makes infinities finite.
+    bad = math.nan if "softcap" in rule else value
+    case.hidden[1, int(mask[1].nonzero()[0]), 3] = bad
+    assert_seen(case, function, backend, layout)
 
 
 def of_unlikely_targets(case, gap):

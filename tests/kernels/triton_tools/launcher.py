@@ -17,8 +17,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Tests that have a backend parameter and also run in Triton's interpreter.
 OF_ENGINES = (
     "kernels/test_rows.py kernels/test_head.py kernels/test_support_kernels.py "
-    "kernels/test_grad_filter.py loss/test_divergence.py loss/test_gradient_range.py "
-    "loss/test_logps.py loss/test_loss_parity.py::test_sweeps loss/test_nan_is_seen.py"
+    "kernels/test_grad_filter.py loss/test_contract.py::test_on_policy_is_exact "
+    "loss/test_divergence.py loss/test_gradient_range.py loss/test_logps.py "
+    "loss/test_loss_parity.py::test_sweeps loss/test_nan_is_seen.py"
 ).split()
 
 

@@ -33,6 +33,7 @@ KERNELS = (
     "tokens extremes"
 )
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
+KEPT = "KeptRows(block=2048, num_warps=16, kept=16, stages=4, given=True)"
 # Spilled registers that are accepted, by Triton version, architecture, case and kernel. Triton 3.8
 # spills 13 registers in this kernel, 3.6 and 3.9 spill none. Its code loads them once per tile, and
 # not in the loop over the hidden size. On sm_100, Triton 3.6 spills up to four registers with bias,
@@ -44,12 +45,7 @@ KNOWN_SPILLS = {
     ("3.8", "sm_90", "linear torch.bfloat16 32000 896", "slice_kernel"): 13,
     ("3.6", "sm_100", "linear torch.bfloat16 32000 896 bce", "slice_kernel"): 4,
     ("3.6", "sm_100", "linear torch.bfloat16 32001 897 bce", "slice_kernel"): 2,
-    (
-        "3.6",
-        "sm_90",
-        "kept KeptRows(block=2048, num_warps=16, kept=16, stages=4, given=True)",
-        "kept_rows_kernel",
-    ): 4,
+    ("3.6", "sm_90", f"kept {KEPT}", "kept_rows_kernel"): 4,
     ("3.6", "sm_100", "rows torch.float16 1000", "row_loss_kernel"): 2,
     ("3.6", "sm_100", "rows torch.float32 1001", "row_loss_kernel"): 2,
     ("3.6", "sm_100", "rows torch.float32 32001", "row_loss_kernel"): 2,

@@ -236,7 +236,7 @@ def gathered(world: World, kind: str, frozen: tuple[str, ...] = ()) -> Found:
     shapes = {"hidden": (world.size, 5, 12), "weight": (61, 12), "bias": (61,)}
     student, teacher = (
         {name: torch.randn(*shape, generator=g, dtype=DOUBLE) for name, shape in shapes.items()}
-        for _ in "ab"
+        for _ in range(2)
     )
     ids = torch.randint(61, (world.size, 5), generator=g)
     advantages = torch.randn(world.size, 5, generator=g)

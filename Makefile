@@ -229,9 +229,11 @@ unit: $(SETUP) csrc
 
 # After a change of a Triton kernel: all architectures (`make test` compiles for one), and what the oldest compiler
 # makes of it. `make test-floor` has this triton, too.
+TRITON_TESTS := $(addprefix tests/kernels/test_triton_,compile.py interpreter.py)
 test-compile: $(SETUP) csrc $(OLD_TRITON)
 	@$(STEP) 'the Triton kernels on triton 3.6, too'
-	@GRPO_FAST_TRITON36='$(abspath $(OLD_TRITON))' $(PYTEST) $(addprefix tests/kernels/test_triton_,compile.py interpreter.py)
+	@GRPO_FAST_ALL_GPUS=1 $(PYTEST) $(TRITON_TESTS)
+	@PYTHONPATH='$(abspath $(OLD_TRITON))' $(PYTEST) $(TRITON_TESTS)
 
 test-integrations: $(SETUP) csrc $(TRAINERS)
 	@$(STEP) 'the integrations, against the trainers themselves'

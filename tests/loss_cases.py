@@ -12,6 +12,7 @@ inf and invalid ids.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -480,8 +481,8 @@ def check(
     """
     result, expected = run(function, case, **how), truth(function, case)
     total = sum(x.abs().sum().item() for x in expected.losses)
-    scale = max(1.0, total / max(1, int(case.mask.sum())))
     losses = result.loss.item(), expected.loss.item()
+    scale = max(1.0, abs(losses[1]), total / max(1, int(case.mask.sum())))
     assert abs(losses[0] - losses[1]) <= loss_tol * scale, losses
     for name, grad in result.grads.items():
         error = relative_l2(grad, getattr(expected, f"{name}_grad"))
@@ -489,3 +490,16 @@ def check(
         if name not in ("weight", "bias"):
             assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got a gradient"
     return result
+
+
+def assert_seen(case: Case, function: str, backend: str, layout: str = "padded", **more) -> None:
+    """Check that the loss and each gradient of a case with a NaN or an infinity are not finite.
+
+    The gradient of given entropies does not depend on the row, so it may be finite.
+    """
+    result = run(function, case, backend=backend, layout=layout, **more)
+    assert not math.isfinite(result.loss.item()), "the loss is finite"
+    for name, grad in result.grads.items():
+        assert name == "entropy" or not grad.isfinite().all(), f"d{name} is finite"
+        if name not in ("weight", "bias"):
+            assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 
 def load_verl(name: str) -> Any:
     """Import a module of verl. If ray is not installed, a stub replaces it during the import."""
@@ -35,6 +37,17 @@ def load_openrlhf_loss() -> Any:
         sys.modules["openrlhf.models"] = package
     with stubbed("deepspeed"):
         return importlib.import_module("openrlhf.models.loss")
+
+
+@contextmanager
+def skipping() -> Iterator[None]:
+    """Skip the test module that imports a trainer in a `with` block, if it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if "make trainers" not in str(error):
+            raise
+        pytest.skip(str(error), allow_module_level=True)
 
 
 def require(*packages: str) -> None:

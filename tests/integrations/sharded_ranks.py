@@ -14,11 +14,11 @@ from packaging.version import Version
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, linear_grpo_loss
+from grpo_fast import LossConfig
 from grpo_fast.integrations.causal_lm import policy_loss
 from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.head import use_fast_head
@@ -177,15 +177,6 @@ def whole(x: Tensor) -> Tensor:
 
 # transformers' Trainer accepts sharded models since version 5.23.
 TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
-# The vocabulary size is odd, so two ranks have row shards of different sizes. The hidden size is
-# even, so they have column shards of the same size.
-VOCABULARY, WIDTH, TOKENS = 61, 12, 7
-PLACEMENTS = {
-    "rows": (Shard(0), Shard(0)),
-    "columns": (Shard(1), Replicate()),
-    "copies": (Replicate(), None),
-}
-PUBLIC = [f"function-{kind}" for kind in PLACEMENTS]
 Result = dict[str, Any]
 
 
@@ -205,50 +196,6 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
         "off": {n: float((a - b).norm() / b.norm().clamp(min=1e-9)) for n, (a, b) in pairs.items()},
         "missing": sorted(set(wanted) - set(found)),
     }
-
-
-def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
-    """Run `linear_grpo_loss` with a divergence on DTensors, and compare it with plain torch.
-
-    The weights of both heads are DTensors. Yield the name and the comparison of each case. Plain
-    torch computes the rows of all ranks.
-    """
-    random = torch.Generator().manual_seed(3)
-    hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
-    weight = torch.randn(VOCABULARY, WIDTH, generator=random)
-    bias = torch.randn(VOCABULARY, generator=random)
-    targets = torch.randint(0, VOCABULARY, (world, TOKENS), generator=random)
-    advantages = torch.randn(world, TOKENS, generator=random)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    other = [torch.randn(*x.shape, generator=random) for x in leaves]
-    lp, lq = ((h @ w.T + b).log_softmax(-1) for h, w, b in (leaves, other))
-    policy = -(advantages * lp.gather(-1, targets[..., None])[..., 0]).sum()
-    expected = (policy + (lp.exp() * (lp - lq)).sum()) / world
-    d_hidden, *d_head = torch.autograd.grad(expected, leaves)
-    wanted = dict(zip(("hidden", "weight", "bias"), (d_hidden[rank], *d_head), strict=True))
-    config = LossConfig(loss_type="reinforce", aggregation="token_mean_global")
-    for case, kind in zip(PUBLIC, PLACEMENTS, strict=True):
-        h = hidden[rank].clone().requires_grad_()
-        (w, b), frozen = (
-            [
-                nn.Parameter(x.clone() if how is None else distribute_tensor(x, mesh, [how]))
-                for x, how in zip(head, PLACEMENTS[kind], strict=True)
-            ]
-            for head in ((weight, bias), other[1:])
-        )
-        teacher = TeacherHead(other[0][rank], *(x.requires_grad_(False) for x in frozen))
-        loss = linear_grpo_loss(
-            h, w, targets[rank], advantages[rank], config, bias=b, num_items_in_batch=1.0,
-            cu_seqlens=torch.tensor([0, TOKENS]), divergence=DivergenceTerm(teacher, "reverse_kl"),
-        ).loss  # fmt: skip
-        loss.backward()
-        if PLACEMENTS[kind][1] is None:  # the caller reduces the gradient of a plain tensor
-            distributed.all_reduce(b.grad)
-            b.grad /= world
-        found = {"hidden": h.grad / world, "weight": whole(w.grad), "bias": whole(b.grad)}
-        result = compared(loss.item(), found, expected.item(), wanted)
-        placed = [getattr(x.grad, "placements", 0) == getattr(x, "placements", 0) for x in (w, b)]
-        yield case, {**result, "placed": all(placed)}
 
 
 def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Result]]:
@@ -298,7 +245,6 @@ def results_of(folder: str) -> dict[str, Result]:
     for case in names(world):
         found = compute(case, world, place, rank, mesh)
         results[case] = compared(*found, *expected[case, world])
-    results.update(public_functions(world, rank, mesh))
     if world == 2 and TRAINS_SHARDED:
         results.update(whole_runs(world, rank, place))
     return results

@@ -11,9 +11,8 @@ import grpo_fast
 from grpo_fast.kernels.cpu import loader
 from tests import hub
 from tests.integrations import packages
-from tests.integrations.trainer_packages import skipping
 
-with skipping():
+with packages.skipping():
     packages.require("kernels")
 
 

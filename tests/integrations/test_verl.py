@@ -11,10 +11,11 @@ import torch
 
 from grpo_fast import TeacherTopK, linear_divergence
 from tests.command_line import ROOT
-from tests.integrations import trainer_packages
+from tests.integrations import packages
 from tests.tiny import tiny_model
 
-core = trainer_packages.load_verl("verl.trainer.ppo.core_algos")
+with packages.skipping():
+    core = packages.load_verl("verl.trainer.ppo.core_algos")
 ActorConfig = importlib.import_module("verl.workers.config").ActorConfig
 ours = importlib.import_module("grpo_fast.integrations.verl.losses")
 head = importlib.import_module("grpo_fast.integrations.verl.head")
@@ -196,9 +197,9 @@ def test_losses_and_head_of_the_process_are_given_back():
 
 
 WORKER = """
-from tests.integrations import trainer_packages
-core = trainer_packages.load_verl("verl.trainer.ppo.core_algos")
-functional = trainer_packages.load_verl("verl.utils.experimental.torch_functional")
+from tests.integrations import packages
+core = packages.load_verl("verl.trainer.ppo.core_algos")
+functional = packages.load_verl("verl.utils.experimental.torch_functional")
 print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearForPPO.__module__)
 """
 

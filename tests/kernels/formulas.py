@@ -1,4 +1,4 @@
-"""Expected results of the kernels in fp64, computed with `tests.oracles` and without package code.
+"""Expected results of the kernels in fp64, computed without package code.
 
 In Triton's interpreter, `only_memory_of` checks memory accesses, and `reversed_programs` reverses
 the order of the programs (see triton_tools). Outside the interpreter, both do nothing.
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tests import oracles
 from tests.loss_cases import IS_INTERPRETER
 
 if IS_INTERPRETER:
@@ -96,27 +95,3 @@ def gradient(
     if g_entropy is not None:
         d = d - torch.where(p > 0, g_entropy.double()[:, None] * p * (logp + entropy[:, None]), 0.0)
     return d * slope
-
-
-def loss_and_slope(
-    lp, old, ref, advantages, policy_weights, kl_weights, config
-) -> tuple[Tensor, Tensor]:
-    """Compute the weighted loss of every row, and its derivative with respect to logp.
-
-    The weighted loss is policy_weights·ℓ + kl_weights·KL. All rows are passed to the oracle as one
-    completion, because the rows of a token-level loss do not depend on each other.
-
-    Returns:
-        Losses and derivatives, each (C,) fp64.
-    """
-    lp = lp.detach().double().requires_grad_()
-    known = {x: getattr(config, x) for x in oracles.DEFAULTS if x != "corrections"}
-    o = oracles.resolve(known)
-    old = lp.detach() if old is None else old.double()
-    rows = oracles.Completion(lp, old, None, None, advantages.double(), None)
-    losses = policy_weights.double() * oracles.ORACLES[config.loss_type](rows, o)
-    if kl_weights is not None:
-        kl = oracles.kl_of(ref.double() - lp, o)
-        kl = kl * oracles.ratio(rows, o) if o.kl_times_ratio else kl
-        losses = losses + kl_weights.double() * kl
-    return losses.detach(), torch.autograd.grad(losses.sum(), lp)[0]

@@ -233,13 +233,8 @@ class Limited(PlainMLP):
         return self.act_fn(gate).clamp(max=self.limits["gate"]) * up
 
 
-def test_modules_with_equal_settings_share_a_trial(monkeypatch):
-    def count(*arguments, **options):
-        trials.append(1)
-        return pair(*arguments, **options)
-
-    pair, trials = layers.Pair, []
-    monkeypatch.setattr(layers, "Pair", count)
+def test_modules_with_equal_settings_share_a_trial(spied):
+    trials = spied(layers, "Pair")
     equal = [TinyRMSNorm(16), TinyRMSNorm(16), PlainMLP(), PlainMLP()]
     for module in equal:
         module.epsilon = float("1e-6")  # equal numbers in different objects

@@ -16,11 +16,11 @@ from importlib import metadata
 
 import pytest
 
-from tests.kernels.triton_tools.launcher import HAS_TRITON, OTHER_TRITON, run_python
+from tests.kernels.triton_tools.launcher import HAS_TRITON, run_python
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 WHERE_ALL = pytest.mark.skipif(
-    OTHER_TRITON is None and "GRPO_FAST_ALL_GPUS" not in os.environ,
+    "GRPO_FAST_ALL_GPUS" not in os.environ,
     reason="make test-compile compiles for every architecture",
 )
 ARCHITECTURES = [
@@ -33,6 +33,7 @@ KERNELS = (
     "tokens extremes"
 )
 MATRIX_UNIT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
+KEPT = "KeptRows(block=2048, num_warps=16, kept=16, stages=4, given=True)"
 # Spilled registers that are accepted, by Triton version, architecture, case and kernel. Triton 3.8
 # spills 13 registers in this kernel, 3.6 and 3.9 spill none. Its code loads them once per tile, and
 # not in the loop over the hidden size. On sm_100, Triton 3.6 spills up to four registers with bias,
@@ -44,12 +45,7 @@ KNOWN_SPILLS = {
     ("3.8", "sm_90", "linear torch.bfloat16 32000 896", "slice_kernel"): 13,
     ("3.6", "sm_100", "linear torch.bfloat16 32000 896 bce", "slice_kernel"): 4,
     ("3.6", "sm_100", "linear torch.bfloat16 32001 897 bce", "slice_kernel"): 2,
-    (
-        "3.6",
-        "sm_90",
-        "kept KeptRows(block=2048, num_warps=16, kept=16, stages=4, given=True)",
-        "kept_rows_kernel",
-    ): 4,
+    ("3.6", "sm_90", f"kept {KEPT}", "kept_rows_kernel"): 4,
     ("3.6", "sm_100", "rows torch.float16 1000", "row_loss_kernel"): 2,
     ("3.6", "sm_100", "rows torch.float32 1001", "row_loss_kernel"): 2,
     ("3.6", "sm_100", "rows torch.float32 32001", "row_loss_kernel"): 2,
@@ -59,9 +55,11 @@ KNOWN_SPILLS = {
 }
 
 
-def check(arch: str, version: str, other_triton: str | None = None) -> None:
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_code(arch):
+    version = ".".join(metadata.version("triton").split(".")[:2])
     report = "-m", "tests.kernels.triton_tools.report", arch
-    entries = json.loads(run_python(*report, interpret=False, other_triton=other_triton))
+    entries = json.loads(run_python(*report, interpret=False))
     candidates = ["kept_rows"] if arch == "sm_90" else []
     names = {f"{name}_kernel" for name in (*KERNELS.split(), *candidates)}
     assert {e["kernel"] for e in entries} == names
@@ -98,18 +96,3 @@ def test_the_entropy_changes_no_sum():
             config.block_v // config.piece in (1, 2, 4, 8)
             and linear.SLICE_COLUMNS % config.block_v == 0
         )
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiled_code(arch):
-    check(arch, version=".".join(metadata.version("triton").split(".")[:2]))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    OTHER_TRITON is None, reason="GRPO_FAST_TRITON36 does not name a folder with triton 3.6"
-)
-@pytest.mark.parametrize("arch", ["sm_90"])  # `make test-floor` compiles for all
-def test_compiled_code_other_triton(arch):
-    assert os.path.isdir(OTHER_TRITON)
-    check(arch, "3.6", OTHER_TRITON)

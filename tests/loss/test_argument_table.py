@@ -26,12 +26,12 @@ from tests.loss_cases import make_case, options_for, relative_l2, run
 
 T, H, V = 7, 4, 11
 LEAVES = {
-    "linear_logps": ("hidden", "weight"),
+    "linear_logps": ("hidden", "lm_head_weight"),
     "logits_logps": ("logits",),
     "grpo_loss": ("logps",),
-    "linear_grpo_loss": ("hidden", "weight"),
+    "linear_grpo_loss": ("hidden", "lm_head_weight"),
     "logits_grpo_loss": ("logits",),
-    "linear_divergence": ("hidden", "weight"),
+    "linear_divergence": ("hidden", "lm_head_weight"),
 }
 CONFIG = dict(loss_type="grpo", beta=0.1)
 ADVANTAGES = torch.tensor([0.7, -1.2, 0.4])
@@ -45,10 +45,16 @@ IDS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
 SETS = torch.stack([(IDS + 3) % V, IDS, (IDS + 7) % V], 1).flatten()
 LOGPS = -rand(T, seed=4).abs() - 0.1
 TENSORS = {
-    "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
-    "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
+    "hidden": rand(T, H, seed=0), "lm_head_weight": rand(V, H, seed=1),
+    "bias": rand(V, seed=2), "logits": rand(T, V, seed=3), "logps": LOGPS,
+    "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
 TEACHER = TeacherHead(rand(T, H, seed=9), rand(V, H, seed=10))
+# The arguments without a default value that are not in LEAVES, and further arguments of all losses.
+GIVEN = {"target_ids": IDS, "advantages": ADVANTAGES, "teacher": TEACHER, "kind": "jsd"}
+OF_LOSSES = {
+    "cu_seqlens": torch.tensor([0, 2, 2, T]), "ref_logps": LOGPS - 0.1, "old_logps": LOGPS + 0.1
+}  # fmt: skip
 # One value for each keyword. It changes the result, so that a test fails if the keyword is ignored.
 VALUES = {
     "softcap": 3.0,
@@ -91,43 +97,31 @@ class Call:
     """A public function with its base arguments and, if `name` is not empty, one more keyword."""
 
     def __init__(self, function: str, name: str = "", group=None) -> None:
-        self.function, self.name = function, name
-        self.has_config, self.drops = function.endswith("loss"), True
-        self.is_loss = self.has_config or function == "linear_divergence"
-        self.leaves = LEAVES[function]
-        self.keywords, config = {}, {**CONFIG, **NEEDS.get(name, {})}
-        if self.has_config:
-            self.keywords = {
-                "cu_seqlens": torch.tensor([0, 2, 2, T]), "ref_logps": LOGPS - 0.1,
-                "old_logps": LOGPS + 0.1,
-            }  # fmt: skip
-        if name in TENSORS:
-            self.leaves += (name,)
-            config |= {"entropy_coef": 0.1} if name == "entropy" else {}
-        elif name.startswith("config."):
-            config[name[7:]] = IN_CONFIG[name[7:]]
-        elif name:
-            self.keywords[name] = {**VALUES, "group": group}[name]
-            if (function, name) == ("linear_divergence", "temperature"):
-                self.keywords[name] = 0.7  # it takes one temperature for all rows
-        self.config = LossConfig(**config)
+        self.function, self.name, self.drops = getattr(grpo_fast, function), name, True
+        parameters = inspect.signature(self.function).parameters
+        self.is_loss = "return_entropy" not in parameters
+        self.leaves = [*LEAVES[function], *[name] * (name in TENSORS)]
+        self.given = {x: value for x, value in GIVEN.items() if x in parameters}
+        if not self.is_loss:  # a normal call skips this row, and a recorded call computes it
+            self.given["target_ids"] = IDS.index_fill(0, torch.tensor(3), -100)
+        if "config" in parameters:
+            options = CONFIG | NEEDS.get(name, {})
+            options |= {"entropy_coef": 0.1} if name == "entropy" else {}
+            option = name.removeprefix("config.")
+            options |= {option: IN_CONFIG[option]} if option != name else {}
+            self.given |= {**OF_LOSSES, "config": LossConfig(**options)}
+        if name in VALUES or name == "group":
+            self.given[name] = {**VALUES, "group": group}[name]
 
     def __call__(self, *leaves):
         tensors = dict(zip(self.leaves, leaves, strict=True))
         if self.name == "inplace":
             tensors["logits"] = tensors["logits"] * 1
-        keywords = {x: tensors.pop(x) for x in ("bias", "entropy") if x in tensors} | self.keywords
-        own = list(tensors.values())
-        if self.function == "linear_divergence":
-            found = grpo_fast.linear_divergence(*own, TEACHER, "jsd", **keywords)
-            return found.loss, found.values
-        # A normal call skips a row without a target, and a recorded call computes it.
-        ids = IDS if self.is_loss else IDS.index_fill(0, torch.tensor(3), -100)
-        own += [ids] if self.function != "grpo_loss" else []
-        own += [ADVANTAGES, self.config] if self.is_loss else []
-        found = getattr(grpo_fast, self.function)(*own, **keywords)
+        found = self.function(**tensors, **self.given)
         if not self.is_loss:
             return found if isinstance(found, tuple) else (found,)
+        if self.function is grpo_fast.linear_divergence:
+            return found.loss, found.values
         metrics = [x for key, x in found.metrics.items() if self.drops or "grad_filter" not in key]
         return found.loss, found.logps, found.entropy, *metrics
 
@@ -246,7 +240,8 @@ def test_each_value_tells(function):
     """
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)
-        without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))
+        if name in NEEDS:
+            without.given["config"] = call.given["config"]
         found, other = answer(call), answer(without)
         pairs = zip(found, other, strict=False)
         same = all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)

@@ -388,55 +388,49 @@ def test_only_one_chunk_of_logits_lives(monkeypatch):
     assert peak < 9 * 32 * (1 << 15) / 2**20 + heads
 
 
-TOP = torch.full((37, 3), 0.3).log(), torch.tensor([[4, 2, 9]]).expand(37, 3)
+TOP, IDS = torch.full((37, 3), 0.3).log(), torch.tensor([[4, 2, 9]]).expand(37, 3)
 ALL = torch.arange(53).expand(37, 53)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("hidden", dict(hidden=torch.zeros(37, 6, 1, 6))),
-        ("lm_head_weight", dict(hidden=torch.zeros(37, 6, dtype=torch.float64))),
-        ("kind", dict(kind="total_variation")),
-        ("beta", dict(beta=1.0)),
-        ("temperature", dict(temperature=0.0)),
-        ("weights", dict(weights=torch.ones(36))),
-        ("weights", dict(weights=torch.full((37,), math.nan))),
-        ("backend", dict(backend="cuda")),
-        ("hidden_rows", dict(hidden_rows=torch.full((37,), 37))),
-        ("teacher", dict(teacher="gpt-2")),
-        ("teacher.hidden", dict(teacher=dict(hidden=torch.zeros(36, 9)))),
-        ("teacher.hidden", dict(teacher=dict(hidden=torch.zeros(37, 9, requires_grad=True)))),
-        ("teacher.weight", dict(teacher=dict(weight=torch.zeros(52, 9), bias=None))),
-        ("teacher.weight", dict(teacher=dict(weight=torch.zeros(53, 8)))),
-        ("teacher.bias", dict(teacher=dict(bias=torch.zeros(52)))),
-        ("teacher.temperature", dict(teacher=dict(temperature=-1.0))),
-        ("teacher.temperature", dict(teacher=dict(temperature=torch.ones(37)))),
-        ("teacher.softcap", dict(teacher=dict(softcap=0.0))),
-        ("teacher.logit_scale", dict(teacher=dict(logit_scale=0.0))),
-        ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].clone().fill_(53), TOP[0]))),
-        ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].clone().fill_(5), TOP[0]))),
-        ("teacher.ids", dict(teacher=TeacherTopK(TOP[1].float(), TOP[0]))),
-        ("teacher.ids", dict(teacher=TeacherTopK(torch.arange(54).expand(37, 54),
-                                                 torch.full((37, 54), -9.0)))),
-        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] + 0.2))),
-        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] * math.nan))),
-        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0], has_tail=False))),
-        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] * 0 - 9999.0))),
-        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0] * 0 - 1000.5))),
-        ("teacher.logps", dict(teacher=TeacherTopK(ALL, torch.full((37, 53), -4.0)))),
-        ("teacher.logps", dict(teacher=TeacherTopK(ALL, torch.full((37, 53), -9999.0)))),
-        ("teacher.logps", dict(teacher=TeacherTopK(TOP[1], TOP[0].clone().requires_grad_()))),
-        ("weights", dict(weights=torch.ones(37, requires_grad=True))),
-        ("teacher.floor", dict(teacher=TeacherTopK(TOP[1], TOP[0], floor=0.0))),
-        ("support.offsets", dict(support=Support(TOP[1][0], torch.arange(3)))),
+WITH_GRADIENT = torch.ones(37, requires_grad=True)
+# Invalid values of each argument. `teacher.NAME` is a field of a `TeacherHead`.
+WRONG = {
+    "hidden": [torch.zeros(37, 6, 1, 6)],
+    "lm_head_weight": [torch.zeros(53, 6, dtype=torch.float64)],
+    "kind": ["total_variation"],
+    "beta": [1.0],
+    "temperature": [0.0],
+    "weights": [torch.ones(36), torch.full((37,), math.nan), WITH_GRADIENT],
+    "backend": ["cuda"],
+    "hidden_rows": [torch.full((37,), 37)],
+    "support.offsets": [Support(IDS[0], torch.arange(3))],
+    "teacher": ["gpt-2"],
+    "teacher.hidden": [torch.zeros(36, 9), torch.zeros(37, 9, requires_grad=True)],
+    "teacher.weight": [torch.zeros(52, 9), torch.zeros(53, 8)],
+    "teacher.bias": [torch.zeros(52)],
+    "teacher.temperature": [-1.0, torch.ones(37)],
+    "teacher.softcap": [0.0],
+    "teacher.logit_scale": [0.0],
+    "teacher.floor": [TeacherTopK(IDS, TOP, floor=0.0)],
+    "teacher.ids": [
+        *(TeacherTopK(x, TOP) for x in (IDS * 0 + 53, IDS * 0 + 5, IDS.float())),
+        TeacherTopK(torch.arange(54).expand(37, 54), torch.full((37, 54), -9.0)),
     ],
-)  # fmt: skip
-def test_refusals(name, change):
+    "teacher.logps": [
+        *(TeacherTopK(IDS, x) for x in (
+            TOP + 0.2, TOP * math.nan, TOP * 0 - 9999.0, TOP * 0 - 1000.5,
+            TOP.clone().requires_grad_())),
+        TeacherTopK(IDS, TOP, has_tail=False),
+        *(TeacherTopK(ALL, torch.full((37, 53), x)) for x in (-4.0, -9999.0)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, x) for n, values in WRONG.items() for x in values])
+def test_refusals(name, value):
     sides = sides_of(dtype=torch.float32)
-    teacher = dict(hidden=sides[3], weight=sides[4], bias=sides[5])
-    if isinstance(change.get("teacher", {}), dict):
-        change = {**change, "teacher": TeacherHead(**{**teacher, **change.get("teacher", {})})}
-    given = dict(hidden=sides[0], lm_head_weight=sides[1], kind="jsd") | change
+    section, _, field = name.partition(".")
+    given = {"hidden": sides[0], "lm_head_weight": sides[1], "kind": "jsd"}
+    given["teacher"] = TeacherHead(*sides[3:5])
+    if field in TeacherHead._fields and not isinstance(value, TeacherTopK):
+        value = given["teacher"]._replace(**{field: value})
     with pytest.raises(ValueError, match=rf"^{name}: expected .* got "):
-        linear_divergence(**given)
+        linear_divergence(**given | {section: value})

@@ -32,17 +32,12 @@ BAD_OFFSETS = [
 
 
 class Event:
-    """Replacement for a CUDA event. It simulates a GPU that is busy at first.
+    """Replacement for a CUDA event. If `is_busy`, the copy that it waits for has not arrived."""
 
-    The first `after` calls of `query` return False, and all later calls return True.
-    """
-
-    def __init__(self, after: int = 0) -> None:
-        self.after = after
+    is_busy = False
 
     def query(self) -> bool:
-        self.after -= 1
-        return self.after < 0
+        return not self.is_busy
 
 
 @pytest.fixture
@@ -166,18 +161,14 @@ def test_offsets_of_no_completion_are_refused_at_once(late):
         grpo_fast.grpo_loss(torch.zeros(4), torch.zeros(0), config, cu_seqlens=cu)
 
 
-def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
-    def check(flag, message, after=0):
-        numbers = torch.tensor([[float(flag), float(flag), 0.0]])
-        judges = [lambda low, high, step: message if low else ""]
-        return value_checks.LateChecks(judges, numbers, Event(after))
-
-    late = check(True, "c: expected 3", after=1)
-    checks = [check(True, "a: expected 1"), check(False, "no"), late, check(True, "b: expected 2")]
-    monkeypatch.setattr(value_checks, "_pending", checks)
-    with pytest.raises(ValueError, match="a: expected 1; b: expected 2 .in an earlier call"):
-        value_checks.raise_pending()
-    assert value_checks._pending == [late]
-    with pytest.raises(ValueError, match="c: expected 3"):
-        value_checks.raise_pending()
-    assert not value_checks._pending
+def test_each_error_is_raised_once_when_it_has_arrived(late, monkeypatch):
+    monkeypatch.setattr(Event, "is_busy", True)
+    for name, number in (("advantages", NAN), ("target_ids", 7), ("num_items_in_batch", -1.0)):
+        late_call(**{name: number})
+    late[0].ready.is_busy = late[2].ready.is_busy = False
+    with pytest.raises(ValueError, match="^advantages: .*; num_items_in_batch: .* .in an earlier"):
+        late_call()
+    monkeypatch.setattr(Event, "is_busy", False)
+    with pytest.raises(ValueError, match="^target_ids: "):
+        late_call()
+    late_call()

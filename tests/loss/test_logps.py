@@ -44,7 +44,7 @@ WAYS = [
 def test_values_and_gradients(
     backend, function, rule, sets, cost, workspace, repeats, V, monkeypatch
 ):
-    """Check logps, entropies, and the gradients of weighted sums of them.
+    """Check logps, entropies, and the gradients of weighted sums of them, and the bits of a row.
 
     With `sets`, some or all rows have a `Support`, whose ids are gathered or part of a product of
     all logits (`cost`). With `repeats`, a row of `hidden` predicts several targets. Some rows have
@@ -83,17 +83,18 @@ def test_values_and_gradients(
     if not repeats:
         inputs[0] = torch.where(live[:, None], inputs[0], torch.nan)
     leaves = [x.requires_grad_() for x in inputs]
-    support = None if sets == "none" else support_of(kept, live)
-    given = dict(target_ids=ids.where(live, -100), support=support, **rule)
-    given = moved(given, on_device(backend))
 
-    def call(**more):
-        tensors = moved(leaves, on_device(backend))
-        more |= {"backend": backend, **given}
+    def call(rows=slice(None), **more):
+        more |= {"target_ids": ids.where(live, -100)[rows], "backend": backend, **rule}
+        if sets != "none":
+            more["support"] = support_of(kept[rows], live[rows])
+        if repeats:
+            more["hidden_rows"] = index[rows]
+        own = [leaves[0] if repeats else leaves[0][rows], *leaves[1:]]
+        own, more = moved((own, more), on_device(backend))
         if function == "logits":
-            return moved(logits_logps(*tensors, **more), "cpu")
-        rows = moved(index, on_device(backend)) if repeats else None
-        return moved(linear_logps(*tensors[:2], bias=tensors[2], hidden_rows=rows, **more), "cpu")
+            return moved(logits_logps(*own, **more), "cpu")
+        return moved(linear_logps(*own[:2], bias=own[2], **more), "cpu")
 
     found = call(return_entropy=True)
     for x, y in zip(found, true, strict=True):
@@ -101,6 +102,17 @@ def test_values_and_gradients(
         assert not x[~live].any()
     with torch.no_grad():
         assert torch.equal(call(), found[0])
+    # 4. Check that the bits of a row do not depend on the other rows.
+    few = live.nonzero()[::9, 0]
+    alone, whole = call(few), call()
+    assert torch.equal(alone, whole[few])
+    if not repeats and on_device(backend) == "cpu":
+        dh, all_dh = (
+            torch.autograd.grad((x * up[rows]).sum(), leaves[0])[0]
+            for x, rows in ((alone, few), (whole, slice(None)))
+        )
+        assert torch.equal(dh[few], all_dh[few])
+    # 5. Compare the gradients.
     # In a large vocabulary, the typical logp nearly cancels the entropy in the entropy's gradient.
     for used in ((1.0, 1.0), (1.0, 0.0), *[(0.0, 1.0)] * (V == 31)):
         weights = [(use * w)[live] for use, w in zip(used, (up, up_entropy), strict=True)]

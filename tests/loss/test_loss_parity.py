@@ -9,19 +9,28 @@ term, and test_contract.py tests it.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import grpo_fast
 from benchmarks.kernels.exact import logps_bar
+from grpo_fast.kernels.head import given, sources, support
+from grpo_fast.objective.losses import OBJECTIVES
+from tests import oracles
 from tests.loss_cases import (
     AGGREGATIONS,
     BACKENDS,
     ENGINES,
     EVERYWHERE,
+    IS_INTERPRETER,
     LAYOUTS,
+    LEAVES_AND_LEVELS,
     LOSS_LEVELS,
+    assert_seen,
     check,
+    default_mask,
     make_case,
     on_device,
     options_for,
@@ -35,11 +44,28 @@ from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-KLS = {"none": {}, "kl": {"beta": 0.4}, "kl times ratio": {"beta": 0.4, "kl_times_ratio": True}}
+CLAMPS = ({}, {"kl_clamp": 0.2}, {"kl_input_clamp": 0.8}, {"kl_clamp": 0.3, "kl_input_clamp": 0.8})
+RULES = {
+    "plain": {},
+    "bonus": {"entropy_coef": 0.2, "temperature": 0.8},
+    "quantile": {"entropy_coef": 0.2, "top_entropy_quantile": 0.6},
+    "softcap": {"softcap": 3.0, "logit_scale": 1.3},
+    "metric": {"compute_entropy": True},
+}
 MASKS = [torch.bool, torch.int64, torch.float32, torch.uint16, torch.float8_e5m2]
+# The long batches form several chunks of 32 rows. Without masked tokens, these chunks are slices
+# instead of index tensors. Triton's interpreter is slow, so it gets only two chunks.
+LENGTH = 8 if IS_INTERPRETER else 30
+SHAPES = {
+    "short": default_mask(),
+    "chunks": torch.rand(7, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.7,
+    "idle rows": torch.ones(7, LENGTH, dtype=torch.bool),
+}
+# The cost of a gathered logit, which selects the form of a sampler's token sets. None: no sets.
+SETS = {"no sets": None, "gathered": 0, "product": 10**9}
 # One axis, because "logps" has no backend. With two axes, a loss could miss a backend.
 WAYS = [
-    pytest.param("logps", None, id="logps"),
+    *([] if IS_INTERPRETER else [pytest.param("logps", None, id="logps")]),
     *(
         pytest.param(function, *p.values, id=f"{function}-{p.id}", marks=p.marks)
         for function, backends in (("logits", ENGINES), ("linear", EVERYWHERE))
@@ -48,21 +74,58 @@ WAYS = [
 ]
 
 
-@pairs(function__backend=WAYS, layout=LAYOUTS, aggregation=AGGREGATIONS,
-       loss_type__level=LOSS_LEVELS, kl=KLS, per_token=[False, True],
-       totals=[(None, None), (131, 17)], mask_dtype=MASKS)  # fmt: skip
+@pairs(
+    function__backend=WAYS, loss_type__level=LEAVES_AND_LEVELS if IS_INTERPRETER else LOSS_LEVELS,
+    layout=LAYOUTS, aggregation=AGGREGATIONS, kl_estimator=[None, *oracles.KL_ORACLES],
+    clamps=CLAMPS, times_ratio=[False, True], delta=[None, 1.7], is_on_policy=[False, True],
+    rule=RULES.items(), per_token=[False, True], totals=[(None, None), (131, 17)],
+    mask_dtype=MASKS, mask=SHAPES.items(), cost=SETS.items(), value=[math.nan, math.inf, -math.inf],
+)  # fmt: skip
 def test_sweeps(
-    function, loss_type, level, aggregation, layout, backend, kl, per_token, totals, mask_dtype
-):
-    """Check also totals of the whole step, advantages per token, and masks of other dtypes."""
-    options = options_for(loss_type, level, aggregation)
-    options |= KLS[kl] if loss_type not in ("kimi", "dro") else {}
-    case = make_case(2, per_token_advantages=per_token, **options)
+    function, backend, loss_type, level, layout, aggregation, kl_estimator, clamps, times_ratio,
+    delta, is_on_policy, rule, per_token, totals, mask_dtype, mask, cost, value, monkeypatch,
+):  # fmt: skip
+    """Check every option of a loss, and that chunks do not mix up their rows and coefficients.
+
+    Some completions of the batch without masked tokens have advantages of 0. It has no KL and no
+    entropy term, so that the loss skips the rows of these completions.
+    """
+    # 1. Use chunks of 32 rows for hidden states, and blocks of 16 rows for given logits.
+    monkeypatch.setattr(sources, "workspace_bytes", lambda *_: 32 * 23 * 4)
+    monkeypatch.setattr(given, "CPU_BLOCK_BYTES", 1)
+    for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
+        monkeypatch.setattr(support, name, cost or 0)
+    # 2. Make the batch.
+    is_idle = bool(mask.all())
+    if is_idle:
+        kl_estimator, rule = None, {}
+    options = options_for(loss_type, level, aggregation, **rule)
+    if kl_estimator is not None and loss_type not in ("kimi", "dro"):
+        options |= {"beta": 0.4, "kl_estimator": kl_estimator, "kl_times_ratio": times_ratio}
+        options |= clamps
+    if delta is not None and "delta" in OBJECTIVES[loss_type].params:
+        options["delta"] = delta
+    case = make_case(
+        2, mask=mask, per_token_advantages=per_token, support=cost is not None, **options
+    )
+    if is_idle:
+        case.advantages[1::3] = 0.0
+    if is_on_policy:
+        case = case.but(old=None)
     case = case.but(num_items=totals[0], num_completions=totals[1])
-    mask = case.mask.to(mask_dtype)
+    given_mask = case.mask.to(mask_dtype)
     if layout == "packed":
-        mask = pack(mask, spans(case.mask))
-    check(function, case, layout=layout, backend=backend, completion_mask=mask)
+        given_mask = pack(given_mask, spans(case.mask))
+    # 3. Compare the loss and the gradients with the oracle.
+    how = {"layout": layout, "backend": backend, "completion_mask": given_mask}
+    result = check(function, case, **how)
+    if function == "logits":
+        again = run(function, case, inplace=True, **how)
+        assert torch.equal(again.grads["logits"], result.grads["logits"])
+    # 4. Check that a NaN or an infinity in a row is seen. A soft cap makes infinities finite.
+    bad = math.nan if "softcap" in rule else value
+    case.hidden[1, int(mask[1].nonzero()[0]), 3] = bad
+    assert_seen(case, function, backend, layout)
 
 
 def of_unlikely_targets(case, gap):
@@ -78,8 +141,8 @@ def of_unlikely_targets(case, gap):
     return far.but(ref=reference_logps(far)[0] + case.ref - before)
 
 
-@pairs(function=["logps", "logits", "linear"], gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
-def test_trap_old_logp_far_from_logp(loss_type, level, gap, function):
+@pairs(function__backend=WAYS, gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
+def test_trap_old_logp_far_from_logp(loss_type, level, gap, function, backend):
     """Check that results are finite and correct if logp is far above or far below old_logp.
 
     In other libraries, the ratio becomes inf, and the gradient of a clipped row is 0·inf = NaN. A
@@ -96,7 +159,7 @@ def test_trap_old_logp_far_from_logp(loss_type, level, gap, function):
         old = reference_logps(case)[0] + difference
         assert (old[case.mask] <= 0).all()
         case = case.but(old=old)
-        result = check(function, case) if is_exact else run(function, case)
+        result = (check if is_exact else run)(function, case, backend=backend)
         assert torch.isfinite(result.loss)
         for name, grad in result.grads.items():
             assert torch.isfinite(grad).all(), name

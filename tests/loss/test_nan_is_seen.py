@@ -1,7 +1,7 @@
 """Test that a NaN in an active row or in the head reaches the loss and every gradient.
 
 Comparisons, clips, masks and weights of 0 must not hide the NaN. A user can then find it by
-checking either the loss or any gradient.
+checking either the loss or any gradient. test_sweeps of test_loss_parity.py checks every loss.
 """
 
 from __future__ import annotations
@@ -11,26 +11,21 @@ import math
 import torch
 
 import grpo_fast
-from grpo_fast.objective.kl import KL_ESTIMATORS
 from tests import oracles
 from tests.loss_cases import (
     BACKENDS,
     EVERYWHERE,
-    FUNCTIONS,
     IS_INTERPRETER,
-    LAYOUTS,
-    LEAVES_AND_LEVELS,
     Case,
+    assert_seen,
     make_case,
     options_for,
-    run,
 )
 from tests.pairs import pairs
 
 WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
 HEADS = ("linear", "logits")
-ON_POLICY = {"old": False, "on-policy": True}.items()
 # Options that give some tokens a weight of 0, by corrections or by the entropy mask. Only the last
 # entry, "rules", gives no token a weight of 0.
 FILTERS = {
@@ -53,34 +48,6 @@ def spoiled(case: Case, where: str, value: float) -> Case:
         free = next(v for v in range(len(changed)) if v not in case.ids)
         changed[free, 3] = value
     return case.but(**{where: changed})
-
-
-def assert_seen(case: Case, function: str, backend: str, layout: str = "padded", **more) -> None:
-    result = run(function, case, backend=backend, layout=layout, **more)
-    assert not math.isfinite(result.loss.item()), "the loss is finite"
-    for name, grad in result.grads.items():
-        assert not grad.isfinite().all(), f"d{name} is finite"
-        if name not in ("weight", "bias"):
-            assert (grad[~case.mask] == 0).all(), f"d{name}: a masked row got something"
-
-
-@pairs(layout=LAYOUTS, is_on_policy=ON_POLICY, backend=EVERYWHERE, function=FUNCTIONS,
-       loss_type__level=LEAVES_AND_LEVELS)  # fmt: skip
-def test_for_every_loss(loss_type, level, backend, function, is_on_policy, layout):
-    case = make_case(31, **options_for(loss_type, level))
-    case = case.but(old=None) if is_on_policy else case
-    for where in WHERE:
-        for value in BAD:
-            assert_seen(spoiled(case, where, value), function, backend, layout)
-
-
-@pairs(kl_estimator=tuple(KL_ESTIMATORS), backend=EVERYWHERE, function=HEADS,
-       is_on_policy=ON_POLICY, times_ratio=[False, True],
-       loss_type=["grpo", "gspo", "gmpo", "vespo", "cispo"])  # fmt: skip
-def test_beside_a_kl(loss_type, backend, function, kl_estimator, is_on_policy, times_ratio):
-    kl = {"beta": 0.2, "kl_estimator": kl_estimator, "kl_times_ratio": times_ratio}
-    case = spoiled(make_case(32, **options_for(loss_type, **kl)), "hidden", math.nan)
-    assert_seen(case.but(old=None) if is_on_policy else case, function, backend)
 
 
 @pairs(options=FILTERS.items(), backend=EVERYWHERE, function=HEADS, advantage=[-0.8, 0.0],

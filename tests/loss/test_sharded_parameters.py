@@ -1,6 +1,6 @@
 """Test which DTensors the public functions accept, and which raise an error.
 
-The tests run in one process. test_sharded_heads.py tests gradients over several processes.
+The tests run in one process. vocabulary_ranks.py compares gradients over several processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import grpo_fast
 
 CONFIG = grpo_fast.LossConfig(loss_type="reinforce")
-HEAD = ("hidden", "lm_head_weight", "bias")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,26 +47,6 @@ def losses(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     advantages = given.pop("advantages")
     loss = grpo_fast.linear_grpo_loss(**given, advantages=advantages, config=CONFIG).loss
     return loss, grpo_fast.linear_logps(**given).sum()
-
-
-@pytest.mark.parametrize("frozen", [(), ("lm_head_weight",), ("hidden", "bias")])
-def test_values_and_gradients_of_a_sharded_head(frozen):
-    plain = arguments()
-    for name, x in plain.items():
-        x.requires_grad_(name in HEAD and name not in frozen)
-    leaves = {n: plain[n] for n in HEAD if n not in frozen}
-    given = dict(plain)
-    for name in ("lm_head_weight", "bias"):
-        given[name] = nn.Parameter(sharded(plain[name].detach()), requires_grad=name not in frozen)
-    for ours, theirs in zip(losses(**given), losses(**plain), strict=True):
-        assert torch.equal(ours, theirs)
-        found = torch.autograd.grad(ours, [given[name] for name in leaves])
-        for name, gradient, wanted in zip(
-            leaves, found, torch.autograd.grad(theirs, list(leaves.values())), strict=True
-        ):
-            assert isinstance(gradient, DTensor) == (name != "hidden")
-            assert name == "hidden" or gradient.placements == given[name].placements
-            assert torch.equal(gradient.full_tensor() if name != "hidden" else gradient, wanted)
 
 
 class Unused(torch.autograd.Function):

@@ -1,8 +1,7 @@
-"""Test losses with `support=`, the ids from which a sampler chose, against the fp64 oracle.
+"""Test `support=`, the ids from which a sampler chose: the form for a size, and 16-bit sums.
 
-An LM head has two implementations: one gathers rows of W, and one computes all logits. Sizes select
-the implementation, so the tests force each of them. A third implementation is for given logits.
-test_logps.py tests the functions of log-probabilities.
+An LM head has two implementations: one gathers rows of W, and one computes all logits. A third
+implementation is for given logits. test_logps.py and test_loss_parity.py test their values.
 """
 
 from __future__ import annotations
@@ -12,115 +11,20 @@ import torch
 
 from grpo_fast import Support, linear_logps
 from grpo_fast.kernels.head import support as head_support
-from tests import loss_cases
-from tests.loss_cases import (
-    ENGINES,
-    EVERYWHERE,
-    LAYOUTS,
-    kept_ids,
-    make_case,
-    options_for,
-    relative_l2,
-    run,
-    support_of,
-)
+from tests.loss_cases import make_case, options_for, relative_l2, run, truth
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-COST = {"gathered": 0, "dense": 10**9}
-FORMS = (*COST, "logits")
-OPTIONS = {
-    "plain": options_for("dapo"),
-    "bonus": options_for("dapo", entropy_coef=0.2),
-    "quantile": options_for("gspo", top_entropy_quantile=0.6, entropy_coef=0.2),
-    "kl": options_for("grpo", softcap=3.0, beta=0.2),
-    "metric": options_for("reinforce", compute_entropy=True),
-}
 
 
-def take(form: str, monkeypatch) -> str:
-    """Force the implementation `form` for all sizes.
-
-    Returns:
-        The function that `run` must call for this implementation, "logits" or "linear".
-    """
-    for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
-        monkeypatch.setattr(head_support, name, COST.get(form, 0))
-    return "logits" if form == "logits" else "linear"
-
-
-@pairs(form=FORMS, name=OPTIONS, sets=["mixed", "every row"], backend=EVERYWHERE, layout=LAYOUTS)
-def test_losses(form, name, sets, backend, layout, monkeypatch):
-    """Check the losses. No logit outside of the sets gets a gradient, and a NaN is seen.
-
-    If every row has a set, no dense gradient is computed, so the code must write the zeros of
-    masked rows explicitly.
-    """
-    function = take(form, monkeypatch)
-    case = make_case(38, support=True, **OPTIONS[name])
-    whole = case.kept.all(-1)
-    assert (whole & case.mask).any() and not case.mask.all()
-    if sets == "every row":
-        case.kept[whole] = torch.arange(case.kept.shape[-1]) == case.ids[whole, None]
-    result = loss_cases.check(function, case, backend=backend, layout=layout)
-    if function == "logits":
-        assert not result.grads["logits"][~case.kept].any()
-        over = run(function, case, backend=backend, layout=layout, inplace=True)
-        assert torch.equal(over.grads["logits"], result.grads["logits"])
-    else:
-        never = ~case.kept[case.mask].any(0)
-        assert not result.grads["weight"][never].any() and not result.grads["bias"][never].any()
-    case.hidden[0, 1] = torch.nan
-    spoiled = run(function, case, backend=backend)
-    assert spoiled.loss.isnan() and spoiled.logps[0, 1].isnan()
-    assert any(x.isnan().any() for x in spoiled.grads.values())
-
-
-V, H, T = 300, 41, 70
-
-
-def rows(seed: int = 0):
-    """Return hidden (T, H), weight (V, H), bias (V,), ids (T,), and a mask (T, V) of kept ids."""
-    g = torch.Generator().manual_seed(seed)
-    leaves = [(torch.randn(*n, generator=g) / 3).requires_grad_() for n in ((T, H), (V, H), (V,))]
-    ids = torch.randint(V, (T,), generator=g)
-    return *leaves, ids, kept_ids(seed, ids[None], V)[0]
-
-
-EVERYTHING = torch.ones(T, dtype=torch.bool)
-
-
-@pytest.mark.parametrize("backend", ENGINES)
-def test_a_row_does_not_depend_on_its_neighbours(backend):
-    hidden, weight, bias, ids, kept = (x.detach() for x in rows(6))
-    kept[kept.all(-1), 40:] = False
-    kept[:, 100:] &= torch.rand(T, V - 100, generator=torch.Generator().manual_seed(0)) < 0.02
-    kept.scatter_(-1, ids[:, None], True)
-
-    def of(part):
-        h = hidden[part].clone().requires_grad_()
-        sets = support_of(kept[part], EVERYTHING[part])
-        lp = linear_logps(h, weight, ids[part], bias=bias, support=sets, backend=backend)
-        return lp.detach(), torch.autograd.grad(lp.sum(), h)[0]
-
-    part = torch.tensor([3, T - 10, 17, 22])
-    for whole, own in zip(of(torch.arange(T)), of(part), strict=True):
-        assert torch.equal(whole[part], own)
-
-
-def test_the_form_follows_from_the_sizes(monkeypatch):
-    taken = []
-    for name in ("GatheredSets", "ProductSets"):
-        real = getattr(head_support, name)
-        monkeypatch.setattr(
-            head_support, name, lambda *x, real=real, **k: taken.append(real) or real(*x, **k)
-        )
-    hidden, weight, _, ids, _ = (x.detach() for x in rows())
-    for k in (2, 200):
-        columns = (ids[:, None] + torch.arange(k)) % V
-        support = Support(columns.flatten(), torch.arange(T + 1) * k)
+def test_the_form_follows_from_the_sizes(spied):
+    forms = [spied(head_support, name) for name in ("GatheredSets", "ProductSets")]
+    hidden, weight, ids = torch.randn(70, 41), torch.randn(300, 41), torch.randint(300, (70,))
+    for k, expected in ((2, [1, 0]), (200, [1, 1])):
+        columns = (ids[:, None] + torch.arange(k)) % 300
+        support = Support(columns.flatten(), torch.arange(71) * k)
         linear_logps(hidden, weight, ids, support=support)
-    assert [x.__name__ for x in taken] == ["GatheredSets", "ProductSets"]
+        assert [len(calls) for calls in forms] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -129,7 +33,7 @@ def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, mon
 
     The torch backend computes this sum without the C++ kernels.
     """
-    take("gathered", monkeypatch)
+    monkeypatch.setattr(head_support, "GATHERED_COST", 0)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()
     weight = torch.randn(3, 2).to(dtype).requires_grad_()
     support = Support(torch.tensor([0, 1] * 300), torch.arange(0, 601, 2))
@@ -147,22 +51,22 @@ def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, mon
 # rows. 9000 exceeds SUPPORT_COLUMNS, so torch computes this case.
 @pytest.mark.gpu
 @pairs(
-    name=["plain", "kl"],
+    options=[options_for("dapo"), options_for("grpo", softcap=3.0, beta=0.2)],
     width__dtype=[
         *((x, torch.bfloat16) for x in (896, 897, 8192, 9000)),
         (4096, torch.float16), (2048, torch.float32),
     ],
 )  # fmt: skip
-def test_real_sizes(width, dtype, name, monkeypatch):
+def test_real_sizes(width, dtype, options, monkeypatch):
     """Check gradients, and that repeated runs have the same bits.
 
     In 16 bits, the limit is based on the rounding error of the exact gradient, which depends on
     the values. Many gradients are below 6e-5, where the spacing of fp16 is constant.
     """
-    function = take("gathered", monkeypatch)
-    case = make_case(5, H=width, V=32000, dtype=dtype, support=True, **OPTIONS[name])
-    result, again = (run(function, case, backend="triton") for _ in range(2))
-    expected = loss_cases.truth(function, case)
+    monkeypatch.setattr(head_support, "GATHERED_COST_GPU", 0)
+    case = make_case(5, H=width, V=32000, dtype=dtype, support=True, **options)
+    result, again = (run("linear", case, backend="triton") for _ in range(2))
+    expected = truth("linear", case)
     assert (result.logps - expected.logps)[case.mask].abs().max() < 2e-5
     for what, found in result.grads.items():
         exact = getattr(expected, f"{what}_grad")

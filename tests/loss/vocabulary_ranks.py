@@ -160,16 +160,9 @@ def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str
 def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
     """Compare the sharded and the full head if a row of `hidden` may predict several targets."""
     case = make_case(10, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
-    rows = torch.randint(0, 50, case.ids.shape, generator=torch.Generator().manual_seed(1))
-
-    def compute(case: Case, group: Any) -> dict[str, Tensor]:
-        leaves = loss_cases.leaves_of("linear", case)
-        leaves["hidden"] = leaves["hidden"].reshape(-1, 8)[:50]
-        leaves = {n: x.requires_grad_() for n, x in leaves.items()}
-        out = loss_cases.call("linear", case, **leaves, hidden_rows=rows, group=group, **more)
-        return gradients(out.loss, leaves, loss=out.loss, logps=out.logps)
-
-    return beside_one(world, case, compute)
+    count = sum(loss_cases.spans(LONG))
+    rows = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(1))
+    return as_one(world, case, layout="packed", hidden_rows=rows, **more)
 
 
 def logps_of(case: Case, group: Any, *, wants: str = "hwb", **more: Any) -> dict[str, Tensor]:
@@ -223,6 +216,65 @@ def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
         dw, db = (x.grad.full_tensor() if shared else x.grad for x in (w, b))
         found.append({"loss": out.loss, "logps": lp, "dhidden": h.grad, "dweight": dw, "dbias": db})
     return {**off(*found), "same": all(placed)}
+
+
+# Placements of the weight and of the bias, as FSDP2 makes them. None is a plain tensor.
+PLACED = {
+    "rows": (Shard(0), Shard(0)),
+    "columns": (Shard(1), Replicate()),
+    "copies": (Replicate(), None),
+}
+
+
+def gathered(world: World, kind: str, frozen: tuple[str, ...] = ()) -> Found:
+    """Compare a head that is gathered from DTensors with one process on the rows of all ranks.
+
+    Each rank has different rows of `hidden`. The gradients are averaged over the ranks, and keep
+    the placements of their parameters. `frozen` names parameters that do not require grad.
+    """
+    g = torch.Generator().manual_seed(3)
+    shapes = {"hidden": (world.size, 5, 12), "weight": (61, 12), "bias": (61,)}
+    student, teacher = (
+        {name: torch.randn(*shape, generator=g, dtype=DOUBLE) for name, shape in shapes.items()}
+        for _ in range(2)
+    )
+    ids = torch.randint(61, (world.size, 5), generator=g)
+    advantages = torch.randn(world.size, 5, generator=g)
+    config = grpo_fast.LossConfig(loss_type="reinforce", aggregation="token_mean_global")
+    placements = dict(zip(("weight", "bias"), PLACED[kind], strict=True))
+
+    def compute(rows: slice, shared: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        own, other = ({**x, "hidden": x["hidden"][rows]} for x in (student, teacher))
+        for tensors in (own, other) if shared else ():
+            for name, how in placements.items():
+                if how is not None:
+                    tensors[name] = distribute_tensor(tensors[name], world.mesh, [how])
+        leaves = {n: nn.Parameter(x, requires_grad=n not in frozen) for n, x in own.items()}
+        head = leaves["hidden"], leaves["weight"], ids[rows]
+        term = grpo_fast.DivergenceTerm(grpo_fast.TeacherHead(**other), "reverse_kl")
+        out = grpo_fast.linear_grpo_loss(
+            *head, advantages[rows], config, bias=leaves["bias"], divergence=term,
+            num_items_in_batch=1.0,
+        )  # fmt: skip
+        lp = grpo_fast.linear_logps(*head, bias=leaves["bias"])
+        (out.loss + lp.square().sum()).backward()
+        return lp.detach(), {n: x for n, x in leaves.items() if n not in frozen}
+
+    rows = slice(world.rank, world.rank + 1)
+    lp, leaves = compute(rows, True)
+    expected, wanted = compute(slice(None), False)
+    found, right, same = {"logps": lp}, {"logps": expected[rows]}, True
+    for name, x in leaves.items():
+        right[name] = wanted[name].grad
+        if name == "hidden":
+            found[name], right[name] = x.grad, right[name][rows]
+        elif placements[name] is None:  # the caller reduces the gradient of a plain tensor
+            distributed.all_reduce(x.grad)
+            found[name] = x.grad
+        else:
+            same &= x.grad.placements == x.placements
+            found[name] = x.grad.full_tensor() * world.size
+    return {**off(found, right), "same": same}
 
 
 def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto") -> Found:
@@ -419,6 +471,9 @@ def cases_in_fp64() -> dict[str, Compared]:
            for x in ("hwb", "h", "w", "wb", "")},
         **{f"dtensor-{n}-{name}": partial(of_dtensors, vocabulary=n, by_mesh=name == "mesh")
            for n in (3, 61) for name in ("group", "mesh")},
+        **{f"gathered-{kind}": partial(gathered, kind=kind) for kind in PLACED},
+        "gathered-frozen-weight": partial(gathered, kind="rows", frozen=("weight",)),
+        "gathered-frozen-others": partial(gathered, kind="rows", frozen=("hidden", "bias")),
     }  # fmt: skip
     for (loss_type, level), layout in zip(LEAVES_AND_LEVELS, itertools.cycle(LAYOUTS)):  # noqa: B905
         case = every_loss(loss_type, level, DOUBLE)

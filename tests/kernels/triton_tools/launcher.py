@@ -14,27 +14,21 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Test files whose tests have a backend parameter and also run in Triton's interpreter.
+# Tests that have a backend parameter and also run in Triton's interpreter.
 OF_ENGINES = (
-    "kernels/test_rows kernels/test_head kernels/test_support_kernels kernels/test_grad_filter "
-    "loss/test_chunks loss/test_divergence loss/test_gradient_range loss/test_logps "
-    "loss/test_nan_is_seen loss/test_support"
+    "kernels/test_rows.py kernels/test_head.py kernels/test_support_kernels.py "
+    "kernels/test_grad_filter.py loss/test_contract.py::test_on_policy_is_exact "
+    "loss/test_divergence.py loss/test_gradient_range.py loss/test_logps.py "
+    "loss/test_loss_parity.py::test_sweeps loss/test_nan_is_seen.py"
 ).split()
-# Folder of a second Triton (version 3.6), installed with `pip install --target`. It is tested, too.
-OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
 
-def run_python(
-    *arguments: str, interpret: bool, other_triton: str | None = None, timeout: float = 1800
-) -> str:
-    """Run Python with the repository on the path, and return its standard output.
-
-    If `other_triton` is given, the process imports the Triton in this folder.
-    """
+def run_python(*arguments: str, interpret: bool, timeout: float = 1800) -> str:
+    """Run Python with the repository on the path, and return its standard output."""
     environment = {
         k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")
     }
-    paths = [other_triton, str(ROOT), os.environ.get("PYTHONPATH")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     environment["OPENBLAS_NUM_THREADS"] = "1"  # small tiles are slower with threads
     if interpret:
@@ -51,8 +45,8 @@ def run_python(
     return done.stdout
 
 
-def run_cases(other_triton: str | None = None) -> str:
-    """Run the interpreter cases and the files in OF_ENGINES, and return the output of pytest."""
+def run_cases() -> str:
+    """Run the interpreter cases and the tests in OF_ENGINES, and return the output of pytest."""
     options = ["-q", "-k", "triton", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
-    files = [*sorted(map(str, TOOLS.glob("cases_*.py"))), *(f"tests/{x}.py" for x in OF_ENGINES)]
-    return run_python("-m", "pytest", *files, *options, interpret=True, other_triton=other_triton)
+    files = [*sorted(map(str, TOOLS.glob("cases_*.py"))), *(f"tests/{x}" for x in OF_ENGINES)]
+    return run_python("-m", "pytest", *files, *options, interpret=True)

@@ -28,6 +28,7 @@ PARTS = {
     "hint", "input", "choices", "options", "system", "system_prompt", "tools", "image", "images",
 }  # fmt: skip
 OPTION = re.compile(r"(?:op|option_?|choice_?)[a-j]|(?-i:[A-J])", re.I)  # a column per choice
+# Annotations of GSM8K's solutions, such as `<<48/2=24>>`.
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.
@@ -79,20 +80,22 @@ def parse_record(
         answer = solution
     # 2. Check and convert the values.
     label = answer
-    answer = _answer_text(answer, where, gsm8k)
+    answer = _answer_text(answer, where)
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
     require(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
     others = {key: value for key, value in fields.items() if key != "prompt"}
     if "tests" in given:
         others["tests"] = column_of(fields, [given["tests"]])
     # 3. If the answer column contains a full solution, extract the gold answer from it.
+    content = marked_content(answer or "", (HASHES,)) or ""
+    fits = not gsm8k or parse_number(content) is not None
+    expected = f"'{HASHES} <number>' at its end, with at most {MAX_DIGITS} digits"
+    came = f"{str(label)[-60:]!r}; data.task=jsonl reads other answers"
+    require(fits, f"{where}: answer", expected, came)
     if answer is None:
         return Example(prompt, None, solution, others, label)
-    try:
-        gold = gold_answer(answer) if gsm8k else read_gold(answer)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}; data.task=jsonl reads other answers") from None
-    worked = strip_calculator(answer) if gold != answer else None
+    gold = read_gold(f"{HASHES} {content}" if gsm8k else answer)
+    worked = _CALCULATOR.sub("", answer).strip() if gold != answer else None
     return Example(prompt, gold, solution or worked, others, label)
 
 
@@ -110,30 +113,6 @@ def column_of(fields: Fields, names: Iterable[str]) -> Any:
     """Return the value of the first of the given columns that has one, or None."""
     name = find(fields, names)
     return None if name is None else _value(fields, name)
-
-
-def gold_answer(solution: str) -> str:
-    """Return the number after the last `####` of a GSM8K solution, without commas.
-
-    Raises:
-        ValueError: the text has no such number.
-
-    Example:
-        >>> gold_answer("It costs 1,080. #### 1,080")
-        '1080'
-    """
-    content = marked_content(solution, (HASHES,))
-    marked = content is not None
-    require(marked, "answer", "'#### <number>' at the end of the answer", repr(solution[-60:]))
-    number = parse_number(content)
-    expected = f"a number after '####', of at most {MAX_DIGITS} digits"
-    require(number is not None, "answer", expected, repr(content[:60]))
-    return read_gold(f"{HASHES} {content}")
-
-
-def strip_calculator(solution: str) -> str:
-    """Return a GSM8K solution without calculator annotations such as `<<48/2=24>>`."""
-    return _CALCULATOR.sub("", solution).strip()
 
 
 def _value(fields: Fields, name: str) -> Any:
@@ -199,9 +178,9 @@ def _check_parts(fields: Fields, prompt: str, where: str) -> None:
             require(fits, f"{where}: field {key!r}", f"this text in the prompt ({remedy})", "no")
 
 
-def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
+def _answer_text(answer: Any, where: str) -> str | None:
     """Return the answer as text. Return None for an answer that only custom rewards can read."""
-    if isinstance(answer, (dict, list)) and not gsm8k:
+    if answer is None or isinstance(answer, (dict, list)):
         return None
     if isinstance(answer, float) and math.isfinite(answer):
         answer = str(answer).removesuffix(".0")  # tables write integers with missing values so
@@ -209,10 +188,10 @@ def _answer_text(answer: Any, where: str, gsm8k: bool) -> str | None:
         answer = str(answer)
     if isinstance(answer, str) and not answer.strip():
         raise EmptyField(f"{where}: expected a non-empty text in the answer, got {answer!r}")
-    fits = isinstance(answer, str) or (answer is None and not gsm8k)
-    require(fits, where, "a non-empty text in field 'answer'", repr(answer))
+    is_text = isinstance(answer, str)
+    require(is_text, where, "a non-empty text in field 'answer'", repr(answer))
     # Skywork-OR1 writes answers as '["4"]'. No completion would equal this text.
-    text = (answer or "").strip()
+    text = answer.strip()
     is_list = text.endswith("]") and text[:1] == "[" and text[1:].lstrip().startswith('"')
     require(not is_list, where, "one answer as text, not a JSON list of texts", repr(answer))
     return answer

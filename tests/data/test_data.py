@@ -11,7 +11,7 @@ import pytest
 
 from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
-from grpo_fast.data.records import column_of, gold_answer, strip_calculator
+from grpo_fast.data.records import column_of, parse_record
 from grpo_fast.data.splits import Splits, read_examples
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import DataConfig
@@ -60,16 +60,20 @@ def test_gsm8k_counts_of_the_real_files():
         assert not any("<<" in e.solution for e in examples)
 
 
-def test_gold_answer():
-    assert gold_answer("a\n#### 1,080") == "1080"
-    assert gold_answer("#### 1\n#### -7 ") == "-7"
-    texts = ("$12", "12%", ".5", "+7", "\u22127", "12.", "**12**", "\\boxed{12}", "15/2", "1e3")
-    plain = ["12", "12", "0.5", "7", "-7", "12", "12", "12", "15/2", "1000"]
-    assert [gold_answer(f"so\n#### {text}") for text in texts] == plain
-    assert strip_calculator("48/2 = <<48/2=24>>24") == "48/2 = 24"
-    for bad in ("no marker", "#### ", "#### about 3", "#### ١٨"):
-        with pytest.raises(ValueError, match="####"):
-            gold_answer(bad)
+def test_gold_answers_of_gsm8k():
+    def gold(answer):
+        return parse_record("f:1", {"question": "q", "answer": answer}, gsm8k=True)
+
+    texts = ("1,080", "1\n#### -7 ", "$12", "12%", ".5", "+7", "\u22127", "12.", "**12**",
+             "\\boxed{12}", "15/2", "1e3")  # fmt: skip
+    plain = ["1080", "-7", "12", "12", "0.5", "7", "-7", "12", "12", "12", "15/2", "1000"]
+    assert [gold(f"so\n#### {text}").answer for text in texts] == plain
+    assert gold("48/2 = <<48/2=24>>24\n#### 24").solution == "48/2 = 24\n#### 24"
+    refused = ("no marker", "#### ", "#### about 3", "#### ١٨", "#### " + "9" * 33, None, [7], 7)
+    for answer in refused:
+        message = "f:1: answer: expected '#### <number>' at its end.*got .*data.task=jsonl reads"
+        with pytest.raises(ValueError, match=message):
+            gold(answer)
 
 
 def test_columns_without_a_value_are_skipped():

@@ -150,7 +150,7 @@ def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
     tokenizer.eos_token = UNUSED_TOKEN
     shots = shape.tokens or None
     data = DataConfig(task="gsm8k", path=options.data, prompt_template="plain", shots_tokens=shots)
-    texts = (str(example.prompt) for example in Splits(data, 0, tokenizer).train)
+    texts = (str(example.prompt) for example in Splits(data, 0).for_tokenizer(tokenizer).train)
     filled = (text for text in texts if len(tokenizer(text).input_ids) >= shape.tokens)
     model.config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.eos_token_id = tokenizer.eos_token_id

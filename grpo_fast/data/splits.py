@@ -41,8 +41,6 @@ class Splits:
         data: the section `data` of a configuration.
         seed: seed of the training split's order. The test split does not depend on the seed, so
             that runs can be compared.
-        tokenizer: the tokenizer that counts the tokens of worked examples (`data.shots_tokens`).
-            With None, the prompts contain no worked examples.
         usable: function that receives the examples of a file and returns the usable ones. It may
             raise a ValueError.
 
@@ -58,14 +56,7 @@ class Splits:
     train: Sequence[Example]
     test: Sequence[Example]
 
-    def __init__(
-        self,
-        data: Any,
-        seed: int,
-        tokenizer: Callable[..., Any] | None = None,
-        *,
-        usable: Usable = list,
-    ) -> None:
+    def __init__(self, data: Any, seed: int, *, usable: Usable = list) -> None:
         self.data = data
         self.seed = seed
         if data.task == "sort":
@@ -76,9 +67,9 @@ class Splits:
             self.train = self.test = open_examples()
         else:
             self.questions = read_questions(data, usable)
-            self._build_prompts(tokenizer)
+            self._build_prompts(None)
 
-    def _build_prompts(self, tokenizer: Callable[..., Any] | None) -> None:
+    def _build_prompts(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Apply the template and the chat settings, and with a tokenizer add worked examples."""
         form = Form.of(self.data)
         train, test = self.questions
@@ -96,24 +87,20 @@ class Splits:
         # in all runs, so that evaluations can be compared.
         self.test = ShotPrompts(test, pool, form, seed="test", **options)
 
-    def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
+    def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase, with_shots: bool = True) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
 
         If `data.chat` is None and the tokenizer has a chat template, questions from a file become
         chat messages.
+
+        Args:
+            tokenizer: the tokenizer, which also counts the tokens of worked examples.
+            with_shots: put worked examples before each question if `data.shots_tokens` is set.
         """
         splits = copy.copy(self)
         splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
         if self.data.task in FILES:
-            splits._build_prompts(None)
-        return splits
-
-    def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
-        """Return the splits with worked examples before each question if `shots_tokens` is set."""
-        if self.data.shots_tokens is None:
-            return self
-        splits = copy.copy(self)
-        splits._build_prompts(tokenizer)
+            splits._build_prompts(tokenizer if with_shots else None)
         return splits
 
     @property

@@ -269,7 +269,7 @@ def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
     splits = Splits(config.data, config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, splits))
     policy.template_kwargs = config.data.template_kwargs
-    examples = splits.for_tokenizer(policy.tokenizer).with_shots(policy.tokenizer).train[: own.n]
+    examples = splits.for_tokenizer(policy.tokenizer).train[: own.n]
     length = min(config.rollout.max_new_tokens, own.tokens)
     with build_engine(policy, config.rollout) as engine:
         return diagnose(

@@ -214,8 +214,8 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
     Raises:
         ValueError: a prompt is too long for the model.
     """
-    questions = questions.for_tokenizer(policy.tokenizer)
-    splits = questions.with_shots(policy.tokenizer)
+    questions = questions.for_tokenizer(policy.tokenizer, with_shots=False)
+    splits = questions.for_tokenizer(policy.tokenizer)
     longest = config.rollout.max_new_tokens
     # Prompts with worked examples are built when a step needs them, so check their length here.
     # Some tokenizers need one more token between two examples, which adds less than 1% of tokens.

@@ -25,7 +25,7 @@ needs_gsm8k = pytest.mark.skipif(
 def load(split: str = "train", seed: int = 0, task: str = "jsonl", **fields: Any) -> Any:
     """Return one split of a data set. Each word counts as one token."""
     data = DataConfig(task=task, **fields)
-    splits = Splits(data, seed, lambda text, **_: {"input_ids": text.split()})
+    splits = Splits(data, seed).for_tokenizer(lambda text, **_: {"input_ids": text.split()})
     return getattr(splits, split)
 
 

@@ -335,12 +335,12 @@ def test_worked_examples_do_not_read_the_data_again(models, tmp_path):
     rows = [{"question": f"{i}+2?", "answer": f"{i + 2}"} for i in range(9)]
     path = write_lines(tmp_path / "q.jsonl", *rows)
     data = DataConfig(task="jsonl", path=str(path), n_test=2, shots_tokens=60)
-    expected = Splits(data, 0, tokenizer)
     plain = Splits(data, 0)
     path.unlink()
-    found = plain.with_shots(tokenizer)
-    assert [*found.train] == [*expected.train] != [*plain.train]
-    assert [*found.test] == [*expected.test]
+    found = plain.for_tokenizer(tokenizer)
+    unshot = plain.for_tokenizer(tokenizer, with_shots=False)
+    assert [*found.train] != [*unshot.train] == [*plain.train]
+    assert all("+2?" in e.prompt.partition("+2?")[2] for e in [*found.train, *found.test])
 
 
 def test_the_command_data_shows_worked_examples(models, tmp_path):
@@ -348,7 +348,7 @@ def test_the_command_data_shows_worked_examples(models, tmp_path):
     path = str(write_lines(tmp_path / "q.jsonl", *rows))
     words = ["n_test=2", "shots_tokens=60", "chat=false"]
     data = DataConfig(task="jsonl", path=path, n_test=2, shots_tokens=60, chat=False)
-    [first, *_] = Splits(data, 0, AutoTokenizer.from_pretrained(models[0])).train
+    [first, *_] = Splits(data, 0).for_tokenizer(AutoTokenizer.from_pretrained(models[0])).train
     assert str(first.prompt).count("+2?") > 2
     shown = data_lines(path, [*words, f"model={models[0]}"])
     assert "\n".join(shown).count("  | " + str(first.prompt).replace("\n", "\n  | ")) == 1

@@ -225,5 +225,7 @@ def _examples(config: RunConfig, words: Sequence[str]) -> Sequence[Example]:
     is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
     if is_named and data.path and os.path.isfile(data.path):
         return read_examples(data)
-    tokenizer = None if data.shots_tokens is None else loading.load_tokenizer(config.model)
-    return Splits(data, config.seed, tokenizer).test
+    splits = Splits(data, config.seed)
+    if data.shots_tokens is not None:
+        splits = splits.for_tokenizer(loading.load_tokenizer(config.model))
+    return splits.test

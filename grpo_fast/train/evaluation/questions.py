@@ -77,7 +77,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     hint = " (model=MODEL shows its tokens)"
     if own.model is not None:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
-        splits = splits.for_tokenizer(tokenizer).with_shots(tokenizer)
+        splits = splits.for_tokenizer(tokenizer)
         hint = ""
     form = Form.of(splits.data)
     shown = [form.apply(example) for example in train[:SHOWN]]

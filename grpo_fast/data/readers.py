@@ -9,19 +9,18 @@ once.
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_fast.data import reason
 from grpo_fast.errors import nearest_hint, require
 
-Rows = list[tuple[str, Any]]  # (location such as "file:line", fields)
-Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
+Row = tuple[str, Any]  # (location such as "file:line", fields)
+Rows = list[Row]
 
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", *ARROW)
@@ -32,11 +31,24 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 SPLITS = ("train", *TEST_SPLITS)
 
 
-def splits_of(data: Any) -> Splits:
-    """Return the splits of the source that the section `data` of a configuration names."""
-    if data.path.startswith(GYM):
-        return gym_splits(data.path, data.options, data.n_test)
-    return local_splits(Path(data.path)) if is_local(data.path) else hub_splits(data.path)
+def read_source(data: Any) -> tuple[Rows, Rows | None]:
+    """Return the training rows and the test rows of a source.
+
+    The test rows are None if the source has no test split.
+
+    Args:
+        data: the section `data` of a configuration.
+
+    Raises:
+        ValueError: the source does not exist, is damaged, or has no data.
+    """
+    source = data.path
+    if source.startswith(GYM):
+        return gym_rows(source, data.options, data.n_test)
+    splits = local_splits(Path(source)) if is_local(source) else hub_splits(source)
+    train = "train" if "train" in splits else next(iter(splits))
+    test = next((name for name in TEST_SPLITS if name in splits and name != train), None)
+    return list(splits[train]), None if test is None else list(splits[test])
 
 
 def is_local(source: str) -> bool:
@@ -46,7 +58,7 @@ def is_local(source: str) -> bool:
     return not is_id or source.endswith(FORMATS) or os.path.exists(source)
 
 
-def local_splits(path: Path) -> Splits:
+def local_splits(path: Path) -> dict[str, Iterator[Row]]:
     """Return the splits of a file or folder.
 
     A single file becomes the split "train". If its name contains "train" and the folder has a file
@@ -55,25 +67,23 @@ def local_splits(path: Path) -> Splits:
     Raises:
         ValueError: the path does not exist, or the folder has no data.
     """
-    if os.path.isdir(path):  # without permission, Path.is_dir would raise an error
-        if os.path.isfile(path / "dataset_dict.json") or os.path.isfile(path / "state.json"):
-            return _datasets(str(path), "load_from_disk", str(path))
-        names = [(name, path / f"{name}{end}") for name in SPLITS for end in FORMATS]
-        files = {name: file for name, file in names if os.path.isfile(file)}
-        if "train" not in files:
-            return _datasets(str(path), "load_dataset", str(path))
-    elif os.path.isfile(path):
-        test = path.with_name(path.name.replace("train", "test", 1))
+    if os.path.isfile(path):  # without permission, Path.is_file would raise an error
         files = {"train": path}
+        test = path.with_name(path.name.replace("train", "test", 1))
         if test != path and os.path.isfile(test):
             files["test"] = test
     else:
         expected = f"a file with one of the endings {', '.join(FORMATS)}, or a folder with one"
-        raise ValueError(f"data.path: expected {expected}, found nothing at {path}")
-    return {name: functools.partial(read_file, file) for name, file in files.items()}
+        require(os.path.isdir(path), "data.path", expected, f"nothing at {path}")
+        names = [(name, path / f"{name}{end}") for name in SPLITS for end in FORMATS]
+        files = {name: file for name, file in names if os.path.isfile(file)}
+    if "train" in files:
+        return {name: read_file(file) for name, file in files.items()}
+    is_saved = any(os.path.isfile(path / name) for name in ("dataset_dict.json", "state.json"))
+    return _load(str(path), "load_from_disk" if is_saved else "load_dataset", str(path))
 
 
-def hub_splits(name: str) -> Splits:
+def hub_splits(name: str) -> dict[str, Iterator[Row]]:
     """Return the splits of a hub dataset.
 
     Args:
@@ -81,11 +91,11 @@ def hub_splits(name: str) -> Splits:
     """
     repository, _, config = name.partition(":")
     config = config or ("main" if repository == "openai/gsm8k" else "")
-    return _datasets(name, "load_dataset", repository, config or None)
+    return _load(name, "load_dataset", repository, config or None)
 
 
-def gym_splits(source: str, options: Mapping[str, Any], n_test: int | None) -> Splits:
-    """Return the splits of a task of the package reasoning-gym.
+def gym_rows(source: str, options: Mapping[str, Any], n_test: int | None) -> tuple[Rows, Rows]:
+    """Return the training rows and the test rows of a task of the package reasoning-gym.
 
     The package draws item i of a data set from `seed + i`. Two runs therefore share training items
     if their seeds differ by less than `size`. The seeds of test items begin at GYM_TEST in all
@@ -114,29 +124,22 @@ def gym_splits(source: str, options: Mapping[str, Any], n_test: int | None) -> S
     expected = f"a size above 0, and a seed from 0 with seed + size <= {GYM_TEST}"
     require(fits, "data.options", expected, f"size={size!r}, seed={seed!r}")
 
-    def rows(size: int, seed: int) -> Rows:
-        chosen = {**options, "size": size, "seed": seed}
+    both = []
+    for count, first in ((size, seed), (n_test or GYM_SIZES["test"], GYM_TEST)):
+        chosen = {**options, "size": count, "seed": first}
         try:
             items = create_dataset(name, **chosen)
-            made = [items[index] for index in range(size)]
+            made = [_plain({**items[i], "dataset": name, "options": chosen}) for i in range(count)]
         except (TypeError, ValueError, AssertionError) as error:
             why = f"{chosen}: {reason(error)}"
             raise ValueError(f"data.options: expected options of {name}, got {why}") from None
-        listed = []
-        for place, item in enumerate(made, start=seed):
-            entry = _plain({**item, "dataset": name, "options": chosen})
-            row = {"question": item["question"], "answer": item["answer"], "entry": entry}
-            listed.append((f"{source}[{place}]", row))
-        return listed
-
-    return {
-        "train": functools.partial(rows, size, seed),
-        "test": functools.partial(rows, n_test or GYM_SIZES["test"], GYM_TEST),
-    }
+        rows = [{"question": x["question"], "answer": x["answer"], "entry": x} for x in made]
+        both.append([(f"{source}[{place}]", row) for place, row in enumerate(rows, start=first)])
+    return both[0], both[1]
 
 
-def read_file(path: Path) -> Rows:
-    """Return the rows of a file. The file extension determines the format.
+def read_file(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file. The file extension determines the format.
 
     Raises:
         ValueError: the file is damaged or empty.
@@ -145,8 +148,9 @@ def read_file(path: Path) -> Rows:
     expected = f"an unpacked file with one of the endings {', '.join(FORMATS)}"
     require(ending in FORMATS, "data.path", expected, path)
     if ending in ARROW:
-        loaded = _datasets(str(path), "load_dataset", ARROW[ending], data_files=str(path))
-        return loaded["train"]()
+        loaded = _load(str(path), "load_dataset", ARROW[ending], data_files=str(path))
+        yield from loaded["train"]
+        return
     read = _csv_rows if ending in (".csv", ".tsv") else _json_rows
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -155,10 +159,10 @@ def read_file(path: Path) -> Rows:
         expected = "a readable file of UTF-8 text"
         raise ValueError(f"data.path: expected {expected}, got {path}: {reason(error)}") from None
     require(rows, str(path), "at least one row", "none")
-    return rows
+    yield from rows
 
 
-def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
+def _json_rows(path: Path, file: TextIO) -> Iterator[Row]:
     """Yield the rows of JSON lines, or of a list of rows."""
     text = file.read()
     is_list = text.lstrip().startswith("[")
@@ -177,7 +181,7 @@ def _json_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
             yield f"{path}:{number}", value
 
 
-def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
+def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
     """Yield the rows of a csv file. All cells are texts, and empty cells are None."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
     header = file.readline()
@@ -202,7 +206,9 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path}:{reader.line_num + 1}: not a row ({error}); {remedy}") from None
 
 
-def _datasets(source: str, function: str, *arguments: object, **options: object) -> Splits:
+def _load(
+    source: str, function: str, *arguments: object, **options: object
+) -> dict[str, Iterator[Row]]:
     """Return the splits that a function of the package `datasets` loads.
 
     Args:
@@ -225,12 +231,12 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
         place = "" if os.path.exists(source) else " from the hub, and no such path exists here"
         raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, Mapping) else {"train": loaded}
+    return {name: _table_rows(f"{source}[{name}]", table) for name, table in every.items()}
 
-    def rows(split: str) -> Rows:
-        plain = map(_plain, every[split])
-        return [(f"{source}[{split}]:{index}", row) for index, row in enumerate(plain, start=1)]
 
-    return {split: functools.partial(rows, split) for split in every}
+def _table_rows(place: str, table: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    for index, row in enumerate(table, start=1):
+        yield f"{place}:{index}", _plain(row)
 
 
 def _plain(row: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_fast.data import FILES, Example, text_of
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import Form, ShotPrompts
-from grpo_fast.data.readers import TEST_SPLITS, Rows, read_file, splits_of
+from grpo_fast.data.readers import Rows, read_file, read_source
 from grpo_fast.data.records import TESTS, EmptyField, column_of, find, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.errors import require
@@ -137,19 +137,16 @@ def read_questions(data: Any, usable: Usable = list) -> tuple[list[Example], lis
         usable: function that receives examples and returns the usable ones.
     """
     # 1. Read the splits. Without a test split, hold out some training rows for it.
-    splits = splits_of(data)
-    train_name = "train" if "train" in splits else next(iter(splits))
-    test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
-    rows = splits[train_name]()
-    train = _parsed(rows, data)
-    if test_name is None:
-        named = {str(column_of(row, ["split"])).lower() for _, row in rows}
+    train_rows, test_rows = read_source(data)
+    train = _parsed(train_rows, data)
+    if test_rows is not None:
+        test = _parsed(test_rows, data)
+    else:
+        named = {str(column_of(row, ["split"])).lower() for _, row in train_rows}
         expected = "a file for each split, such as train.jsonl and test.jsonl"
         is_single = named <= {"none", "train"}
         require(is_single, "data: column 'split'", expected, reprlib.repr(sorted(named)))
         train, test = _hold_out(train, data.n_test, data.path)
-    else:
-        test = _parsed(splits[test_name](), data)
     # Hold out rows before unusable rows are removed. The held-out rows then do not depend on the
     # rewards, so `grpo-fast eval` finds the same rows.
     train = list(usable(train))
@@ -174,7 +171,7 @@ def read_examples(data: Any) -> list[Example]:
         data: the section `data` of a configuration.
     """
     form = Form.of(data)
-    return [form.apply(example) for example in _parsed(read_file(Path(data.path)), data)]
+    return [form.apply(example) for example in _parsed(list(read_file(Path(data.path))), data)]
 
 
 def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:

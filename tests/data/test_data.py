@@ -163,7 +163,7 @@ def test_missing_and_unreadable_sources(tmp_path, monkeypatch):
         load(task="gsm8k", path="openai/gsm8k")
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"})
     for missing in (f"{path}/x.jsonl", "x" * 5000):
-        with pytest.raises(ValueError, match=f"found nothing at {missing}"):
+        with pytest.raises(ValueError, match=f"got nothing at {missing}"):
             load(path=missing)
     memory = tmp_path / "memory.jsonl"  # root may read every file, but not this place
     memory.symlink_to("/proc/self/mem")

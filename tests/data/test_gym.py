@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from grpo_fast.data.readers import GYM_TEST, gym_splits
+from grpo_fast.data.readers import GYM_TEST, gym_rows
 from grpo_fast.errors import RewardError
 from grpo_fast.rewards import isolated, rules
 from grpo_fast.rewards.conventions import RewardFailure
@@ -97,8 +97,8 @@ def forget():
 
 
 def entries(name, count, **options):
-    rows = gym_splits(f"reasoning_gym:{name}", {"size": count, **options}, None)["train"]()
-    return [row["entry"] for _, row in rows]
+    train, _ = gym_rows(f"reasoning_gym:{name}", {"size": count, **options}, 1)
+    return [row["entry"] for _, row in train]
 
 
 def score(entry, *completions):
@@ -118,11 +118,8 @@ def test_one_word_trains_with_the_scorer_as_the_reward(tmp_path):
 
 
 def test_held_out_items_share_no_seed_with_training_items():
-    splits = gym_splits("reasoning_gym:sums", {"size": 20, "seed": GYM_TEST - 20}, 30)
-    train, test = (
-        [row["entry"]["metadata"]["seed"] for _, row in splits[part]()]
-        for part in ("train", "test")
-    )
+    parts = gym_rows("reasoning_gym:sums", {"size": 20, "seed": GYM_TEST - 20}, 30)
+    train, test = ([row["entry"]["metadata"]["seed"] for _, row in rows] for rows in parts)
     assert train == list(range(GYM_TEST - 20, GYM_TEST))
     assert test == list(range(GYM_TEST, GYM_TEST + 30))
 

@@ -112,4 +112,4 @@ def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
     greedy = json.loads(out.read_text())["greedy"]
     assert greedy["eval_n"] == 9 and greedy["eval_accuracy_strict"] in (0, 1)
     assert greedy["eval_accuracy_strict_se"] is None  # a single question has no standard error
-    assert refused(invoke("eval", run, f"data={tmp_path}/none.jsonl"), "found nothing")
+    assert refused(invoke("eval", run, f"data={tmp_path}/none.jsonl"), "got nothing")

@@ -233,7 +233,7 @@ def test_a_file_that_does_not_exist_is_named_before_a_hub_is_asked(tmp_path, mon
         assert refused(invoke("train", recipe), f"recipe: no such file: '{recipe}'")
     for data in ("nofile", "nofile.jsonl", "a/b.jsonl", "a/b.parquet", "a/b/c", "./a", "~/none/x"):
         result = invoke("train", "gsm8k-tiny", f"data={data}", f"output_dir={tmp_path / 'r'}")
-        assert refused(result, "data.path: ", "found nothing at", data.rpartition("/")[2])
+        assert refused(result, "data.path: ", "got nothing at", data.rpartition("/")[2])
     assert not (tmp_path / "r").exists()
     monkeypatch.setenv("RANK", "")  # no launcher has set a rank
     assert refused(invoke("train", "nofile.yaml"), "grpo-fast: recipe: no such file")

@@ -18,10 +18,12 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        if (error.name or "grpo_fast").startswith("grpo_fast"):
+        name = error.name or "grpo_fast"
+        if name.startswith("grpo_fast"):
             raise
-        remedy = "pip install 'grpo-fast[train]' installs all that the command needs"
-        sys.exit(f"grpo-fast: the package {error.name} is missing; {remedy}")
+        extra = "gym" if name.startswith("reasoning_gym") else "train"
+        remedy = f"pip install 'grpo-fast[{extra}]' installs all that the command needs"
+        sys.exit(f"grpo-fast: the package {name} is missing; {remedy}")
 
 
 if __name__ == "__main__":

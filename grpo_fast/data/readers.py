@@ -108,14 +108,12 @@ def gym_rows(source: str, options: Mapping[str, Any], n_test: int | None) -> tup
         n_test: number of test items. None means 128.
 
     Raises:
-        ValueError: the package is not installed, or has no such data set or option.
+        ValueError: the package has no such data set or option.
+        ModuleNotFoundError: the package is not installed.
     """
+    from reasoning_gym.factory import DATASETS, create_dataset
+
     name = source.removeprefix(GYM)
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError as error:
-        came = f"{reason(error)} (pip install 'grpo_fast[gym]')"
-        raise ValueError(f"data.path: {source} needs the package reasoning-gym: {came}") from None
     hint = nearest_hint(name, DATASETS)
     require(name in DATASETS, "data.path", f"{GYM}NAME of a data set", f"{name!r}{hint}")
     size = options.get("size", GYM_SIZES["train"])
@@ -217,11 +215,8 @@ def _load(
         *arguments: positional arguments of the function.
         **options: keyword arguments of the function.
     """
-    try:
-        import datasets
-    except ImportError:
-        needs = "needs the package `datasets` (pip install 'grpo_fast[train]')"
-        raise ValueError(f"data.path: loading {source!r} {needs}") from None
+    import datasets
+
     try:
         loaded = getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file

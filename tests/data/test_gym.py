@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from grpo_fast.__main__ import main
 from grpo_fast.data.readers import GYM_TEST, gym_rows
 from grpo_fast.errors import RewardError
 from grpo_fast.rewards import isolated, rules
@@ -205,10 +206,18 @@ def test_refusals(tmp_path, words, message):
     assert refused(invoke("train", "own-data", *words), message)
 
 
-def test_a_missing_package_is_named_with_its_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    result = invoke("data", "reasoning_gym:sums")
-    assert refused(result, "pip install 'grpo_fast[gym]'", "reasoning_gym:sums")
+@pytest.mark.parametrize(
+    ("package", "source", "extra"),
+    [("reasoning_gym", "reasoning_gym:sums", "gym"), ("datasets", "openai/gsm8k", "train")],
+)
+def test_a_missing_package_is_named_with_its_command(monkeypatch, package, source, extra):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(sys, "argv", ["grpo-fast", "data", source])
+    message = f"the package {package}.* is missing; pip install 'grpo-fast.{extra}.'"
+    with pytest.raises(SystemExit, match=message):
+        main()
 
 
 def test_data_shows_rows():

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from grpo_fast.data import Example, Fields, Prompt, text_of
@@ -40,22 +40,15 @@ class EmptyField(ValueError):
     """A row with an empty prompt or answer. The setting `data.drop_unusable` skips such rows."""
 
 
-def parse_record(
-    where: str,
-    fields: Any,
-    gsm8k: bool,
-    columns: Mapping[str, str] | None = None,
-    template: str | None = None,
-) -> Example:
+def parse_record(where: str, fields: Any, data: Any) -> Example:
     """Convert a row to an example. The `fields` of the example are all columns except `prompt`.
 
     Args:
         where: the row's location, for error messages.
         fields: the row's columns.
-        gsm8k: if True, every answer must end with `#### <number>`.
-        columns: names of the columns for `prompt`, `answer`, `solution` and `tests`. A dot selects
-            a key or an index inside a column, as in "reward_model.ground_truth" or "answers.0".
-        template: the setting `data.prompt_template`, which may insert further columns.
+        data: the section `data` of a configuration. With `data.task=gsm8k`, every answer must end
+            with `#### <number>`. In `data.columns`, a dot selects a key or an index inside a
+            column, as in "reward_model.ground_truth" or "answers.0".
 
     Raises:
         EmptyField: the prompt or the answer is empty.
@@ -63,38 +56,37 @@ def parse_record(
     """
     # 1. Find the prompt, the answer and the solution.
     require(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
-    given = dict(columns or {})
-    for role, column in given.items():
-        if role != "solution" and find(fields, [column]) is None:
-            listed = ", ".join(map(repr, fields)) or "none"
-            raise ValueError(f"{where}: expected a field {column!r} (found {listed})")
-    name, prompt = _prompt(fields, given.get("prompt"), where)
-    if template is None or "{" not in template:
-        others = {key: x for key, x in fields.items() if key not in (name, *given.values())}
-        _check_parts(others, text_of(prompt), where)
-    answer = column_of(fields, [given["answer"]] if "answer" in given else ANSWERS)
-    names = [given["solution"]] if "solution" in given else SOLUTIONS
-    texts = [column_of(fields, [name]) for name in names]
+    columns = data.columns
+    for role, column in columns.items():
+        is_found = role == "solution" or find(fields, [column]) is not None
+        require(is_found, where, f"a field {column!r}", ", ".join(map(repr, fields)) or "none")
+    name, prompt = _prompt(fields, columns.get("prompt"), where)
+    if "{" not in (data.prompt_template or ""):
+        _check_parts(fields, {name, *columns.values()}, text_of(prompt), where)
+    names = {"answer": ANSWERS, "solution": SOLUTIONS}
+    names |= {role: (column,) for role, column in columns.items()}
+    label = column_of(fields, names["answer"])
+    texts = [column_of(fields, [name]) for name in names["solution"]]
     solution = next((text for text in texts if isinstance(text, str)), None)
-    if answer in (None, "") and solution is not None and marked_content(solution) is not None:
-        answer = solution
+    if label in (None, "") and solution is not None and marked_content(solution) is not None:
+        label = solution
     # 2. Check and convert the values.
-    label = answer
-    answer = _answer_text(answer, where)
+    answer = _answer_text(label, where)
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
     require(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
     others = {key: value for key, value in fields.items() if key != "prompt"}
-    if "tests" in given:
-        others["tests"] = column_of(fields, [given["tests"]])
+    if "tests" in columns:
+        others["tests"] = column_of(fields, names["tests"])
     # 3. If the answer column contains a full solution, extract the gold answer from it.
+    is_gsm8k = data.task == "gsm8k"
     content = marked_content(answer or "", (HASHES,)) or ""
-    fits = not gsm8k or parse_number(content) is not None
+    fits = not is_gsm8k or parse_number(content) is not None
     expected = f"'{HASHES} <number>' at its end, with at most {MAX_DIGITS} digits"
     came = f"{str(label)[-60:]!r}; data.task=jsonl reads other answers"
     require(fits, f"{where}: answer", expected, came)
     if answer is None:
         return Example(prompt, None, solution, others, label)
-    gold = read_gold(f"{HASHES} {content}" if gsm8k else answer)
+    gold = read_gold(f"{HASHES} {content}" if is_gsm8k else answer)
     worked = _CALCULATOR.sub("", answer).strip() if gold != answer else None
     return Example(prompt, gold, solution or worked, others, label)
 
@@ -167,10 +159,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _check_parts(fields: Fields, prompt: str, where: str) -> None:
+def _check_parts(fields: Fields, used: Collection[str], prompt: str, where: str) -> None:
     """Refuse a question that lacks its context, its choices, an image or its system message."""
     for key, value in fields.items():
-        is_part = key.lower() in PARTS or OPTION.fullmatch(key)
+        is_part = key not in used and (key.lower() in PARTS or OPTION.fullmatch(key))
         if is_part and value and value != "[]":
             template = f"{{{key}}}\\n\\n{{question}}"
             remedy = f'add \'data.prompt_template="{template}"\', or leave it out: "{{question}}"'

@@ -188,10 +188,9 @@ def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
 def _parsed(rows: Rows, data: Any) -> list[Example]:
     """Return an example for each row. Log how many rows are skipped or have no answer."""
     examples: list[Example] = []
-    is_gsm8k = data.task == "gsm8k"
     for place, row in rows:
         try:
-            example = parse_record(place, row, is_gsm8k, data.columns, data.prompt_template)
+            example = parse_record(place, row, data)
         except EmptyField as error:
             if not data.drop_unusable:
                 raise EmptyField(f"{error}; data.drop_unusable=true skips such rows") from None

@@ -62,7 +62,8 @@ def test_gsm8k_counts_of_the_real_files():
 
 def test_gold_answers_of_gsm8k():
     def gold(answer):
-        return parse_record("f:1", {"question": "q", "answer": answer}, gsm8k=True)
+        data = DataConfig(task="gsm8k", path=".")
+        return parse_record("f:1", {"question": "q", "answer": answer}, data)
 
     texts = ("1,080", "1\n#### -7 ", "$12", "12%", ".5", "+7", "\u22127", "12.", "**12**",
              "\\boxed{12}", "15/2", "1e3")  # fmt: skip

@@ -101,7 +101,7 @@ REFUSED = [
     ("xlam's tools", {"query": "q", "tools": "[{}]", "answers": "[]"}, "field 'tools'"),
     ("images", {"question": "q", "images": ["x.png"], "answer": "1"}, "field 'images'"),
     ("HH-RLHF", {"chosen": "Human: q", "rejected": "Human: q"}, "data.columns={prompt: COLUMN"),
-    ("a column that is missing", {"title": "q"}, "expected a field 'body' (found 'title')",
+    ("a column that is missing", {"title": "q"}, "expected a field 'body', got 'title'",
      {"columns": {"prompt": "body"}}),
     ("ShareGPT", {"conversations": [{"from": "human", "value": "q"}]}, "texts 'role' and 'content'",
      {"columns": {"prompt": "conversations"}}),

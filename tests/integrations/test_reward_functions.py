@@ -9,9 +9,11 @@ from trl import GRPOTrainer
 
 from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import build_rewards, score
+from grpo_fast.train.config import DataConfig
 from tests.integrations import trl_cases, trl_rewards
 from tests.reward_specs import spec
 
+JSONL = DataConfig(task="jsonl", path=".")
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -60,7 +62,7 @@ def test_functions_of_trl_give_equal_rewards(model_path, tmp_path, is_chat, here
     rewards = build_rewards([spec(f"{trl_rewards.__file__}:{name}", **options) for name in names])
     try:
         for step, inputs, ids, expected in theirs.seen:
-            examples = [parse_record("row", dict(row), gsm8k=False) for row in inputs]
+            examples = [parse_record("row", dict(row), JSONL) for row in inputs]
             texts = theirs._tokenizer.batch_decode(ids, skip_special_tokens=True)
             rewards.progress = {"global_step": step, "max_steps": 2}
             found = score(rewards, examples, texts, ids)

@@ -187,7 +187,8 @@ ROWS = [
     {"data_source": "xy", "prompt": [{"role": "user", "content": "r"}], "extra_info": None,
      "reward_model": {"style": "rule", "ground_truth": "#### 7"}},
 ]  # fmt: skip
-EXAMPLES = [parse_record("row", row, gsm8k=False) for row in ROWS]
+JSONL = DataConfig(task="jsonl", path=".")
+EXAMPLES = [parse_record("row", row, JSONL) for row in ROWS]
 TEXTS = ("abc", "no #### 7")
 
 
@@ -227,7 +228,7 @@ def test_options_are_those_of_the_function_or_of_the_constructor(build):
 
 def test_a_ground_truth_may_be_a_mapping(build):
     row = {**ROWS[0], "reward_model": {"ground_truth": {"target": ["a", "b"]}}}
-    example = parse_record("row", row, gsm8k=False)
+    example = parse_record("row", row, JSONL)
     rewards = build("any_of", convention="verl")
     check_examples(rewards, [example], "training")
     assert found(rewards, ("b", "c"), [example] * 2) == [1.0, 0.0]
@@ -269,8 +270,8 @@ def test_texts_stay_texts_when_the_chat_template_is_used(build):
     data = DataConfig(
         task="jsonl", path=".", system_prompt="Be brief", prompt_template="{question}!"
     )
-    rows = [parse_record("row", {"prompt": "q?"}, gsm8k=False)] * 2
-    rows.append(parse_record("row", {"prompt": [message]}, gsm8k=False))
+    rows = [parse_record("row", {"prompt": "q?"}, JSONL)] * 2
+    rows.append(parse_record("row", {"prompt": [message]}, JSONL))
     examples = [in_chat(rows[0]), Form.of(data).apply(rows[1]), rows[2]]
     assert all(isinstance(example.prompt, list) for example in examples)
     kinds = score(build("kinds", convention="trl"), examples, ["a"] * 3)

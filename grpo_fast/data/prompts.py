@@ -121,61 +121,42 @@ def in_chat(example: Example) -> Example:
     return example._replace(prompt=messages, text=example.prompt)
 
 
-class ShotPrompts(LazySequence[Example]):
-    """Examples whose prompts begin with worked examples (shots), chosen at random.
-
-    The shots of example i depend only on the seed and on i. No question occurs twice in a prompt,
-    where questions that differ only in case and whitespace count as equal.
+class Shots:
+    """Worked examples, of which a prompt gets as many as fit into a budget of tokens.
 
     Args:
-        examples: the examples to extend.
         pool: the worked examples to choose from, all from the training split.
         form: the template and the chat settings of prompts and shots.
-        budget: maximum number of tokens of all shots in a prompt. Shots are drawn until the next
-            shot does not fit.
+        budget: maximum number of tokens of all shots in a prompt.
         tokenizer: the tokenizer that counts the tokens of the shots.
-        seed: seed of the random choice of shots.
 
     Raises:
-        ValueError: the pool is empty, or even its shortest shots do not fit into the budget.
+        ValueError: not one example of the pool fits into the budget.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        pool: Sequence[Example],
-        form: Form,
-        *,
-        budget: int,
-        tokenizer: Any,
-        seed: int | str,
-    ) -> None:
-        self.examples = examples
+    def __init__(self, pool: Sequence[Example], form: Form, budget: int, tokenizer: Any) -> None:
         self.form = form
         self.budget = budget
-        self.length = len(examples)
-        self.seed = seed
         self.keys = [question_key(e.prompt) for e in pool]
         self.texts = [form.shot(e) for e in pool]
         self._length = functools.cache(
             lambda i: len(tokenizer(self.texts[i], add_special_tokens=False)["input_ids"])
         )
-        shortest = sorted(range(len(pool)), key=lambda i: len(self.texts[i]))[:8]
-        if not any(self._length(i) <= budget for i in shortest):
+        if not any(self._length(i) <= budget for i in range(len(pool))):
             none_fits = f"not one of {len(pool)} training examples fits into {budget} tokens"
             raise ValueError(f"data.shots_tokens: {none_fits}")
 
-    def make(self, index: int) -> Example:
-        prefix = "".join(self.texts[i] for i in self.shots(index))
-        return self.form.apply(self.examples[index], prefix)
+    def draw(self, prompt: Prompt, seed: str) -> list[int]:
+        """Return the `pool` indices of a prompt's shots, drawn until the next one does not fit.
 
-    def shots(self, index: int) -> list[int]:
-        """Return the `pool` indices of an example's shots, in prompt order."""
+        No question occurs twice, where questions that differ only in case and whitespace count as
+        equal.
+        """
         chosen: list[int] = []
-        seen = {question_key(self.examples[index].prompt)}
+        seen = {question_key(prompt)}
         room = self.budget
         count = len(self.texts)
-        for i in random.Random(f"{self.seed}/shots/{index}").sample(range(count), count):
+        for i in random.Random(seed).sample(range(count), count):
             if self.keys[i] in seen:
                 continue
             room -= self._length(i)
@@ -184,6 +165,27 @@ class ShotPrompts(LazySequence[Example]):
             chosen.append(i)
             seen.add(self.keys[i])
         return chosen
+
+
+class ShotPrompts(LazySequence[Example]):
+    """Examples whose prompts begin with shots. Those of example i depend only on the seed and i.
+
+    Args:
+        examples: the examples to extend.
+        shots: the worked examples to choose from.
+        seed: seed of the random choice of shots.
+    """
+
+    def __init__(self, examples: Sequence[Example], shots: Shots, seed: int | str) -> None:
+        self.examples = examples
+        self.length = len(examples)
+        self.shots = shots
+        self.seed = seed
+
+    def make(self, index: int) -> Example:
+        example = self.examples[index]
+        drawn = self.shots.draw(example.prompt, f"{self.seed}/shots/{index}")
+        return self.shots.form.apply(example, "".join(self.shots.texts[i] for i in drawn))
 
 
 def question_key(prompt: Prompt) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import FILES, Example, text_of
 from grpo_fast.data.generated import SortTask, open_examples
-from grpo_fast.data.prompts import Form, ShotPrompts
+from grpo_fast.data.prompts import Form, ShotPrompts, Shots
 from grpo_fast.data.readers import Rows, read_file, read_source
 from grpo_fast.data.records import TESTS, EmptyField, column_of, find, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
@@ -81,11 +81,11 @@ class Splits:
             self.test = [form.apply(example) for example in test]
             return
         pool = [e for e in train if isinstance(e.prompt, str)]
-        options = {"budget": self.data.shots_tokens, "tokenizer": tokenizer}
-        self.train = ShotPrompts(ordered, pool, form, seed=self.seed, **options)
+        shots = Shots(pool, form, self.data.shots_tokens, tokenizer)
+        self.train = ShotPrompts(ordered, shots, self.seed)
         # Do not use the run's seed for the worked examples of test prompts. They must be the same
         # in all runs, so that evaluations can be compared.
-        self.test = ShotPrompts(test, pool, form, seed="test", **options)
+        self.test = ShotPrompts(test, shots, "test")
 
     def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase, with_shots: bool = True) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.

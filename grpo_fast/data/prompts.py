@@ -64,13 +64,12 @@ class Form(NamedTuple):
         def insert(slot: re.Match[str]) -> str:
             name = slot[3]
             if slot[1] or slot[2]:  # LaTeX such as \\text{x}, or {{x}}
-                return slot[0] if slot[1] else f"{{{slot[2]}}}"
+                return slot[1] or f"{{{slot[2]}}}"
             value = example.prompt if name == "question" else column_of(example.fields, [name])
             expected = f"a column {name!r} in each row; write {{{{{name}}}}} for the text in braces"
             is_column = value is not None or name.lower() in map(str.lower, example.fields)
             require(is_column, "prompt_template", expected, ", ".join(example.fields))
-            if value is None:  # an empty cell of a table
-                return ""
+            value = "" if value is None else value  # an empty cell of a table
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
         return _SLOT.sub(insert, self.template)

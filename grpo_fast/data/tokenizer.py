@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
 
 PAD_TOKEN = "<|pad|>"
 EOS_TOKEN = "<|eos|>"
-BYTE_ALPHABET = 256
 
 # Chat template without roles, which writes each message on a separate line. It allows recipes for
 # chat models to run with the tokenizers of this module.
@@ -35,8 +33,7 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    least = BYTE_ALPHABET + 2
-    require(vocab_size >= least, "vocab_size", f"at least {least} (bytes, pad, eos)", vocab_size)
+    require(vocab_size >= 258, "vocab_size", "at least 258 (256 bytes, pad, eos)", vocab_size)
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,10 +65,10 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    bad = [s for s in symbols if not s or re.search(r"\s", s) or s in (PAD_TOKEN, EOS_TOKEN)]
-    fits = symbols and not bad and len(set(symbols)) == len(symbols)
+    words = [PAD_TOKEN, EOS_TOKEN, *symbols]
+    fits = symbols and len({*words}) == len(words) and all(word.split() == [word] for word in words)
     require(fits, "symbols", "different non-empty words without blanks", list(symbols))
-    vocabulary = {word: index for index, word in enumerate([PAD_TOKEN, EOS_TOKEN, *symbols])}
+    vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _wrap(tokenizer)

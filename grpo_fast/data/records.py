@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_fast.data import Example, Fields, Prompt, text_of
@@ -16,6 +15,8 @@ from grpo_fast.errors import require
 # Usual names of columns. The first name that has a value in a row counts, in upper or lower case,
 # with spaces or underscores.
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "messages")
+# MBPP has the column "text". LeetCodeDataset has imports in "prompt", and the task in "query".
+CODE_PROMPTS = ("query", *PROMPTS, "text")
 ANSWERS = (
     "answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer",
     "correct_answer", "answers",
@@ -36,8 +37,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _MESSAGES_AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
 
-class EmptyField(ValueError):
-    """A row with an empty prompt or answer. The setting `data.drop_unusable` skips such rows."""
+class EmptyPrompt(ValueError):
+    """A row whose prompt is empty. The setting `data.drop_unusable` skips such rows."""
 
 
 def parse_record(where: str, fields: Any, data: Any) -> Example:
@@ -51,24 +52,25 @@ def parse_record(where: str, fields: Any, data: Any) -> Example:
             column, as in "reward_model.ground_truth" or "answers.0".
 
     Raises:
-        EmptyField: the prompt or the answer is empty.
+        EmptyPrompt: the prompt is empty.
         ValueError: the row has no prompt, or a value that cannot be used.
     """
     # 1. Find the prompt, the answer and the solution.
     require(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     columns = data.columns
     for role, column in columns.items():
-        is_found = role == "solution" or find(fields, [column]) is not None
+        is_found = role == "solution" or column in fields or find(fields, [column]) is not None
         require(is_found, where, f"a field {column!r}", ", ".join(map(repr, fields)) or "none")
-    name, prompt = _prompt(fields, columns.get("prompt"), where)
+    usual = PROMPTS if find(fields, TESTS) is None else CODE_PROMPTS
+    names = {"prompt": usual, "answer": ANSWERS, "solution": SOLUTIONS}
+    names |= {role: (column,) for role, column in columns.items()}
+    name, prompt = _prompt(fields, names["prompt"], where)
     if "{" not in (data.prompt_template or ""):
         _check_parts(fields, {name, *columns.values()}, text_of(prompt), where)
-    names = {"answer": ANSWERS, "solution": SOLUTIONS}
-    names |= {role: (column,) for role, column in columns.items()}
     label = column_of(fields, names["answer"])
     texts = [column_of(fields, [name]) for name in names["solution"]]
     solution = next((text for text in texts if isinstance(text, str)), None)
-    if label in (None, "") and solution is not None and marked_content(solution) is not None:
+    if label is None and solution is not None and marked_content(solution) is not None:
         label = solution
     # 2. Check and convert the values.
     answer = _answer_text(label, where)
@@ -115,28 +117,24 @@ def _value(fields: Fields, name: str) -> Any:
             value = value[int(part)] if int(part) < len(value) else None
         else:
             value = value.get(part) if isinstance(value, Mapping) else None
-    return None if value != value else value  # tables have NaN in place of a missing number
+    # Tables have NaN or an empty text in place of a missing value.
+    is_empty = value != value or (isinstance(value, str) and not value.strip())
+    return None if is_empty else value
 
 
-def _prompt(fields: Fields, column: str | None, where: str) -> tuple[str, Prompt]:
+def _prompt(fields: Fields, names: Sequence[str], where: str) -> tuple[str, Prompt]:
     """Return the name of the column that contains the prompt, and the checked prompt."""
-    # MBPP has the column "text". LeetCodeDataset has imports in "prompt", and the task in "query".
-    names = PROMPTS if find(fields, TESTS) is None else ("query", *PROMPTS, "text")
-    name = column or find(fields, names)
-    if name is None:
-        if {key.lower() for key in fields} & {*names}:
-            raise EmptyField(f"{where}: expected a prompt, got an empty field")
-        listed = ", ".join(map(repr, fields)) or "none"
-        remedy = "say which column it is: data.columns={prompt: COLUMN, answer: COLUMN}"
-        raise ValueError(
-            f"{where}: expected a field 'prompt' or 'question', found {listed}; {remedy}"
-        )
-    value = column_of(fields, [name])
+    name = find(fields, names)
+    if name is None and {key.lower() for key in fields} & {key.lower() for key in names}:
+        remedy = "data.drop_unusable=true skips such rows"
+        raise EmptyPrompt(f"{where}: expected a prompt, got an empty field; {remedy}")
+    remedy = "say which column it is: data.columns={prompt: COLUMN, answer: COLUMN}"
+    came = f"{', '.join(map(repr, fields)) or 'none'}; {remedy}"
+    require(name is not None, where, "a field 'prompt' or 'question'", came)
+    value = _value(fields, name)
     where = f"{where}: field {name!r}"
     value = str(value) if type(value) is int else value
     if isinstance(value, str):
-        if not value.strip():
-            raise EmptyField(f"{where}: expected a non-empty text, got {value!r}")
         is_text = not _MESSAGES_AS_TEXT.match(value.lstrip())
         require(is_text, where, "chat messages as a list, not as text", reprlib.repr(value))
         return name, value
@@ -174,14 +172,8 @@ def _answer_text(answer: Any, where: str) -> str | None:
     """Return the answer as text. Return None for an answer that only custom rewards can read."""
     if answer is None or isinstance(answer, (dict, list)):
         return None
-    if isinstance(answer, float) and math.isfinite(answer):
-        answer = str(answer).removesuffix(".0")  # tables write integers with missing values so
-    elif type(answer) in (int, bool):
-        answer = str(answer)
-    if isinstance(answer, str) and not answer.strip():
-        raise EmptyField(f"{where}: expected a non-empty text in the answer, got {answer!r}")
-    is_text = isinstance(answer, str)
-    require(is_text, where, "a non-empty text in field 'answer'", repr(answer))
+    if isinstance(answer, (int, float)):
+        return str(answer).removesuffix(".0")  # tables write integers with missing values so
     # Skywork-OR1 writes answers as '["4"]'. No completion would equal this text.
     text = answer.strip()
     is_list = text.endswith("]") and text[:1] == "[" and text[1:].lstrip().startswith('"')

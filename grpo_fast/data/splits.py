@@ -17,7 +17,7 @@ from grpo_fast.data import FILES, Example, text_of
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import Form, ShotPrompts, Shots
 from grpo_fast.data.readers import Rows, read_file, read_source
-from grpo_fast.data.records import TESTS, EmptyField, column_of, find, parse_record
+from grpo_fast.data.records import TESTS, EmptyPrompt, column_of, find, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.errors import require
 
@@ -188,21 +188,25 @@ def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
 def _parsed(rows: Rows, data: Any) -> list[Example]:
     """Return an example for each row. Log how many rows are skipped or have no answer."""
     examples: list[Example] = []
+    without: list[str] = []  # locations of the rows without an answer
     for place, row in rows:
         try:
             example = parse_record(place, row, data)
-        except EmptyField as error:
+        except EmptyPrompt:
             if not data.drop_unusable:
-                raise EmptyField(f"{error}; data.drop_unusable=true skips such rows") from None
+                raise
             continue
-        if not (data.drop_unusable and _has_no_answer(example)):
-            examples.append(example)
-    skipped = len(rows) - len(examples)
-    without = sum(map(_has_no_answer, examples))
-    if skipped:
+        if _has_no_answer(example):
+            without.append(place)
+            if data.drop_unusable:
+                continue
+        examples.append(example)
+    if len(examples) < len(rows):
+        skipped = len(rows) - len(examples)
         log.warning("data: %d rows without a prompt or an answer are skipped", skipped)
-    if 0 < without < len(examples):
-        log.warning("data: %d rows have no answer; data.drop_unusable=true skips them", without)
+    elif 0 < len(without) < len(rows):
+        text = "data: %d rows have no answer, first %s; data.drop_unusable=true skips them"
+        log.warning(text, len(without), without[0])
     return examples
 
 

@@ -75,6 +75,9 @@ READ = [
     ("a long integer", {"question": "q", "answer": 10**400}, "q", "1" + "0" * 400),
     ("empty columns", {"prompt": None, "question": "q", "answer": None, "ground_truth": "1",
                        "tools": None, "context": ""}, "q", "1"),
+    ("an empty answer", {"question": "q", "answer": " "}, "q", None),
+    ("an empty text in a named column", {"question": "q", "truth": ""}, "q", None,
+     {"columns": {"answer": "truth"}}),
     ("an empty box", {"question": "q", "answer": r"\boxed{}"}, "q", r"\boxed{}"),
     ("a text that begins with a list", {"question": "q", "answer": '["a"] is first'}, "q",
      '["a"] is first'),
@@ -120,10 +123,10 @@ REFUSED = [
      "expected questions, or lists of chat messages, got '<|im_start|>user"),
     ("a template for messages", {"prompt": [user("q")], "answer": "1"},
      "data.prompt_template: expected none for messages", {"prompt_template": "plain"}),
-    ("an empty answer", {"question": "q", "answer": " "}, "data.drop_unusable=true skips"),
     ("Skywork-OR1's answer", {"question": "q", "answer": '["4"]'}, "expected one answer as text"),
     ("a list with blanks", {"question": "q", "answer": ' [ "4"]'}, "expected one answer as text"),
-    ("an empty prompt", {"question": None, "answer": "1"}, "expected a prompt, got an empty field"),
+    ("an empty prompt", {"question": None, "answer": "1"}, "data.drop_unusable=true skips"),
+    ("an empty text", {"Question": " ", "answer": "1"}, "expected a prompt, got an empty field"),
     ("a number as a prompt", {"prompt": 3.5}, "a non-empty text or a list of chat messages"),
     ("an answer of GSM8K without its mark", {"question": "q", "answer": "18"},
      "answer: expected '#### <number>'", {"task": "gsm8k"}),
@@ -211,7 +214,8 @@ def test_rows_that_are_skipped_are_counted(tmp_path, caplog):
     assert "3 judged by code_tests" in shown  # rows with tests need no answer
     path.write_text("\n".join(map(json.dumps, [rows[0], rows[2], rows[3]])))
     assert "1 without an answer" in invoke("data", str(path)).stdout
-    assert "1 rows have no answer; data.drop_unusable=true skips them" in caplog.text
+    said = f"1 rows have no answer, first {path}:2; data.drop_unusable=true skips them"
+    assert said in caplog.text
 
 
 def test_a_text_with_a_bos_gets_no_second_one():

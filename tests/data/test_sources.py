@@ -134,7 +134,7 @@ LINE = b'{"prompt": "q", "answer": "1"}\n'
         ("d.json", b'[{"question": "q"},', "d.json: not a JSON list .*or a list of objects"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
         ("d.json", b'{\n "question": "q"\n}', "d.json:1: not a JSON object .*one object per line"),
-        ("d.json", b'{"data": [{"question": "q"}]}', "expected a field 'prompt' .* found 'data'"),
+        ("d.json", b'{"data": [{"question": "q"}]}', "expected a field 'prompt' .* got 'data'"),
         ("d.json", b'{"question": ["q", "p"]}', "'role' and 'content', got 'q'"),
     ],
 )  # fmt: skip

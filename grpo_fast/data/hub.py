@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from grpo_fast.errors import require
 
@@ -44,10 +43,3 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, object]:
     fields = PreTrainedConfig.get_config_dict(path)[0]
     check_fields(fields, allow_code)
     return fields
-
-
-def check_files(path: str) -> None:
-    """Raise a ValueError if a model folder contains a pipe or a device, which could block reads."""
-    for file in Path(path).glob("*"):
-        fits = not file.exists() or file.is_file() or file.is_dir()
-        require(fits, "model.path", f"regular files in {path}", file.name)

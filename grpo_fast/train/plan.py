@@ -54,7 +54,7 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.hybrid import recurrent_layers
 from grpo_fast.data import reason
-from grpo_fast.data.hub import check_fields, check_files, read_fields
+from grpo_fast.data.hub import check_fields, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
 from grpo_fast.kernels.workspace import workspace_bytes
@@ -408,7 +408,6 @@ def _transformers_config(model: ModelConfig, data: DataConfig) -> PreTrainedConf
     path = str(model.path)
     fields = KNOWN_MODELS.get(path.lower(), model.config)
     if fields is None:
-        check_files(path)
         read_fields(path, model.trust_remote_code)
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     check_fields(fields)

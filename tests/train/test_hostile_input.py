@@ -1,8 +1,6 @@
 """Tests of hostile folders, files and settings. Every command must end with a one-line error."""
 
 import json
-import os
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -68,12 +66,6 @@ def test_a_text_that_the_tokenizer_cannot_take(run, tmp_path):
 
 
 # ----------------------------------------------------------- Hostile files in the folder of a model
-def pipe(name: str, model: Path) -> None:
-    """Replace a file in the folder of a model by a named pipe."""
-    (model / name).unlink()
-    os.mkfifo(model / name)
-
-
 def config(model: Path, **fields) -> None:
     change_json(model / "config.json", **fields)
 
@@ -91,8 +83,6 @@ MODELS = {
         lambda model: config(model, part={"_attn_implementation_internal": "evil/kernel"}), KERNEL),
     "a kernel of experts": (
         lambda model: config(model, text_config={"experts_implementation": "evil/kernel"}), KERNEL),
-    **{f"a pipe for {name}": (partial(pipe, name), "expected regular files in") for name in (
-        "model.safetensors", "config.json", "tokenizer.json")},
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from grpo_fast.attention import PackedTree, check_tolerance, offload_checkpoints, tile_mlps
 from grpo_fast.attention.agree import LENGTH, in_fp32, packed_pair, starts_of, worst_gap
 from grpo_fast.data import reason
-from grpo_fast.data.hub import check_fields, check_files, read_fields
+from grpo_fast.data.hub import check_fields, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.errors import require
@@ -258,7 +258,6 @@ def _device(name: str) -> torch.device:
 @contextmanager
 def _reading(path: str, expected: str) -> Iterator[None]:
     """Silence transformers while it reads a model, and convert its errors to a ValueError."""
-    check_files(path)
     try:
         with in_silence():
             yield

@@ -112,14 +112,6 @@ class Form(NamedTuple):
         return example._replace(prompt=[*system, {"role": "user", "content": text}], text=text)
 
 
-def in_chat(example: Example) -> Example:
-    """Return the example with its text prompt as a user's message."""
-    if not isinstance(example.prompt, str):
-        return example
-    messages = [{"role": "user", "content": example.prompt}]
-    return example._replace(prompt=messages, text=example.prompt)
-
-
 class Shots:
     """Worked examples, of which a prompt gets as many as fit into a budget of tokens.
 

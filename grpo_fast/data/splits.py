@@ -43,6 +43,8 @@ class Splits:
             that runs can be compared.
         usable: function that receives the examples of a file and returns the usable ones. It may
             raise a ValueError.
+        whole: if True, all rows of the file `data.path` are test examples, whatever `data.n_test`
+            is.
 
     Attributes:
         train: training examples with prompts, in the order of training.
@@ -56,7 +58,7 @@ class Splits:
     train: Sequence[Example]
     test: Sequence[Example]
 
-    def __init__(self, data: Any, seed: int, *, usable: Usable = list) -> None:
+    def __init__(self, data: Any, seed: int, *, usable: Usable = list, whole: bool = False) -> None:
         self.data = data
         self.seed = seed
         if data.task == "sort":
@@ -66,17 +68,16 @@ class Splits:
         elif data.task == "open":
             self.train = self.test = open_examples()
         else:
-            self.questions = read_questions(data, usable)
+            self.questions = (read_all if whole else read_questions)(data, usable)
             self._build_prompts(None)
 
     def _build_prompts(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Apply the template and the chat settings, and with a tokenizer add worked examples."""
         form = Form.of(self.data)
         train, test = self.questions
-        test = test[: self.data.n_test]
         ordered = list(train)
         random.Random(f"{self.seed}/order").shuffle(ordered)
-        if self.data.shots_tokens is None or tokenizer is None:
+        if self.data.shots_tokens is None or tokenizer is None or not train:
             self.train = [form.apply(example) for example in ordered]
             self.test = [form.apply(example) for example in test]
             return
@@ -97,8 +98,11 @@ class Splits:
             tokenizer: the tokenizer, which also counts the tokens of worked examples.
             with_shots: put worked examples before each question if `data.shots_tokens` is set.
         """
+        chat = self.data.chat
+        if chat is None:
+            chat = self.data.task in FILES and has_chat_template(tokenizer)
         splits = copy.copy(self)
-        splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
+        splits.data = self.data.model_copy(update={"chat": chat})
         if self.data.task in FILES:
             splits._build_prompts(tokenizer if with_shots else None)
         return splits
@@ -161,28 +165,14 @@ def read_questions(data: Any, usable: Usable = list) -> tuple[list[Example], lis
         log.warning("data: every training prompt is also a test prompt, so nothing is held out")
     elif skipped:
         log.warning("data: %d training rows are skipped, as their prompts are in the test", skipped)
-    return different or train, test
+    return different or train, test[: data.n_test]
 
 
-def read_examples(data: Any) -> list[Example]:
-    """Read the file `data.path`, and return an example with a formatted prompt for each row.
-
-    Args:
-        data: the section `data` of a configuration.
-    """
-    form = Form.of(data)
-    return [form.apply(example) for example in _parsed(list(read_file(Path(data.path))), data)]
-
-
-def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether questions are turned into chat messages.
-
-    The setting `data.chat` decides this. If it is None, return True only if the questions come from
-    a file and the tokenizer has a chat template.
-    """
-    if data.chat is None:
-        return data.task in FILES and has_chat_template(tokenizer)
-    return bool(data.chat)
+def read_all(data: Any, usable: Usable = list) -> tuple[list[Example], list[Example]]:
+    """Return no training examples, and all rows of the file `data.path` as test examples."""
+    test = list(usable(_parsed(list(read_file(Path(data.path))), data)))
+    require(test, "data", f"at least one test example in {data.path}", "none")
+    return [], test
 
 
 def _parsed(rows: Rows, data: Any) -> list[Example]:

@@ -12,7 +12,7 @@ import pytest
 from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.records import column_of, parse_record
-from grpo_fast.data.splits import Splits, read_examples
+from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import DataConfig
 
@@ -30,7 +30,7 @@ def load(split: str = "train", seed: int = 0, task: str = "jsonl", **fields: Any
 
 
 def read(path: Path, task: str = "jsonl", **fields: Any) -> Any:
-    return read_examples(DataConfig(task=task, path=str(path), **fields))
+    return Splits(DataConfig(task=task, path=str(path), **fields), 0, whole=True).test
 
 
 def write_lines(path: Path, *lines) -> Path:

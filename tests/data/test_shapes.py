@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from grpo_fast.data.splits import read_examples, read_questions
+from grpo_fast.data.splits import Splits, read_questions
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig
@@ -136,7 +136,8 @@ REFUSED = [
 def read(folder, row, config):
     path = folder / "rows.jsonl"
     path.write_text(json.dumps(row))
-    (example,) = read_examples(DataConfig(**{"task": "jsonl", "path": str(path), **config}))
+    data = DataConfig(**{"task": "jsonl", "path": str(path), **config})
+    (example,) = Splits(data, 0, whole=True).test
     return example
 
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_fast.data import Example
-from grpo_fast.data.prompts import Form, in_chat
+from grpo_fast.data.prompts import Form
 from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import RewardError, build_rewards, check_examples, score
 from grpo_fast.train.config import DataConfig, RewardConfig
@@ -272,7 +272,11 @@ def test_texts_stay_texts_when_the_chat_template_is_used(build):
     )
     rows = [parse_record("row", {"prompt": "q?"}, JSONL)] * 2
     rows.append(parse_record("row", {"prompt": [message]}, JSONL))
-    examples = [in_chat(rows[0]), Form.of(data).apply(rows[1]), rows[2]]
+    examples = [
+        Form("{question}", None, True).apply(rows[0]),
+        Form.of(data).apply(rows[1]),
+        rows[2],
+    ]
     assert all(isinstance(example.prompt, list) for example in examples)
     kinds = score(build("kinds", convention="trl"), examples, ["a"] * 3)
     assert kinds.total.tolist() == [0, 0, 11]

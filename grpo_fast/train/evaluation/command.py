@@ -6,14 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import FILES, Example
-from grpo_fast.data.prompts import in_chat
-from grpo_fast.data.splits import Splits, asks_in_chat, read_examples
+from grpo_fast.data import FILES
+from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
-from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rewards.columns import usable
 from grpo_fast.train import folder
 from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
@@ -171,15 +171,14 @@ def run_eval(
     # 2. Load the questions and the rewards before the model, so that errors appear early.
     data = config.data
     rewards = build_rewards(config.rewards)
-    examples = usable(rewards, data.drop_unusable, _examples(config, words))
-    examples = examples[: config.eval.n]
-    check_examples(rewards, examples, "test")
+    splits = _splits(config, rewards, words)
+    check_examples(rewards, splits.test[: config.eval.n], "test")
     # 3. Evaluate the model in each pass.
     policy = loading.load_policy(config.model)
     policy.template_kwargs = data.template_kwargs
-    data = data.model_copy(update={"chat": asks_in_chat(data, policy.tokenizer)})
-    questions = [in_chat(e) for e in examples] if data.chat else examples
-    say(f"{model}:", *asking_lines(data, policy.tokenizer, questions[0].prompt, "chat"))
+    splits = splits.for_tokenizer(policy.tokenizer)
+    questions = splits.test[: config.eval.n]
+    say(f"{model}:", *asking_lines(splits.data, policy.tokenizer, questions[0].prompt, "chat"))
     results = {}
     for mode, options in _passes(config).items():
         results[mode], line = evaluate(policy, questions, rewards, data.task, options, config.seed)
@@ -219,13 +218,10 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def _examples(config: RunConfig, words: Sequence[str]) -> Sequence[Example]:
+def _splits(config: RunConfig, rewards: RewardSet, words: Sequence[str]) -> Splits:
     # If the user names a file, evaluate on all its examples. Otherwise use the test split.
     data = config.data
     is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
-    if is_named and data.path and os.path.isfile(data.path):
-        return read_examples(data)
-    splits = Splits(data, config.seed)
-    if data.shots_tokens is not None:
-        splits = splits.for_tokenizer(loading.load_tokenizer(config.model))
-    return splits.test
+    whole = is_named and data.path is not None and os.path.isfile(data.path)
+    can_use = partial(usable, rewards, data.drop_unusable)
+    return Splits(data, config.seed, usable=can_use, whole=whole)

@@ -21,12 +21,12 @@ from grpo_fast.errors import nearest_hint, require
 
 Row = tuple[str, Any]  # (location such as "file:line", fields)
 Rows = list[Row]
+Splits = dict[str, Iterator[Row]]  # the rows are read when they are needed
 
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", *ARROW)
 GYM = "reasoning_gym:"  # begins the source of a task that the package reasoning-gym generates
 GYM_TEST = 1 << 31  # seed of the first held-out item of such a task; training seeds are smaller
-GYM_SIZES = {"train": 500, "test": 128}  # usual numbers of items
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 SPLITS = ("train", *TEST_SPLITS)
 
@@ -45,7 +45,12 @@ def read_source(data: Any) -> tuple[Rows, Rows | None]:
     source = data.path
     if source.startswith(GYM):
         return gym_rows(source, data.options, data.n_test)
-    splits = local_splits(Path(source)) if is_local(source) else hub_splits(source)
+    if is_local(source):
+        splits = local_splits(Path(source))
+    else:  # owner/name or owner/name:config
+        name, _, config = source.partition(":")
+        config = config or ("main" if name == "openai/gsm8k" else "")
+        splits = _load(source, "load_dataset", name, config or None)
     train = "train" if "train" in splits else next(iter(splits))
     test = next((name for name in TEST_SPLITS if name in splits and name != train), None)
     return list(splits[train]), None if test is None else list(splits[test])
@@ -58,7 +63,7 @@ def is_local(source: str) -> bool:
     return not is_id or source.endswith(FORMATS) or os.path.exists(source)
 
 
-def local_splits(path: Path) -> dict[str, Iterator[Row]]:
+def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
     A single file becomes the split "train". If its name contains "train" and the folder has a file
@@ -83,17 +88,6 @@ def local_splits(path: Path) -> dict[str, Iterator[Row]]:
     return _load(str(path), "load_from_disk" if is_saved else "load_dataset", str(path))
 
 
-def hub_splits(name: str) -> dict[str, Iterator[Row]]:
-    """Return the splits of a hub dataset.
-
-    Args:
-        name: `owner/name`, or `owner/name:config`.
-    """
-    repository, _, config = name.partition(":")
-    config = config or ("main" if repository == "openai/gsm8k" else "")
-    return _load(name, "load_dataset", repository, config or None)
-
-
 def gym_rows(source: str, options: Mapping[str, Any], n_test: int | None) -> tuple[Rows, Rows]:
     """Return the training rows and the test rows of a task of the package reasoning-gym.
 
@@ -116,14 +110,14 @@ def gym_rows(source: str, options: Mapping[str, Any], n_test: int | None) -> tup
     name = source.removeprefix(GYM)
     hint = nearest_hint(name, DATASETS)
     require(name in DATASETS, "data.path", f"{GYM}NAME of a data set", f"{name!r}{hint}")
-    size = options.get("size", GYM_SIZES["train"])
+    size = options.get("size", 500)
     seed = options.get("seed", 0)
     fits = type(size) is int and type(seed) is int and size > 0 and 0 <= seed <= GYM_TEST - size
     expected = f"a size above 0, and a seed from 0 with seed + size <= {GYM_TEST}"
     require(fits, "data.options", expected, f"size={size!r}, seed={seed!r}")
 
     both = []
-    for count, first in ((size, seed), (n_test or GYM_SIZES["test"], GYM_TEST)):
+    for count, first in ((size, seed), (n_test or 128, GYM_TEST)):
         chosen = {**options, "size": count, "seed": first}
         try:
             items = create_dataset(name, **chosen)
@@ -183,15 +177,14 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
     """Yield the rows of a csv file. All cells are texts, and empty cells are None."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
     header = file.readline()
-    is_tabbed = path.suffix.lower() == ".tsv" and "\t" in header
-    delimiter = "\t" if is_tabbed else max(",;\t|", key=header.count)
+    delimiter = "\t" if "\t" in header else max(",;|", key=header.count)
     file.seek(0)
     # Without strict=True, a quote that is never closed would swallow the rest of the file.
     reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     try:
         names = reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-        is_unique = len({*names}) == len(names)
-        require(is_unique, f"{path}:1", "different names of columns", reprlib.repr(names))
+        came = reprlib.repr(names)
+        require(len({*names}) == len(names), f"{path}:1", "different names of columns", came)
         for row in reader:
             place = f"{path}:{reader.line_num}"
             fits = None not in row and None not in row.values()
@@ -204,9 +197,7 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[Row]:
         raise ValueError(f"{path}:{reader.line_num + 1}: not a row ({error}); {remedy}") from None
 
 
-def _load(
-    source: str, function: str, *arguments: object, **options: object
-) -> dict[str, Iterator[Row]]:
+def _load(source: str, function: str, *arguments: object, **options: object) -> Splits:
     """Return the splits that a function of the package `datasets` loads.
 
     Args:

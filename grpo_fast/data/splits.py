@@ -150,7 +150,7 @@ def read_questions(data: Any, usable: Usable = list) -> tuple[list[Example], lis
         expected = "a file for each split, such as train.jsonl and test.jsonl"
         is_single = named <= {"none", "train"}
         require(is_single, "data: column 'split'", expected, reprlib.repr(sorted(named)))
-        train, test = _hold_out(train, data.n_test, data.path)
+        train, test = _hold_out(train, data)
     # Hold out rows before unusable rows are removed. The held-out rows then do not depend on the
     # rewards, so `grpo-fast eval` finds the same rows.
     train = list(usable(train))
@@ -205,15 +205,13 @@ def _has_no_answer(example: Example) -> bool:
     return example.label is None and find(fields, TESTS) is None and "entry" not in fields
 
 
-def _hold_out(
-    examples: list[Example], n_test: int | None, source: object
-) -> tuple[list[Example], list[Example]]:
+def _hold_out(examples: list[Example], data: Any) -> tuple[list[Example], list[Example]]:
     """Divide examples at random into training and test examples, and return both.
 
-    The number of test examples is `n_test`. If `n_test` is None, it is a tenth of all examples.
+    The number of test examples is `data.n_test`, by default a tenth of all examples.
     """
-    count = max(1, len(examples) // 10) if n_test is None else n_test
-    expected = f"at most the {len(examples)} lines of {source}"
+    count = data.n_test or max(1, len(examples) // 10)
+    expected = f"at most the {len(examples)} lines of {data.path}"
     require(count <= len(examples), "data.n_test", expected, count)
     order = list(range(len(examples)))
     random.Random(SPLIT_SEED).shuffle(order)

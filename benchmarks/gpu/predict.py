@@ -67,11 +67,6 @@ def estimates(card: str) -> dict[Case, Estimate]:
     return found
 
 
-def row_candidates(card: str) -> dict[str, float]:
-    """Return the predicted ms of each row kernel that strides over rows, keyed by configuration."""
-    return predictions(card)["row_candidates_ms"]
-
-
 def label(case: Case) -> str:
     rows = "" if case.active == 1 else f", {case.active:g} active ({case.inactive})"
     return f"{case.operation} {','.join(map(str, case.shape))}{rows}"

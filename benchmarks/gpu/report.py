@@ -129,7 +129,7 @@ def candidate_rows(card: str, reports: list[dict[str, Any]]) -> Iterator[tuple[s
     """Yield the predicted and measured time of each candidate that strides over rows."""
     found = [report["row_candidates"] for report in reports if "row_candidates" in report]
     rows = found[-1] if found else {}
-    for line, guess in predict.row_candidates(card).items():
+    for line, guess in predict.predictions(card)["row_candidates_ms"].items():
         times = rows.get(line, {})
         if "candidate" not in times:
             yield f"`{line}`", f"{guess:.1f}", times.get("reason", NOTHING), ""

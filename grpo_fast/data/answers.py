@@ -123,22 +123,20 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
     If several boxes are linked, as in `\boxed{2} or \boxed{3}`, the content lists them all.
     """
-    if "\\boxed" not in text and "\\fbox" not in text:
-        return None
-    opened: list[int] = []  # start of each open box, and -1 for each other open brace
-    boxes: list[tuple[int, int]] = []
+    opened: list[re.Match[str]] = []
+    boxes: list[tuple[re.Match[str], re.Match[str]]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
-            opened.append(-1 if brace[0] == "{" else brace.start())
-        elif opened and (place := opened.pop()) >= 0:
-            boxes.append((place, brace.start()))
+            opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{":
+            boxes.append((start, brace))
     contents: list[str] = []
     place = len(text)
     for start, end in reversed(boxes):
-        if contents and not _LINK.fullmatch(text, end + 1, place):
+        if contents and not _LINK.fullmatch(text, end.end(), place):
             break
-        contents.insert(0, text[text.index("{", start) + 1 : end])
-        place = start
+        contents.insert(0, text[start.end() : end.start()])
+        place = start.start()
     return (place, ", ".join(contents)) if contents else None
 
 

@@ -17,10 +17,8 @@ from grpo_fast.errors import require
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "messages")
 # MBPP has the column "text". LeetCodeDataset has imports in "prompt", and the task in "query".
 CODE_PROMPTS = ("query", *PROMPTS, "text")
-ANSWERS = (
-    "answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer",
-    "correct_answer", "answers",
-)  # fmt: skip
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "final_answer", "expected_answer",
+           "correct_answer", "answers")  # fmt: skip
 SOLUTIONS = ("solution", "output", "response")  # the gold answer may be marked inside them
 TESTS = ("tests", "test_list", "test", "input_output")
 # Columns that belong to a question. A row is refused if its prompt does not contain them.

@@ -160,11 +160,11 @@ def read_questions(data: Any, usable: Usable = list) -> tuple[list[Example], lis
     # 2. Remove test prompts from the training split, unless the split would become empty.
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
-    skipped = len(train) - len(different)
     if not different:
         log.warning("data: every training prompt is also a test prompt, so nothing is held out")
-    elif skipped:
-        log.warning("data: %d training rows are skipped, as their prompts are in the test", skipped)
+    elif len(different) < len(train):
+        text = "data: %d training rows are skipped, as their prompts are in the test"
+        log.warning(text, len(train) - len(different))
     return different or train, test[: data.n_test]
 
 
@@ -224,7 +224,7 @@ def _hold_out(examples: list[Example], data: Any) -> tuple[list[Example], list[E
 def _fingerprint(examples: Sequence[Example]) -> str:
     count = len(examples) if isinstance(examples, list) else GENERATED_SAMPLE
     digest = hashlib.sha256()
-    for one in itertools.islice(examples, count):
-        row: list[object] = [one.prompt, one.answer, one.solution, dict(one.fields)]
+    for one in examples[:count]:
+        row = [one.prompt, one.answer, one.solution, dict(one.fields)]
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"

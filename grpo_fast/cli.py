@@ -41,7 +41,7 @@ def _print_version(wanted: bool) -> None:
 
 def _print_lines(*lines: str) -> None:
     # Escape control characters, because a completion could contain commands for the terminal.
-    from grpo_fast.data import escape_control
+    from grpo_fast.errors import escape_control
 
     for line in lines:
         typer.echo(escape_control(line))
@@ -94,7 +94,7 @@ def refuse(
         code: the exit status.
         start: text before the message.
     """
-    from grpo_fast.data import escape_control
+    from grpo_fast.errors import escape_control
 
     if debug:
         typer.echo(escape_control("".join(traceback.format_exception(error))), err=True)
@@ -259,7 +259,7 @@ def config(
     With --from FILE (YAML or JSON), print the settings of another library as settings of a run, and
     what could not be expressed. Nothing is run.
     """
-    from grpo_fast.data import escape_control
+    from grpo_fast.errors import escape_control
     from grpo_fast.train.config import RunConfig
     from grpo_fast.train.config.recipes import converted
     from grpo_fast.train.config.words import listed_keys

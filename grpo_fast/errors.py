@@ -1,13 +1,15 @@
 """Functions that raise errors for invalid arguments, and the exceptions that end a run.
 
 An invalid argument raises a ValueError that names the argument, the expected value and the actual
-value. A run that cannot continue raises a subclass of `RunError`.
+value. A run that cannot continue raises a subclass of `RunError`. Messages quote exceptions and
+untrusted text through `reason` and `escape_control`.
 """
 
 from __future__ import annotations
 
 import reprlib
 import signal
+import unicodedata
 from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
 
@@ -16,7 +18,9 @@ FP32_MAX = 3.4028234663852886e38  # the largest finite number in fp32, the dtype
 # instead of NaN and -inf. Real log-probabilities of sampled tokens are far above the limit.
 LEAST_LOGP = -1000.0
 LONGEST_WORD = 200  # number of letters of an unknown word that are compared with known names
+REASON = 400  # largest number of characters that a message quotes from an exception's text
 SAVED = 75  # exit status of a stopped run that can be resumed (EX_TEMPFAIL, "try again later")
+_INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))  # categories of characters to escape
 
 
 def argument_error(
@@ -125,6 +129,27 @@ def _shape_of(x: object) -> tuple[int, ...]:
     """Return the shape of an array, or () if x is a number or another object."""
     shape = getattr(x, "shape", ())  # the attribute of a class, such as torch.Tensor, is no tuple
     return tuple(shape) if isinstance(shape, tuple) else ()
+
+
+# Without these escapes, untrusted text could send control sequences to a terminal.
+def escape_control(text: str) -> str:
+    r"""Return text with its control, bidi and invisible characters written as escapes.
+
+    For example, the ESC character becomes the four characters `\x1b`. Line ends and tabs are kept.
+    """
+    hidden = {c for c in text if c not in "\n\t" and unicodedata.category(c) in _INVISIBLE}
+    return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)
+
+
+def reason(error: BaseException) -> str:
+    """Return the message of an exception in one line of limited length, without C++ stack frames.
+
+    The name of the exception's class comes first, except for a ValueError or OSError.
+    """
+    text = " ".join(str(error).partition("Exception raised from")[0].split())
+    if not text or not isinstance(error, (ValueError, OSError)):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= REASON else f"{text[:REASON]}…"
 
 
 class RunError(RuntimeError):

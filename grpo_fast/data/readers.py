@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo_fast.data import reason
-from grpo_fast.errors import nearest_hint, require
+from grpo_fast.errors import nearest_hint, reason, require
 
 Row = tuple[str, Any]  # (location such as "file:line", fields)
 Rows = list[Row]

@@ -10,10 +10,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_fast.data import escape_control
 from grpo_fast.doctor.diagnosis import Diagnosis, DoctorSettings, examine_engine
 from grpo_fast.doctor.selftest import self_checks
-from grpo_fast.errors import conflict, require
+from grpo_fast.errors import conflict, escape_control, require
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import own_words, read_words

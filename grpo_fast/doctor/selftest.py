@@ -17,9 +17,8 @@ from torch import Tensor
 from grpo_fast import LossConfig, LossOutput, linear_grpo_loss
 from grpo_fast.attention import check_tolerance
 from grpo_fast.attention.dispatch import Kind, candidates, pair_of
-from grpo_fast.data import reason
 from grpo_fast.data.splits import Splits
-from grpo_fast.errors import require
+from grpo_fast.errors import reason, require
 from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import Pair, draw
 from grpo_fast.rollout.own.engine import LOOP, gap_of

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.data import escape_control
-from grpo_fast.errors import RewardError, Stopped, require
+from grpo_fast.errors import RewardError, Stopped, escape_control, require
 from grpo_fast.rewards import conventions
 from grpo_fast.rewards.conventions import OURS, STATE, Function, Score
 from grpo_fast.rewards.isolated import IsolatedReward

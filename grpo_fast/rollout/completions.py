@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from grpo_fast.data import reason
-from grpo_fast.errors import conflict, require
+from grpo_fast.errors import conflict, reason, require
 from grpo_fast.rollout.engine import EOS, Completion, Engine, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.own.model import SampledModel

@@ -35,8 +35,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_fast.data import reason
-from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
+from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, reason, require
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
 from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig

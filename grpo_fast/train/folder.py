@@ -19,8 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic_core import to_jsonable_python
 
-from grpo_fast.data import reason
-from grpo_fast.errors import WriteError, require
+from grpo_fast.errors import WriteError, reason, require
 from grpo_fast.train import ranks
 from grpo_fast.train.config import RunConfig
 

@@ -53,10 +53,9 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from grpo_fast.attention.hybrid import recurrent_layers
-from grpo_fast.data import reason
 from grpo_fast.data.hub import check_fields, read_fields
 from grpo_fast.data.splits import Splits
-from grpo_fast.errors import require
+from grpo_fast.errors import reason, require
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.rollout.own.model import positions
 from grpo_fast.train import ranks

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from grpo_fast.data import escape_control
+from grpo_fast.errors import escape_control
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import validated

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import EngineError, NonFiniteLogits, require
+from grpo_fast.errors import EngineError, NonFiniteLogits, escape_control, reason, require
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import engine
 from grpo_fast.rollout.engine import Completion, Request

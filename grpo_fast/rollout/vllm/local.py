@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from grpo_fast.data import reason
-from grpo_fast.errors import EngineError
+from grpo_fast.errors import EngineError, reason
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import LOGPROBS, VLLMRequest
 from grpo_fast.rollout.vllm.transfer import dtype_of, repack_heads, weights_of

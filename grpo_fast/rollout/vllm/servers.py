@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import EngineError, require
+from grpo_fast.errors import EngineError, escape_control, reason, require
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm import answers, transfer
 from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, VLLMRequest

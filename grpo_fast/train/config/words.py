@@ -13,9 +13,8 @@ from typing import Any, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from grpo_fast.data import reason
 from grpo_fast.data.readers import GYM
-from grpo_fast.errors import nearest_hint, nearest_name, require
+from grpo_fast.errors import nearest_hint, nearest_name, reason, require
 
 QUOTED = 200  # maximum number of characters of a value in an error message
 DEEPEST_KEY = 16  # maximum number of parts in a dotted key

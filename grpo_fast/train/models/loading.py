@@ -20,11 +20,10 @@ from torch import Tensor
 
 from grpo_fast.attention import PackedTree, check_tolerance, offload_checkpoints, tile_mlps
 from grpo_fast.attention.agree import LENGTH, in_fp32, packed_pair, starts_of, worst_gap
-from grpo_fast.data import reason
 from grpo_fast.data.hub import check_fields, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
-from grpo_fast.errors import require
+from grpo_fast.errors import reason, require
 from grpo_fast.train.config import LoraConfig, ModelConfig, named_in
 from grpo_fast.train.models.policy import Policy, in_silence
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from grpo_fast.data import escape_control
-from grpo_fast.errors import argument_error, require
+from grpo_fast.errors import argument_error, escape_control, require
 from grpo_fast.train.folder import written
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader
 from torch import Tensor
 
-from grpo_fast.data import Example, escape_control
+from grpo_fast.data import Example
 from grpo_fast.data.answers import turns
+from grpo_fast.errors import escape_control
 from grpo_fast.rewards import Scorer
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.scoring import shown_answer

@@ -18,8 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-from grpo_fast.data import escape_control, reason
-from grpo_fast.errors import WriteError
+from grpo_fast.errors import WriteError, escape_control, reason
 from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.config.words import save_config
 from grpo_fast.train.folder import CONFIG, check_regular, plain_json, written

@@ -148,8 +148,8 @@ def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     tokenizer.eos_token = UNUSED_TOKEN
-    shots = shape.tokens or None
-    data = DataConfig(task="gsm8k", path=options.data, prompt_template="plain", shots_tokens=shots)
+    data = DataConfig(task="gsm8k", path=options.data, prompt_template="plain", chat=False)
+    data.shots_tokens = shape.tokens or None
     texts = (str(example.prompt) for example in Splits(data, 0).for_tokenizer(tokenizer).train)
     filled = (text for text in texts if len(tokenizer(text).input_ids) >= shape.tokens)
     model.config.eos_token_id = tokenizer.eos_token_id

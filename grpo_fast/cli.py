@@ -249,24 +249,14 @@ def recipes() -> None:
 @app.command()
 def config(
     section: Annotated[str, typer.Argument(help="A section such as optim, or a key.")] = "",
-    source: Annotated[
-        str | None, typer.Option("--from", help="A configuration of TRL, verl or OpenRLHF.")
-    ] = None,
     debug: Debug = False,
 ) -> None:
-    """List every setting of a run, with its type, default and description.
-
-    With --from FILE (YAML or JSON), print the settings of another library as settings of a run, and
-    what could not be expressed. Nothing is run.
-    """
-    from grpo_fast.errors import escape_control
+    """List every setting of a run, with its type, default and description."""
     from grpo_fast.train.config import RunConfig
-    from grpo_fast.train.config.recipes import converted
     from grpo_fast.train.config.words import listed_keys
 
     with print_errors(debug):
-        lines = converted(source) if source else listed_keys(RunConfig, section)
-        typer.echo("\n".join(map(escape_control, lines)))
+        _print_lines(*listed_keys(RunConfig, section))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Functions that load recipes, and that convert configurations of other libraries.
+"""Functions that load recipes.
 
 A recipe is a YAML file with settings of a run. It is part of the package or written by the user.
 Relative paths in a recipe start from the working folder.
@@ -6,10 +6,7 @@ Relative paths in a recipe start from the working folder.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shlex
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -17,15 +14,7 @@ from typing import Any
 
 from grpo_fast.errors import nearest_hint, require
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.words import (
-    dotted_keys,
-    flat,
-    other_names,
-    quoted,
-    read_words,
-    read_yaml,
-    read_yaml_file,
-)
+from grpo_fast.train.config.words import quoted, read_words, read_yaml, read_yaml_file
 
 RECIPES = resources.files("grpo_fast") / "recipes"
 
@@ -96,79 +85,3 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
         raise ValueError(f"recipe: expected one of {', '.join(names)} or a YAML file, got {came}")
     require(isinstance(settings, dict), where, "a mapping of keys", type(settings).__name__)
     return settings
-
-
-# --------------------------------------------------------------- Configurations of other libraries
-# A text that YAML reads as a text without quotes.
-PLAIN_TEXT = re.compile(r"(?!(true|false|null)$)[a-z~./][a-z0-9_./-]+", re.I)
-
-
-def converted(path: str) -> list[str]:
-    """Return the settings of a configuration of TRL, verl or OpenRLHF as words of this package.
-
-    Args:
-        path: a YAML or JSON file, such as `GRPOConfig.to_json_string()` or verl's ppo_trainer.yaml.
-
-    Returns:
-        One quoted word `key=value` per line, and then comments with the settings that have no
-        counterpart, or whose counterpart counts something else.
-
-    Raises:
-        ValueError: the file is not a mapping in YAML or JSON.
-    """
-    theirs = read_yaml_file(path, path)
-    require(isinstance(theirs, dict), path, "a mapping of keys", type(theirs).__name__)
-    settings = dict(flat(theirs))
-    words: dict[str, str] = {}
-    others: list[str] = []
-    for name, value in settings.items():
-        above, _, last = name.rpartition(".")
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        ours, by_value = _counterpart(name, text)
-        # 1. Leave out what is off, and what the other library computes.
-        is_off = value in (None, False, "", "no", "none", "???", [], {}) and not by_value
-        if is_off or "${" in text or last.startswith("_"):
-            continue
-        # 2. Keep the word if the configuration accepts its value.
-        is_plain = isinstance(value, str) and PLAIN_TEXT.fullmatch(text)
-        word = ours if "=" in ours else f"{ours}={text if is_plain else json.dumps(value)}"
-        why = f"see {ours[:-1]}" if ours.endswith("?") else _refusal(word) if ours else ""
-        if last.startswith("kl_loss") and settings.get(f"{above}.use_kl_loss") is False:
-            why = "use_kl_loss is off"
-        if ours and not why:
-            words[word.partition("=")[0]] = word
-        else:
-            others.append(f"# not expressed: {name}={text}" + f" ({why})" * bool(why))
-    if float(words.get("loss.beta", "=0").partition("=")[2]):
-        words.setdefault("reference.kind", "reference.kind=frozen")
-    if words.get("advantages") != "advantages=gae":  # only gae reads a critic
-        words = {key: word for key, word in words.items() if not key.startswith("critic.")}
-    return [*map(shlex.quote, words.values()), *others]
-
-
-def _counterpart(name: str, text: str) -> tuple[str, bool]:
-    """Return our key for a setting of another library, and True if the table names its value.
-
-    A key with three or more parts must be in the table with its full name, because another section,
-    such as verl's critic, may have a key of the same last name.
-    """
-    names = other_names()
-    last = name.rpartition(".")[2]
-    short = last if name.count(".") < 2 else name
-    by_value = names.get(f"{name}={text}") or names.get(f"{short}={text}")
-    same = [key for key in dotted_keys(RunConfig) if key.rpartition(".")[2] == short]
-    ours = by_value or names.get(name) or names.get(short, same[0] if len(same) == 1 else "")
-    if not ours and names.get(last, "").endswith("?"):
-        ours = names[last]
-    return ours, bool(by_value)
-
-
-def _refusal(word: str) -> str:
-    """Return why a run refuses the value of a single word, or "" if it accepts the value."""
-    key = word.partition("=")[0]
-    try:
-        load_recipe("own-data", [word])
-    except ValueError as error:
-        text = str(error)  # a conflict with another setting has a different beginning
-        return text.removeprefix(f"{key}: ") if text.startswith(f"{key}: ") else ""
-    return ""

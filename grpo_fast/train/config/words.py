@@ -111,15 +111,6 @@ def save_config(config: BaseModel, path: str | Path) -> None:
     part.replace(path)
 
 
-def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each setting in nested settings."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
 # --------------------------------------------------------------------- Parsing of key=value words
 def read_words(
     kind: type[Config],
@@ -327,10 +318,7 @@ def section_of(annotation: Any) -> Any:
 
 @functools.cache
 def other_names() -> dict[str, str]:
-    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package.
-
-    A key that ends with a question mark counts something else than the other library's setting.
-    """
+    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package."""
     table = read_yaml_file(OTHER_NAMES, "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
@@ -348,7 +336,7 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
     """
     names = other_names()
     last = key.rpartition(".")[2]
-    ours = (names.get(key.casefold()) or names.get(last.casefold(), "")).rstrip("?")
+    ours = names.get(key.casefold()) or names.get(last.casefold(), "")
     if ours.partition("=")[0] in dotted:
         return f"; here it is {ours}"
     same = [name for name in dotted if name.rpartition(".")[2] == last]

@@ -158,7 +158,7 @@ def evaluate(
         Words,
         key_values(
             "recipe=NAME data=FILE|FOLDER|HUB_ID task=gsm8k n=200 samples=8 temperature=0.7 "
-            "k=1,4,8 max_new_tokens=300 out=metrics.json"
+            "max_new_tokens=300 out=metrics.json"
         ),
     ] = None,
     allow_code: Annotated[

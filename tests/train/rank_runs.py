@@ -45,7 +45,7 @@ CASES: dict[str, list[str]] = {
                "linear_num_value_heads: 2, linear_key_head_dim: 8, linear_value_head_dim: 8}",
                *KL, "inner_iterations=2", "model.gradient_checkpointing=true"],
     "alone": ["model.config={model_type: bloom, hidden_size: 16, n_layer: 1, n_head: 2}", *KL],
-    "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]",
+    "sampled": ["eval.samples=2", "eval.temperature=1.0",
                 "model.gradient_checkpointing=true"],
 }  # fmt: skip
 

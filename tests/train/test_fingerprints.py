@@ -29,7 +29,7 @@ def words(tmp_path):
     return [
         f"model.path={model}", "model.dtype=float32", f"data.path={data}",
         "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2", "eval.n=2",
-        "eval.samples=1", "eval.k=[]", "eval.every=0", "log.progress=false", "loss.beta=0.1",
+        "eval.samples=1", "eval.every=0", "log.progress=false", "loss.beta=0.1",
         "rollout.group_size=2", "checkpoint.every=1", "log.save_model=false",
         "optim.schedule=constant",
         "reference.kind=frozen", f"rewards=[{{name: '{tmp_path / 'mine.py'}:score'}}]",

@@ -37,7 +37,7 @@ def test_words_of_a_file_are_symbols(tmp_path):
 
 
 def test_one_test_prompt(tmp_path, capsys):
-    words = ["data.n_test=1", "eval={samples: 2, k: [1, 2], temperature: 1.0}"]
+    words = ["data.n_test=1", "eval={samples: 2, temperature: 1.0}"]
     summary = train(tmp_path, *words, "log.progress=true", "log.save_model=true")
     assert summary["after"]["eval_n"] == 1
     assert "(n=1, ± one standard error)" in capsys.readouterr().out

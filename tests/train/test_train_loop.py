@@ -62,8 +62,8 @@ SMOL, QWEN = "gsm8k-smollm2-1.7b", "gsm8k-qwen2.5-0.5b"
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        (SMOL, ["model.dtype=float32", "eval.samples=2", "eval.k=[1,2]"]),
-        (SMOL, ["model.lora.r=4", "inner_iterations=2", "eval.samples=1", "eval.k=[]"]),
+        (SMOL, ["model.dtype=float32", "eval.samples=2"]),
+        (SMOL, ["model.lora.r=4", "inner_iterations=2", "eval.samples=1"]),
         (QWEN, ["tokens_per_microbatch=600"]),
         ("ppo-gsm8k", ["rollout.prompts_per_step=4", "critic.kind=shared"]),
     ],
@@ -92,7 +92,7 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
         tmp_path / "run", "gsm8k-tiny", f"data.path={gsm8k}",
         "model.vocab_size=300", "steps=2", "eval.n=4", "warm_start.steps=3",
         "rollout.max_new_tokens=8", "rollout.prompts_per_step=2", "log.progress=false",
-        "eval.samples=1", "log.save_model=false", "eval.k=[]",
+        "eval.samples=1", "log.save_model=false",
         *[f"model.config.{k}={v}" for k, v in tiny.items()],
     )  # fmt: skip
     assert summary["steps"] == 2 and summary["before"]["eval_n"] == 4

@@ -36,7 +36,7 @@ from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.train.config.words import read_yaml, reward_sections
+from grpo_fast.train.config.words import reward_sections
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 LIMIT = 1 << 53  # a JSON reader that stores numbers as doubles would round larger integers
@@ -71,10 +71,6 @@ def named_in(section: str) -> Iterator[None]:
 
 # Value of top_k if only top_p is set. It limits the number of token ids stored for each position.
 KEPT_AT_MOST = 512
-# YAML reads eval.k=4 as a number and eval.k=1,4,8 as a string. Convert both to a list.
-CommaList = BeforeValidator(
-    lambda value: value if isinstance(value, list) else read_yaml(f"[{value}]", "k")
-)
 
 
 # ------------------------------------------------------------------------- Model and optimizer
@@ -362,11 +358,10 @@ class EvalConfig(Section, Sampling):
     Attributes:
         every: Steps between evaluations; 0 evaluates only before and after the run.
         n: Number of held-out questions; null uses all.
-        samples: Completions per question.
+        samples: Completions per question; more than one also give pass@k and maj@k.
         temperature: Sampling temperature; 0 is greedy.
         max_new_tokens: Maximum number of tokens in a completion; null uses rollout.max_new_tokens.
         batch_size: Number of completions that are sampled at the same time.
-        k: Values of k for pass@k and maj@k; none may exceed `samples`.
     """
 
     every: Count = 0
@@ -375,13 +370,6 @@ class EvalConfig(Section, Sampling):
     temperature: float = Field(0.0, ge=0)
     max_new_tokens: Size | None = None
     batch_size: Positive = 256
-    k: Annotated[list[Positive], CommaList] = []
-
-    @model_validator(mode="after")
-    def _k_of_samples(self) -> EvalConfig:
-        fits = max(self.k, default=1) <= self.samples
-        require(fits, "k", f"values up to samples = {self.samples}", self.k)
-        return self
 
     needs_support: ClassVar[bool] = False  # only a loss needs the tokens that the sampler kept
 

@@ -105,8 +105,6 @@ def read_settings(
     chosen = [key for key in keys if key in ("model", "model.path", "model.trust_remote_code")]
     expected = "the model as the first argument, and --allow-code for its code"
     require(not chosen, "model", expected, ", ".join(chosen))
-    if "eval.samples" in keys and "eval.k" not in keys:
-        settings["eval"]["k"] = []
     apply_words(settings, words)
     # 3. Validate the settings, and choose the rewards. A missing source of questions is refused
     # last, because its key may be misspelled, and the validation names the nearest key.
@@ -196,11 +194,10 @@ def _passes(config: RunConfig) -> dict[str, EvalConfig]:
     """Return the settings of the greedy pass, and of a sampled pass if `eval` requests one."""
     length = config.eval.max_new_tokens or config.rollout.max_new_tokens
     asked = config.eval.model_copy(update={"max_new_tokens": length})
-    modes = {"greedy": asked.model_copy(update={"samples": 1, "temperature": 0.0, "k": []})}
+    modes = {"greedy": asked.model_copy(update={"samples": 1, "temperature": 0.0})}
     if asked.samples > 1 or asked.temperature > 0:
-        k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
-        changes = {"temperature": asked.temperature or SAMPLED_AT, "k": k}
-        modes["sampled"] = asked.model_copy(update=changes)
+        temperature = asked.temperature or SAMPLED_AT
+        modes["sampled"] = asked.model_copy(update={"temperature": temperature})
     return modes
 
 

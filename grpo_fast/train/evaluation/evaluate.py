@@ -45,19 +45,20 @@ def evaluate(
         rewards: reward functions, whose means are also reported. A mean excludes samples without
             a reward.
         task: value of `data.task`, which determines how answers are judged.
-        asked: the section `eval`, with the number of samples, the temperature, the batch size and
-            the values of k for pass@k and maj@k. Its `max_new_tokens` must be set.
+        asked: the section `eval`, with the number of samples, the temperature and the batch size.
+            Its `max_new_tokens` must be set.
         seed: seed of the first batch. The seed of a later batch is this seed plus the index of the
             batch's first question.
         engine: the engine that samples. With None, the policy samples.
 
     Returns:
         The metrics eval_n (number of questions), eval_samples (samples per question),
-        eval_accuracy_strict, eval_accuracy_lenient, eval_reward, eval_rewards/<function>,
-        eval_pass@k and eval_maj@k. The last two use strict answers. The same metrics for lenient
-        answers have the suffix `_lenient`. All metrics except eval_n and eval_samples have a
-        standard error with the suffix `_se`. Also returns a line that shows the first sample and
-        whether its answers are right.
+        eval_accuracy_strict, eval_accuracy_lenient, eval_reward, eval_rewards/<function>, and with
+        several samples eval_pass@k and eval_maj@k, where k is the number of samples or a smaller
+        power of 2. The last two use strict answers. The same metrics for lenient answers have the
+        suffix `_lenient`. All metrics except eval_n and eval_samples have a standard error with the
+        suffix `_se`. Also returns a line that shows the first sample and whether its answers are
+        right.
 
     Raises:
         ValueError: there are no examples.
@@ -92,7 +93,7 @@ def evaluate(
         judged = turns(done.texts, prefills)
         for i, example in enumerate(batch):
             said = judged[i * samples : (i + 1) * samples]
-            for name, value in _accuracies(scorer_for(task, example), said, asked.k).items():
+            for name, value in _accuracies(scorer_for(task, example), said).items():
                 per_question.setdefault(name, []).append(value)
         first = first or _sample_line(scorer_for(task, batch[0]), judged[0])
     # 4. Average over the questions.
@@ -145,9 +146,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
 
 
-def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
+def _accuracies(scorer: Scorer, texts: list[str]) -> dict[str, float]:
     """Return the accuracy, pass@k and maj@k of one question, or {} if it has no gold answer.
 
+    With several samples, k takes the powers of 2 below their number, and the number itself.
     For maj@k, the samples are split into blocks of k samples. The value is the fraction of blocks
     whose most frequent answer is correct.
     """
@@ -155,11 +157,14 @@ def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str,
         return {}
     values: dict[str, float] = {}
     n = len(texts)
+    sizes = [1 << i for i in range((n - 1).bit_length())]
+    if n > 1:
+        sizes.append(n)
     for ending, read in (("", scorer.strict), ("_lenient", scorer.lenient)):
         answers = [read(text) for text in texts]
         right = sum(map(scorer.is_right, answers))
         values[f"accuracy{ending or '_strict'}"] = right / n
-        for size in k:
+        for size in sizes:
             votes = [majority(answers[i : i + size]) for i in range(0, n - size + 1, size)]
             values[f"pass@{size}{ending}"] = pass_at_k(n, right, size)
             values[f"maj@{size}{ending}"] = sum(map(scorer.is_right, votes)) / len(votes)

@@ -13,9 +13,8 @@ from typing import Any
 from grpo_fast.doctor.diagnosis import Diagnosis, DoctorSettings, examine_engine
 from grpo_fast.doctor.selftest import self_checks
 from grpo_fast.errors import conflict, escape_control, require
-from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import read_recipe
-from grpo_fast.train.config.words import own_words, read_words
+from grpo_fast.train.config.words import read_words, recipe_in
 from grpo_fast.train.evaluation.command import find_model
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
@@ -42,13 +41,13 @@ def run(words: Sequence[str]) -> bool:
         ValueError: A word, a model, data or an engine cannot be used.
         RuntimeError: The engine does not return completions.
     """
-    model, own, config = read(words)
+    model, config = read(words)
     if config is None:
         ok, lines = self_checks()
     else:
-        found = examine_engine(own, config)
+        found = examine_engine(config)
         ok = found.ok
-        title = f"{config.rollout.engine}: {model or own.recipe}"
+        title = f"{config.rollout.engine}: {model or config.recipe}"
         lines = [f"Engine against trainer, {title}, in nats per token", *lines_of(found)]
     print(escape_control("\n".join(lines)))
     return ok
@@ -68,15 +67,15 @@ def lines_of(found: Diagnosis) -> Iterator[str]:
         yield "Cause: not found among the causes that were tried."
 
 
-def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | None]:
+def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings | None]:
     """Parse the command-line arguments.
 
     Args:
         words: A model, URLs of vLLM servers, and settings of the form `key=value`, in any order.
 
     Returns:
-        The model or None, the doctor's settings, and the configuration. The configuration is None
-        if there is neither a model nor a recipe.
+        The model or None, and the settings. The settings are None if there is neither a model nor a
+        recipe.
 
     Raises:
         ValueError: There are two models, or a setting is invalid.
@@ -86,25 +85,24 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     settings = [word for word in words if "=" in word and word not in urls]
     models = [word for word in words if word not in urls + settings]
     require(len(models) <= 1, "model", "one at most", ", ".join(models))
-    own, rest = own_words(DoctorSettings, settings)
-    if not models and own.recipe is None:
+    recipe = recipe_in(settings)
+    if not models and recipe is None:
         if words:
             raise conflict("model=none", words[0], "it needs a folder, a hub id or recipe=NAME")
-        return None, own, None
+        return None, None
     # 2. Read prompts and sampling settings from the recipe. Without a recipe, read them from the
     # run if the model is the folder of a run. Otherwise use the defaults.
-    fields = copy.deepcopy(DEFAULTS) if own.recipe is None else read_recipe(own.recipe)
+    fields = copy.deepcopy(DEFAULTS) if recipe is None else read_recipe(recipe)
     if models:
         path, of_model = find_model(models[0])
         loading = {}
         if of_model is not None:
             loading = of_model.model.model_dump(include=LOADING)
-            if own.recipe is None:
+            if recipe is None:
                 fields = of_model.model_dump(mode="json", exclude_unset=True)
         fields["model"] = {"path": path, **loading}
     # 3. Use the servers on the command line instead of the engine in the recipe or run.
     if urls:
         server = {"engine": "vllm-server", "vllm.urls": json.dumps(urls), "vllm.patience": PATIENCE}
-        rest = [f"rollout.{key}={value}" for key, value in server.items()] + rest
-    config = read_words(RunConfig, rest, fields, DoctorSettings.model_fields)
-    return next(iter(models), None), own, config
+        settings = [f"rollout.{key}={value}" for key, value in server.items()] + settings
+    return next(iter(models), None), read_words(DoctorSettings, settings, fields)

@@ -19,7 +19,7 @@ from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, build_engine, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.batch import StepBatch
-from grpo_fast.train.config import RunConfig, Section
+from grpo_fast.train.config import RunConfig
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update import precompute
@@ -245,8 +245,8 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
 
 
 # ----------------------------------------------------------------------- From a run's configuration
-class DoctorSettings(Section):
-    """Settings of the doctor. Every other `key=value` belongs to the run's configuration.
+class DoctorSettings(RunConfig):
+    """Settings of the doctor: the settings of a run, and further ones.
 
     Attributes:
         recipe: Recipe (name or YAML file) with data, sampling and model.
@@ -263,20 +263,20 @@ class DoctorSettings(Section):
     threshold: float | None = Field(None, ge=0)
 
 
-def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
+def examine_engine(config: DoctorSettings) -> Diagnosis:
     """Build the policy and the engine of a run, and compare their log-probabilities."""
     torch.manual_seed(config.seed)
     splits = Splits(config.data, config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, splits))
     policy.template_kwargs = config.data.template_kwargs
-    examples = splits.for_tokenizer(policy.tokenizer).train[: own.n]
-    length = min(config.rollout.max_new_tokens, own.tokens)
+    examples = splits.for_tokenizer(policy.tokenizer).train[: config.n]
+    length = min(config.rollout.max_new_tokens, config.tokens)
     with build_engine(policy, config.rollout) as engine:
         return diagnose(
             policy, engine, [example.prompt for example in examples],
             config.rollout.model_copy(update={"max_new_tokens": length}),
-            group_size=own.samples, seed=config.seed,
+            group_size=config.samples, seed=config.seed,
             version=int(time.time()),  # a running server must not have this version already
             temperature=float(config.loss_config().temperature),
-            uses_kept=config.rollout.needs_support, threshold=own.threshold,
+            uses_kept=config.rollout.needs_support, threshold=config.threshold,
         )  # fmt: skip

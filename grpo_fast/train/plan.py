@@ -59,9 +59,9 @@ from grpo_fast.errors import reason, require
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.rollout.own.model import positions
 from grpo_fast.train import ranks
-from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
+from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig
 from grpo_fast.train.config.recipes import read_recipe, recipe_names
-from grpo_fast.train.config.words import own_words, read_words
+from grpo_fast.train.config.words import read_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -301,8 +301,8 @@ def _gigabytes(value: Any) -> Any:
     return value
 
 
-class PlanSettings(Section):
-    """Settings of the command `grpo-fast plan`. All other arguments are settings of the run.
+class PlanSettings(RunConfig):
+    """Settings of the command `grpo-fast plan`: the settings of a run, and further ones.
 
     Attributes:
         gpu: GPU memory in GB; null uses the memory of this machine's GPU or its main memory.
@@ -322,8 +322,7 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
 
     Args:
         model: a recipe, a name in KNOWN_MODELS, a hub id, a model's folder, or its config.json.
-        settings: fields of `PlanSettings` and of `RunConfig`, each as key=value, for example
-            gpu=80.
+        settings: fields of `PlanSettings`, each as key=value, for example gpu=80.
 
     Returns:
         Lines that describe the model and a group, and one line for each set of settings.
@@ -332,19 +331,18 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
         ValueError: the model is not found, or a setting is invalid.
     """
     # 1. Read the settings, and build the model without weights.
-    own, words = own_words(PlanSettings, settings)
-    run = _run_config(model, words)
+    run = _plan_settings(model, settings)
     lm = _empty_model(run.model, run.data, run.model.path or model)
     shape = Shape.of(lm)
-    device = torch.device("cuda" if own.gpu or torch.cuda.is_available() else "cpu")
-    total = own.gpu * 1e9 if own.gpu else memory_of(device)
+    device = torch.device("cuda" if run.gpu or torch.cuda.is_available() else "cpu")
+    total = run.gpu * 1e9 if run.gpu else memory_of(device)
     usable = usable_share(device) * total
     # 2. Check that a group fits into the positions of the model.
     length, size = run.rollout.max_new_tokens, run.rollout.group_size
     limit = positions(lm.config.get_text_config())
     longest = limit - length + 1
     expected = f"at most {longest:,} with completions of {length:,} ({limit:,} positions)"
-    prompt = own.prompt or int(min(8192, longest))
+    prompt = run.prompt or int(min(8192, longest))
     require(1 <= prompt <= longest, "prompt", expected, f"{prompt:,}")
     group = prompt + size * (length - 1)
     # 3. Format a line for each set of settings.
@@ -359,7 +357,8 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
         "fixed GB  kB/token      tokens      prompt  groups  settings",
     ]
     for changes in OPTIONS:
-        memory = predict(shape, _run_config(model, [*words, *changes]), device.type, int(total))
+        config = _plan_settings(model, [*settings, *changes])
+        memory = predict(shape, config, device.type, int(total))
         most = memory.tokens(usable)
         room = int(min(longest, max(0, most - group + prompt)))
         sizes = f"{memory.fixed / 1e9:8.3g}  {memory.per_token / 1e3:8.0f}"
@@ -368,7 +367,7 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
     return lines
 
 
-def _run_config(model: str, words: Sequence[str]) -> RunConfig:
+def _plan_settings(model: str, words: Sequence[str]) -> PlanSettings:
     settings: dict[str, Any] = {
         "model": {"path": model, "autocast": "bfloat16"},  # as in the recipes
         "data": {"task": "gsm8k", "path": "openai/gsm8k"},
@@ -377,7 +376,7 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     }
     if model in recipe_names() or model.endswith((".yaml", ".yml")):
         settings = read_recipe(model)
-    return read_words(RunConfig, words, settings, PlanSettings.model_fields)
+    return read_words(PlanSettings, words, settings)
 
 
 def _empty_model(model: ModelConfig, data: DataConfig, name: str) -> PreTrainedModel:

@@ -45,8 +45,8 @@ def test_a_cause_and_a_threshold(model):
 
 def test_a_recipe_brings_its_model_its_data_and_its_sampling(tmp_path):
     recipe = write_recipe(tmp_path)
-    _, own, config = read([f"recipe={recipe}", "tokens=3", "rollout.temperature=0.5"])
-    assert config.data.task == "sort" and config.rollout.temperature == 0.5 and own.tokens == 3
+    _, config = read([f"recipe={recipe}", "tokens=3", "rollout.temperature=0.5"])
+    assert config.data.task == "sort" and config.rollout.temperature == 0.5 and config.tokens == 3
     done = invoke("doctor", f"recipe={recipe}", "loss.temperature=2.0")
     assert done.exit_code == 1 and causes.TEMPERATURE in done.output
 
@@ -55,12 +55,12 @@ def test_a_runs_folder_is_its_model_and_says_how_it_samples(tmp_path):
     (tmp_path / "config.yaml").write_text(RUN)
     (tmp_path / "model").mkdir()
     folder = str(tmp_path)
-    model, _, config = read([folder])
+    model, config = read([folder])
     assert model == folder and config.model.path == str(tmp_path / "model")
     assert config.model.dtype == "bfloat16" and not config.model.trust_remote_code
     assert config.data.task == "sort" and config.rollout.temperature == 0.3
     assert config.rollout.vllm.urls == ["http://10.0.0.2:8000"]
-    other = read([folder, "http://10.0.0.3:8000"])[2].rollout.vllm
+    other = read([folder, "http://10.0.0.3:8000"])[1].rollout.vllm
     assert other.urls == ["http://10.0.0.3:8000"] and other.patience == command.PATIENCE
     assert other.address == "10.0.0.1"
 
@@ -87,8 +87,8 @@ def test_without_a_model_the_self_tests_decide(monkeypatch, is_ok):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["n=0"], ["n:", "greater than or equal to 1"]),
-        (["threshold=-1"], ["threshold:"]),
+        (["recipe=sort", "n=0"], ["n:", "greater than or equal to 1"]),
+        (["recipe=sort", "threshold=-1"], ["threshold:"]),
         (["n=3"], ["model=none conflicts with n=3: it needs a folder, a hub id"]),
         (["http://x"], ["model=none conflicts with http://x"]),
         (["a", "b"], ["model: expected one at most, got a, b"]),

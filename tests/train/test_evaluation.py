@@ -192,7 +192,7 @@ def test_a_setting_counts_before_the_recipe(model, recipe, asked):
 def settings_of(*words, recipe=None):
     """Return the configuration for evaluating a model that is not a run's folder."""
     named = [] if recipe is None else [f"recipe={recipe}"]
-    return read_settings("m", [*words, *named], False)[1]
+    return read_settings("m", [*words, *named], False)
 
 
 def test_chat_is_switched_off_by_a_setting():

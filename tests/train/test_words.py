@@ -209,6 +209,11 @@ def test_rewards_by_their_names_alone(value, names):
     assert [reward.name for reward in rewards] == names and rewards[0].weight == 0.5
 
 
+def test_one_reward_of_a_recipe_is_replaced_by_a_name():
+    first, second = load_recipe("sort", ["rewards.1=mine.py:f", "rewards.1.weight=3"]).rewards
+    assert (first.name, second.name, second.weight) == ("sort_positions", "mine.py:f", 3)
+
+
 def test_paths_in_a_recipe_file_are_relative_to_the_working_folder(tmp_path):
     (tmp_path / "r.yaml").write_text("model: {path: model}\ndata: {task: jsonl, path: q.jsonl}\n"
                                      "rewards: mine.py:f\n")  # fmt: skip

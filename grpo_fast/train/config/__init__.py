@@ -14,15 +14,7 @@ from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from annotated_types import Interval
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from grpo_fast.data import FILES, TASKS
 from grpo_fast.data.readers import GYM
@@ -36,7 +28,6 @@ from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.train.config.words import reward_sections
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 LIMIT = 1 << 53  # a JSON reader that stores numbers as doubles would round larger integers
@@ -55,9 +46,8 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, validate_assignment=True, protected_namespaces=(),
-        allow_inf_nan=False,
-    )  # fmt: skip
+        extra="forbid", strict=True, validate_assignment=True, allow_inf_nan=False
+    )
 
 
 @contextmanager
@@ -486,7 +476,7 @@ class RunConfig(Section):
     loss: LossSettings = Field(default_factory=LossSettings)
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
     advantage_options: dict[str, Any] = {}
-    rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = []
+    rewards: list[RewardConfig] = []
     max_reward_failures: float = Field(0.5, ge=0, le=1)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -536,24 +526,21 @@ class RunConfig(Section):
 
     def _conflicts(self) -> list[tuple[object, str, str, str]]:
         """Return rows (is a conflict, first setting, second setting, reason)."""
-        mode = f"advantages={self.advantages}"
         is_gae = self.advantages == GAE
-        has_critic = self.critic is not None
-        critic = "critic" if has_critic else "critic=null"
+        critic = "critic=null" if self.critic is None else "critic"
         loss = self.loss
         config = self.loss_config()
         kind = self.reference.kind
         in_reward = self.kl_in_reward
         reward = "critic.kl_in_reward=true"
         sampled = "a reward needs the KL of the sampled token, without a ratio"
-        corrections = config.corrections
-        of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
-        is_custom = of_sampler and corrections != LossConfig.corrections
         corrects = self.rollout.correct_sampling
+        of_sampler = any(each.ratio != "current/behaviour" for each in config.corrections)
+        is_custom = of_sampler and config.corrections != LossConfig.corrections
         return [
-            (has_critic != is_gae, mode, critic,
+            (is_gae == (self.critic is None), f"advantages={self.advantages}", critic,
              "gae needs the section critic={}, which no other mode reads"),
-            (is_gae and self.advantage_options, mode, "advantage_options",
+            (is_gae and self.advantage_options, "advantages=gae", "advantage_options",
              "the options of gae are in the section critic"),
             (in_reward and not loss.beta, reward, "loss.beta=0", "the KL needs a weight above 0"),
             (in_reward and not OBJECTIVES[config.loss_type].reference, reward,
@@ -565,8 +552,8 @@ class RunConfig(Section):
              f"loss.beta={loss.beta or 0:g}", "set reference.kind to frozen or synced"),
             (kind == "synced" and self.model.lora is not None, "reference.kind=synced",
              "model.lora", "the reference is the model without its adapter"),
-            (corrects and not corrections, "rollout.correct_sampling=true", "loss.corrections",
-             "without corrections it has no use"),
+            (corrects and not config.corrections, "rollout.correct_sampling=true",
+             "loss.corrections", "without corrections it has no use"),
             (is_custom and not corrects, "loss.corrections", "rollout.correct_sampling=false",
              "they read the sampler's log-probabilities; set rollout.correct_sampling=true"),
         ]  # fmt: skip

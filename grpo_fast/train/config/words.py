@@ -112,44 +112,26 @@ def save_config(config: BaseModel, path: str | Path) -> None:
 
 
 # --------------------------------------------------------------------- Parsing of key=value words
-def read_words(
-    kind: type[Config],
-    words: Iterable[str],
-    settings: dict[str, Any] | None = None,
-    also: Iterable[str] = (),
-) -> Config:
+def read_words(kind: type[Config], words: Iterable[str], settings: dict[str, Any]) -> Config:
     """Build a configuration from nested settings and `key=value` words that change them.
 
     Args:
         kind: class of the configuration.
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
-        settings: nested settings, which are changed in place. None means empty settings.
-        also: further keys that the command accepts. Error messages suggest them, too.
+        settings: nested settings, which are changed in place.
 
     Raises:
         ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
     """
     # Apply all changes before the validation, because some changes are only valid together.
-    settings = {} if settings is None else settings
     apply_words(settings, words)
-    return validated(kind, settings, also)
+    return validated(kind, settings)
 
 
-def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
-    """Separate a command's own settings from its other `key=value` arguments.
-
-    Args:
-        kind: class of the command's own settings.
-        words: all `key=value` arguments of the command.
-
-    Returns:
-        The command's own settings, and the arguments whose keys are not fields of `kind`.
-    """
-    # No field name contains a dot, so a dotted key such as model.path is never a setting of the
-    # command itself.
-    own = [word for word in words if split_word(word)[0] in kind.model_fields]
-    return read_words(kind, own), [word for word in words if word not in own]
+def recipe_in(words: Iterable[str]) -> str | None:
+    """Return the value of the last word `recipe=NAME`, or None if there is no such word."""
+    return dict(map(split_word, words)).get("recipe")
 
 
 def reward_sections(rewards: Any) -> Any:
@@ -178,7 +160,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def apply_words(settings: dict[str, Any], words: Iterable[str]) -> None:
-    """Apply `key=value` arguments to nested settings.
+    """Apply `key=value` arguments to nested settings. Convert the rewards to sections.
 
     Three keys have short forms. The short forms of `data` and `model` work only if the settings
     already contain these sections.
@@ -187,14 +169,14 @@ def apply_words(settings: dict[str, Any], words: Iterable[str]) -> None:
     - `data=X` sets data.path. `data=reasoning_gym:NAME` also sets the reward `reasoning_gym`.
     - `model=X` sets model.path and removes the recipe's config and tokenizer.
     """
+    if "rewards" in settings:
+        settings["rewards"] = reward_sections(settings["rewards"])
     # `data=reasoning_gym:NAME` sets a reward, which the other words may replace.
     for word in sorted(words, key=lambda word: not word.startswith(f"data={GYM}")):
         key, text = split_word(word)
         value = read_yaml(text, quoted(key, str))
         is_short = isinstance(value, str) and isinstance(settings.get(key), dict)
-        if key == "rewards":
-            settings[key] = reward_sections(value)
-        elif key == "model" and is_short:
+        if key == "model" and is_short:
             settings[key].update(path=value, config=None, tokenizer=None)
         elif key == "data" and is_short:
             settings[key]["path"] = value
@@ -203,6 +185,8 @@ def apply_words(settings: dict[str, Any], words: Iterable[str]) -> None:
                 settings["rewards"] = [{"name": "reasoning_gym"}]
         else:
             set_key(settings, key, value)
+        if key.partition(".")[0] == "rewards":
+            settings["rewards"] = reward_sections(settings["rewards"])
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
@@ -230,13 +214,8 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 # --------------------------------------------------------------------------------- Error messages
-def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Config:
+def validated(kind: type[Config], settings: Any) -> Config:
     """Validate nested settings and return them as a configuration.
-
-    Args:
-        kind: class of the configuration.
-        settings: nested settings.
-        also: further keys that the command accepts. Error messages suggest them, too.
 
     Raises:
         ValueError: a setting is invalid. The message has one line for each invalid setting.
@@ -244,11 +223,11 @@ def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Co
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        lines = [_explain(each, kind, also) for each in error.errors(include_url=False)]
+        lines = [_explain(each, kind) for each in error.errors(include_url=False)]
         raise ValueError("\n  ".join(dict.fromkeys(lines))) from None
 
 
-def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
+def _explain(error: Any, kind: type[BaseModel]) -> str:
     """Format a pydantic error as one line with the dotted key, expected value and actual value."""
     where = quoted(".".join(map(str, error["loc"])), str)
     listed = ".".join("0" if isinstance(part, int) else part for part in error["loc"])
@@ -259,7 +238,6 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     if error["type"] == "extra_forbidden":
         above = listed.rpartition(".")[0]
         known = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == above]
-        known += [] if above else also
         return f"{where}: unknown key" + nearest(where, known, keys)
     # 2. Describe an invalid value. The message of a section's validator already begins with the
     # name of the field, so add only the name of the section.
@@ -310,10 +288,9 @@ def described(kind: type) -> dict[str, str]:
 
 def section_of(annotation: Any) -> Any:
     """Return the section class in a type such as `Section | None` or `list[Section]`, or None."""
-    for part in (annotation, *get_args(annotation)):
-        if isinstance(part, type) and not get_args(part) and issubclass(part, BaseModel):
-            return part
-    return None
+    parts = (annotation, *get_args(annotation))
+    classes = [part for part in parts if isinstance(part, type) and not get_args(part)]
+    return next((part for part in classes if issubclass(part, BaseModel)), None)
 
 
 @functools.cache

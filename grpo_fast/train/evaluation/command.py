@@ -18,7 +18,7 @@ from grpo_fast.rewards.columns import usable
 from grpo_fast.train import folder
 from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
 from grpo_fast.train.config.recipes import load_recipe, load_saved
-from grpo_fast.train.config.words import apply_words, own_words, split_word, validated
+from grpo_fast.train.config.words import apply_words, recipe_in, split_word, validated
 from grpo_fast.train.evaluation.evaluate import evaluate
 from grpo_fast.train.evaluation.questions import asking_lines
 from grpo_fast.train.models import loading
@@ -28,10 +28,10 @@ SHORT: dict[str, type[Section]] = {"eval": EvalConfig, "data": DataConfig, "mode
 SAMPLED_AT = 0.7  # default temperature of the sampled pass
 
 
-class EvalSettings(Section):
-    """Settings of `grpo-fast eval` that are not settings of a run.
+class EvalSettings(RunConfig):
+    """Settings of `grpo-fast eval`: the settings of a run, and further ones.
 
-    The command also accepts all settings of a run. The keys of the sections in SHORT can be written
+    The keys of the sections in SHORT can be written
     without the section, for example n=100 for eval.n or task=sort for data.task.
 
     Attributes:
@@ -70,10 +70,8 @@ def find_model(model: str) -> tuple[str, RunConfig | None]:
     return str(place), None
 
 
-def read_settings(
-    model: str, words: Sequence[str], allow_code: bool
-) -> tuple[EvalSettings, RunConfig]:
-    """Return the settings of an evaluation, and the configuration of the model and its questions.
+def read_settings(model: str, words: Sequence[str], allow_code: bool) -> EvalSettings:
+    """Return the settings of an evaluation.
 
     Args:
         model: the model. If it is the folder of a run and no recipe is named, the settings of the
@@ -88,9 +86,9 @@ def read_settings(
     """
     # 1. Start with the settings of the recipe. Without a recipe, use the settings of the run.
     path, of_model = find_model(model)
-    own, words = own_words(EvalSettings, words)
-    where = own.recipe or f"{model}/{folder.CONFIG}"
-    run = load_recipe(own.recipe) if own.recipe is not None else of_model
+    recipe = recipe_in(words)
+    where = recipe or f"{model}/{folder.CONFIG}"
+    run = of_model if recipe is None else load_recipe(recipe)
     settings: dict[str, Any] = {"data": {"task": "gsm8k"}, "eval": {"batch_size": 64}}
     if run is not None:
         settings = run.model_dump(mode="json")
@@ -118,10 +116,11 @@ def read_settings(
     if not fits:
         data["path"] = "."
     if run is None:
-        settings.setdefault("rewards", DEFAULT_REWARDS.get(task, ["exact_match"]))
-    config = validated(RunConfig, settings, EvalSettings.model_fields)
+        names = DEFAULT_REWARDS.get(task, ["exact_match"])
+        settings.setdefault("rewards", [{"name": name} for name in names])
+    config = validated(EvalSettings, settings)
     require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
-    return own, config
+    return config
 
 
 def _with_section(word: str) -> str:
@@ -162,10 +161,10 @@ def run_eval(
         OSError: the file `out` cannot be written.
     """
     # 1. Read the settings, and check them.
-    own, config = read_settings(model, words, allow_code)
-    out = None if own.out is None else Path(own.out)
+    config = read_settings(model, words, allow_code)
+    out = None if config.out is None else Path(config.out)
     fits = out is None or (out.parent.is_dir() and not out.is_file() and not out.is_dir())
-    require(fits, "out", "a new file in a folder that exists", repr(own.out))
+    require(fits, "out", "a new file in a folder that exists", repr(config.out))
     # 2. Load the questions and the rewards before the model, so that errors appear early.
     data = config.data
     rewards = build_rewards(config.rewards)

@@ -16,8 +16,8 @@ from grpo_fast.errors import require
 from grpo_fast.rewards.columns import tests_error
 from grpo_fast.rewards.scoring import is_expression
 from grpo_fast.rollout import encode_prompts
-from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath
-from grpo_fast.train.config.words import own_words, read_words
+from grpo_fast.train.config import DataConfig, ModelConfig, UserPath
+from grpo_fast.train.config.words import read_words
 from grpo_fast.train.models import loading
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ SHOWN_PROMPT = 1200  # maximum number of characters of a prompt in the log
 REFUSED = "with tests that code_tests refuses"
 
 
-class ViewSettings(Section):
-    """Settings of `grpo-fast data`. All other arguments are keys of the section `data`.
+class ViewSettings(DataConfig):
+    """Settings of `grpo-fast data`: the keys of the section `data`, and a model.
 
     Attributes:
         model: Model whose tokenizer and chat template format the prompts; null shows them
@@ -52,11 +52,11 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a setting, the source or a row of the data is invalid.
     """
-    # 1. Separate the key `model` from the keys of the section `data`, and read the data set.
-    own, rest = own_words(ViewSettings, [word.removeprefix("data.") for word in words])
-    data = read_words(DataConfig, rest, {"task": "jsonl", "path": source})
+    # 1. Read the data set.
+    words = [word.removeprefix("data.") for word in words]
+    data = read_words(ViewSettings, words, {"task": "jsonl", "path": source})
     needs = "model=MODEL, whose tokenizer counts the tokens"
-    require(own.model or data.shots_tokens is None, "shots_tokens", needs, "none")
+    require(data.model or data.shots_tokens is None, "shots_tokens", needs, "none")
     splits = Splits(data, 0)
     train, test = splits.questions
     # 2. Count the examples of each split and of each kind of answer.
@@ -75,8 +75,8 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     # 3. Show the first prompts. With model=MODEL, show them as the model receives them.
     tokenizer = None
     hint = " (model=MODEL shows its tokens)"
-    if own.model is not None:
-        tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
+    if data.model is not None:
+        tokenizer = loading.load_tokenizer(ModelConfig(path=data.model))
         splits = splits.for_tokenizer(tokenizer)
         hint = ""
     form = Form.of(splits.data)

@@ -121,7 +121,6 @@ LONGEST_TOKENS = 1200
 NEAR_ZERO = 1e-6  # smaller numbers are printed as 0; metrics.jsonl contains the exact numbers
 LOGP_STEP = 0.5  # a token's shade gets stronger by one level for each 0.5 nats of surprise
 LOGP_LEVELS = 8
-ADVANTAGE_LEVELS = 4  # shades per sign; the strongest shade is the largest advantage of the step
 MOST_STEPS = 16  # maximum number of steps on the page: the first step and the latest steps
 MOST_COMPLETIONS = 16  # maximum number of completions per step
 
@@ -155,25 +154,23 @@ def step_html(step: int, rows: Sequence[Row]) -> str:
     """Return the HTML of a step. In each group, the completion with the highest reward is first."""
     rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
-    advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
     ranked = sorted(
         rows[:MOST_COMPLETIONS], key=lambda row: (math.isnan(row["reward"]), -row["reward"])
     )  # the template groups them by prompt
     return TEMPLATES.get_template("step.html").render(
-        step=step, count=len(rows), mean=mean, ranked=ranked, largest=max(advantages, default=0.0)
+        step=step, count=len(rows), mean=mean, ranked=ranked
     )
 
 
-def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
+def shaded_tokens(row: Row) -> Iterator[dict[str, Any]]:
     """Yield a dict for each shown token of a completion, for use in the HTML template.
 
-    A dict has the keys `shade` (CSS classes), `title` (log-prob and advantage) and `text`. In a
-    long completion, one dict stands for all omitted tokens in the middle. It has only the key
-    `hidden`, which is the number of these tokens.
+    A dict has the keys `level` (0 to LOGP_LEVELS, from low to high surprise), `title` (log-prob and
+    advantage) and `text`. In a long completion, one dict stands for all omitted tokens in the
+    middle. It has only the key `hidden`, which is the number of these tokens.
 
     Args:
         row: data of the completion, see `rows_of`.
-        largest: largest absolute advantage of the step.
     """
     half = LONGEST_TOKENS // 2
     count = len(row["tokens"])
@@ -185,23 +182,8 @@ def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
         if text and place not in hidden:  # a token that ends within a character has an empty text
             title = f"logp {shown_number(logp, '{:.3f}')}"
             title += f" advantage {shown_number(advantage, '{:+.3g}')}"
-            yield {"shade": _shade(logp, advantage, largest), "text": text, "title": title}
-
-
-def _shade(logp: float, advantage: float, largest: float) -> str:
-    """Return the CSS classes that color a token.
-
-    The classes p1 to p8 mean low to high surprise (negative log-prob). The classes u1 to u4 mean
-    positive advantages, and the classes d1 to d4 negative advantages.
-    """
-    classes = []
-    surprise = int(min(LOGP_LEVELS, max(0.0, -logp) / LOGP_STEP))
-    if surprise:
-        classes.append(f"p{surprise}")
-    if largest > 0 and math.isfinite(advantage) and advantage:
-        level = math.ceil(ADVANTAGE_LEVELS * abs(advantage) / largest)
-        classes.append(f"{'u' if advantage > 0 else 'd'}{level}")
-    return " ".join(classes)
+            level = int(min(LOGP_LEVELS, max(0.0, -logp) / LOGP_STEP))
+            yield {"level": level, "text": text, "title": title}
 
 
 def harmless(text: str) -> str:

@@ -225,11 +225,9 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
         ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
         question = max(map(len, ids))
         room = (policy.positions + 1 - question - longest) / 1.01
-        expected = (
-            f"at most {room:.0f} with {longest} new tokens and a question of {question} tokens"
-        )
-        limit = f"max_position_embeddings: {policy.positions}"
-        require(shots <= room, "data.shots_tokens", f"{expected} ({limit})", shots)
+        others = f"{longest} new tokens and a question of {question} tokens"
+        expected = f"at most {room:.0f} with {others} (max_position_embeddings: {policy.positions})"
+        require(shots <= room, "data.shots_tokens", expected, shots)
     check_prompts(policy, [example.prompt for example in splits.listed], longest)
     lines = asking_lines(splits.data, policy.tokenizer, splits.train[0].prompt)
     return questions, splits, lines

@@ -280,18 +280,14 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("known.yaml").read_text(encoding="utf-8")
 )
 
-CHECKPOINTING = "model.gradient_checkpointing=true"
-OFFLOAD = "model.gradient_checkpointing=offload"
-TILED = "model.tiled_mlp=2048"
-LORA = "model.lora={r: 16}"
-# Sets of settings that the plan compares, each in a row.
-OPTIONS: tuple[tuple[str, ...], ...] = (
-    (),
-    (CHECKPOINTING,),
-    (CHECKPOINTING, TILED),
-    (OFFLOAD, TILED),
-    (CHECKPOINTING, LORA),
-    (OFFLOAD, TILED, LORA),
+# Sets of settings that the plan compares, as they are written in a shell. Each is a row.
+OPTIONS = (
+    "",
+    "model.gradient_checkpointing=true",
+    "model.gradient_checkpointing=true model.tiled_mlp=2048",
+    "model.gradient_checkpointing=offload model.tiled_mlp=2048",
+    "model.gradient_checkpointing=true 'model.lora={r: 16}'",
+    "model.gradient_checkpointing=offload model.tiled_mlp=2048 'model.lora={r: 16}'",
 )
 
 
@@ -357,12 +353,12 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
         "fixed GB  kB/token      tokens      prompt  groups  settings",
     ]
     for changes in OPTIONS:
-        config = _plan_settings(model, [*settings, *changes])
+        config = _plan_settings(model, [*settings, *shlex.split(changes)])
         memory = predict(shape, config, device.type, int(total))
         most = memory.tokens(usable)
         room = int(min(longest, max(0, most - group + prompt)))
         sizes = f"{memory.fixed / 1e9:8.3g}  {memory.per_token / 1e3:8.0f}"
-        shown = " ".join(map(shlex.quote, changes)) or "as configured"
+        shown = changes or "as configured"
         lines.append(f"{sizes}  {most:10,}  {room:10,}  {most // group:6,}  {shown}")
     return lines
 

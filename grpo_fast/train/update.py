@@ -111,16 +111,13 @@ def accumulate(
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
         term = exact_kl(batch, ref_head, config)
-        options: dict[str, Any] = {
-            "num_items_in_batch": totals.items,
-            "num_completions_in_batch": totals.completions,
-            "sampling_logps": sampling_logps if correct_sampling else None,
-            "divergence": term,
-            "validate": validate,
-        }
         # 1. Compute hidden states and the fused loss inside the model's forward pass, where FSDP2
         # has gathered the weights of the head.
-        loss, hidden, output = policy.inside(partial(packed_loss, policy, batch, alone, options))
+        loss, hidden, output = policy.inside(partial(
+            packed_loss, policy, batch, alone, num_items_in_batch=totals.items,
+            num_completions_in_batch=totals.completions, divergence=term, validate=validate,
+            sampling_logps=sampling_logps if correct_sampling else None,
+        ))  # fmt: skip
         metrics = {"loss": loss, **output.metrics}
         if term is not None:
             metrics["kl"] = metrics.pop("divergence")
@@ -144,7 +141,7 @@ def accumulate(
 
 
 def packed_loss(
-    policy: Policy, batch: MicroBatch, config: LossConfig, options: dict[str, Any]
+    policy: Policy, batch: MicroBatch, config: LossConfig, **options: Any
 ) -> tuple[Tensor, Tensor, LossOutput]:
     """Compute the fused loss of a micro-batch with T tokens.
 
@@ -152,7 +149,7 @@ def packed_loss(
         policy: the policy.
         batch: the micro-batch.
         config: configuration of the loss.
-        options: arguments of `linear_grpo_loss` that do not come from the policy or the
+        **options: arguments of `linear_grpo_loss` that do not come from the policy or the
             micro-batch.
 
     Returns:

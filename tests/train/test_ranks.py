@@ -130,11 +130,11 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
     is_last = train_ranks.rank() == train_ranks.size() - 1
     write = getattr(report.RunReport, fault, None)
 
-    def failing_loss(*given: Any) -> Any:
+    def failing_loss(*given: Any, **options: Any) -> Any:
         is_here = (next(calls) == 4 or fault == "nans") and is_last
         if is_here and fault == "memory":
             raise MemoryError("no room")
-        loss, *others = own(*given)
+        loss, *others = own(*given, **options)
         return loss * (float("nan") if is_here else 1), *others
 
     def failing_log(self: Any, *given: Any) -> None:
@@ -222,7 +222,7 @@ def ended(folder: str, rank: int) -> Any:
     torch.distributed.destroy_process_group()
     if int(os.environ["RANK"]) == rank:
 
-        def die(*_: Any) -> None:
+        def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         gradients.packed_loss = die

@@ -55,14 +55,10 @@ class RewardFailure(RuntimeError):
 
 
 # --------------------------------------------------------------------------- import a function
-def import_function(path: str, setting: str = "rewards") -> Callable[..., Any]:
+def import_function(path: str) -> Callable[..., Any]:
     """Import a function, given as "package.module:function" or "file.py:function".
 
     Modules next to a file can be imported by the file.
-
-    Args:
-        path: the path of the function.
-        setting: the setting that names the function, for error messages.
 
     Raises:
         ValueError: there is no function at the path.
@@ -70,18 +66,18 @@ def import_function(path: str, setting: str = "rewards") -> Callable[..., Any]:
     module_name, _, attribute = path.rpartition(":")
     if not (module_name and attribute):
         expected = "expected 'package.module:function' or 'file.py:function'"
-        raise ValueError(f"{setting}: {expected}, got {path!r}")
+        raise ValueError(f"rewards: {expected}, got {path!r}")
     try:
         is_file = module_name.endswith(".py")
         module = (_run_file if is_file else importlib.import_module)(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         message = f"could not import {module_name!r} of {path!r}: {describe(error)}"
-        raise ValueError(f"{setting}: {message}") from error
+        raise ValueError(f"rewards: {message}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         expected = f"expected a function {attribute!r} in {module_name}"
-        raise ValueError(f"{setting}: {expected}, got only: {', '.join(known) or 'none'}")
+        raise ValueError(f"rewards: {expected}, got only: {', '.join(known) or 'none'}")
     return function
 
 

@@ -35,7 +35,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, reason, require
+from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
 from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig
@@ -238,14 +238,12 @@ class Checkpoints:
         report: the writer of the logs. It knows the length of metrics.jsonl.
         config: the section `checkpoint` of the configuration.
         settings: the configuration, and fingerprints of the files that it names.
-        on_save: function that rank 0 calls with the folder of each new checkpoint, or None.
     """
 
     run: Run
     report: RunReport
     config: CheckpointConfig
     settings: dict[str, Any]
-    on_save: Callable[[Path], object] | None = None
     is_ending: bool = False  # True while an error or a signal ends the run
 
     def __post_init__(self) -> None:
@@ -326,7 +324,6 @@ class Checkpoints:
             _finish(part, final)
             for path in folder.checkpoints_in(self.report.folder)[self.config.keep :]:
                 shutil.rmtree(path, ignore_errors=True)
-            self._call_hook(final)
 
         try:
             with written(part):
@@ -339,16 +336,6 @@ class Checkpoints:
             raise
         self.saved_at = time.monotonic()
         return final
-
-    def _call_hook(self, checkpoint: Path) -> None:
-        if self.on_save is None:
-            return
-        try:
-            self.on_save(checkpoint)
-        except Stopped:
-            raise
-        except (Exception, SystemExit) as error:
-            log.warning("checkpoint.on_save failed for %s: %s", checkpoint, reason(error))
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:

@@ -18,7 +18,6 @@ from grpo_fast.errors import require
 from grpo_fast.kernels import route
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples, scorer_for
 from grpo_fast.rewards.columns import usable
-from grpo_fast.rewards.conventions import import_function
 from grpo_fast.rollout import awake, build_engine, check_prompts, encode_prompts, prompt_texts
 from grpo_fast.train import checkpoint, ranks
 from grpo_fast.train.batch import StepBatch
@@ -67,8 +66,6 @@ def train(config: RunConfig) -> dict[str, Any]:
         warm = config.warm_start if found is None else None  # a checkpoint is saved after it
         fits = warm is None or not config.is_sharded
         require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
-        hook = config.checkpoint.on_save
-        on_save = None if hook is None else import_function(hook, "checkpoint.on_save")
         rewards, questions, settings = _load_inputs(config, state)
         policy = _load_policy(config, questions)
         questions, splits, lines = _ask(config, questions, policy)
@@ -92,7 +89,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 config.seed, config.steps,
             )  # fmt: skip
             run = Run(config, policy, reference, critic, collector)
-            saver = checkpoint.Checkpoints(run, report, config.checkpoint, settings, on_save)
+            saver = checkpoint.Checkpoints(run, report, config.checkpoint, settings)
             if found is not None and state is not None:
                 saver.resume(found, state)
                 ranks.from_main(report.begin)

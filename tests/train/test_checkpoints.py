@@ -167,24 +167,6 @@ def test_a_finished_run_is_extended(tmp_path):
         run(tmp_path / "run", *words, "steps=3", "resume=auto")
 
 
-HOOK = """
-def saved(folder):
-    with open(folder.parent.parent / "saved.txt", "a") as file:
-        file.write(folder.name + "\\n" * (folder / "state.json").is_file())
-    raise KeyError("no bucket") if folder.name == "step_000001" else SystemExit(3)
-"""
-
-
-def test_a_hook_gets_each_checkpoint_and_its_error_ends_no_run(tmp_path, caplog):
-    (tmp_path / "hook.py").write_text(HOOK)
-    words = ["steps=2", "checkpoint.every=1", f"checkpoint.on_save={tmp_path}/hook.py:saved"]
-    loop.train(config_of(tmp_path / "run", *words))
-    assert (tmp_path / "run" / "saved.txt").read_text() == "step_000001\nstep_000002\n"
-    assert caplog.text.count("checkpoint.on_save failed") == 2 and "no bucket" in caplog.text
-    with pytest.raises(ValueError, match="checkpoint.on_save: could not import 'none.py'"):
-        run(tmp_path / "other", "checkpoint.on_save=none.py:saved")
-
-
 @pytest.mark.parametrize("may_stop", [True, False])
 def test_a_signal_ends_a_run_at_once_or_is_remembered(request, may_stop):
     # A process that a shell started in the background ignores SIGINT.

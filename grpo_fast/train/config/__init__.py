@@ -422,13 +422,11 @@ class CheckpointConfig(Section):
         every: Steps between checkpoints; 0 writes them by time, and after the last step.
         every_minutes: Minutes between checkpoints; 0 writes them by steps, and after the last step.
         keep: Number of checkpoints to keep; older ones are deleted.
-        on_save: Function module:function or file.py:function that gets each new checkpoint.
     """
 
     every: Count = 0
     every_minutes: float = Field(15, ge=0, le=1e6)
     keep: Positive = 2
-    on_save: str | None = None
 
 
 class RunConfig(Section):

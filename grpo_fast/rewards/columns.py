@@ -136,7 +136,7 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
                 got = f"{len(missing)} of {len(examples)} without"
                 first = f"first {str(missing[0].prompt)[:60]!r}"
                 if name in OTHERS:
-                    first += f"; write {{{OTHERS[name]}: FUNCTION}} for a function of that library"
+                    first += f"; a function of {OTHERS[name]} needs convention: {OTHERS[name]}"
                 argument = f"rewards: {reward.name} asks for {name}"
                 expected = f"{field} in every {split} example"
                 raise argument_error(argument, expected, f"{got}, {first}")

@@ -155,7 +155,7 @@ class RewardSet:
                 raise RewardError(f"reward {reward.name}: {error}") from None
             note = conventions.describe(error)
             if note.startswith("TypeError") and reward.function.convention == OURS:
-                note += "; for a function with the arguments of TRL, write {trl: FUNCTION}"
+                note += "; a function with the arguments of TRL needs convention: trl"
             scores = [why] * count
         if note:
             self._note(reward.name, note)

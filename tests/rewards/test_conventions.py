@@ -4,13 +4,12 @@ import math
 import os
 
 import pytest
-from pydantic import ValidationError
 
 from grpo_fast.data import Example
 from grpo_fast.data.prompts import Form
 from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import RewardError, build_rewards, check_examples, score
-from grpo_fast.train.config import DataConfig, RewardConfig
+from grpo_fast.train.config import DataConfig
 from grpo_fast.train.config.recipes import load_recipe
 from tests.reward_specs import ask, spec
 from tests.train.tiny_runs import sort
@@ -241,9 +240,9 @@ def test_a_ground_truth_may_be_a_mapping(build):
     [
         ("compute_score", "verl", "an answer in every training example"),
         ("reward_func", "openrlhf", "an answer in every training example"),
-        ("compute_score", None, r"asks for data_source: .* write \{verl: FUNCTION\}"),
-        ("reward_func", None, r"asks for queries: .* write \{openrlhf: FUNCTION\}"),
-        ("run_state", None, r"asks for trainer_state: .* write \{trl: FUNCTION\}"),
+        ("compute_score", None, r"asks for data_source: .* needs convention: verl"),
+        ("reward_func", None, r"asks for queries: .* needs convention: openrlhf"),
+        ("run_state", None, r"asks for trainer_state: .* needs convention: trl"),
         ("asks", None, "asks for level: .* got 1 of 1 without, first 'question"),
         ("logs", "trl", "asks for log_metric: expected a field 'log_metric'"),
     ],
@@ -377,20 +376,17 @@ def test_a_file_in_the_home_folder_and_two_functions_of_one_name(file, monkeypat
         build_rewards([spec("~/mine.py:pid", in_process=True)] * 2)
 
 
-def test_one_word_in_the_configuration(file):
-    words = [f"rewards={{verl: {file}:compute_score}}"]
+def test_a_convention_in_the_configuration(file):
+    words = [f"rewards={{name: {file}:compute_score, convention: verl}}"]
     reward = load_recipe("gsm8k-tiny", words).rewards[0]
     assert (reward.name, reward.convention) == (f"{file}:compute_score", "verl")
-    weighted = RewardConfig.model_validate({"trl": "m:f", "weight": 2.0})
-    assert (weighted.name, weighted.convention, weighted.weight) == ("m:f", "trl", 2.0)
-    assert RewardConfig.model_validate(weighted.model_dump()) == weighted
-    for wrong in ({"verl": "m:f", "name": "g"}, {"verl": "m:f", "trl": "m:f"},
-                  {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
-        with pytest.raises(ValidationError):
-            RewardConfig.model_validate(wrong)
+    with pytest.raises(ValueError, match="rewards.0.trl: unknown key; here it is .*convention=trl"):
+        load_recipe("sort", ["rewards={trl: m:f}"])
+    with pytest.raises(ValueError, match="rewards.0.convention: .* got 'skyrl'"):
+        load_recipe("sort", ["rewards={name: m:f, convention: skyrl}"])
 
 
 def test_a_run_passes_its_state(file, tmp_path):
-    rows = sort(tmp_path / "run", f"rewards={{trl: {file}:run_state}}", "steps=2")
+    rows = sort(tmp_path / "run", f"rewards={{name: {file}:run_state, convention: trl}}", "steps=2")
     means = [row["rewards/run_state/mean"] for row in rows]
     assert means == pytest.approx([200.5, 210.5])

@@ -264,7 +264,7 @@ def test_only_the_user_ends_a_run_from_within_a_function(kind):
 def test_a_function_for_trl_without_its_convention_gets_a_hint():
     rewards = own(lambda *, completions, **_: [c[0]["content"] for c in completions])
     ask(rewards, ["p"], ["a"], ["x"])
-    assert "TypeError" in (said := rewards.last_error["f"]) and "write {trl: FUNCTION}" in said
+    assert "TypeError" in (said := rewards.last_error["f"]) and "needs convention: trl" in said
 
 
 NAN = math.nan

@@ -251,7 +251,6 @@ class RewardConfig(Section):
     Attributes:
         name: A built-in reward, package.module:function or file.py:function.
         convention: Library for which the function was written; null means grpo_fast.
-            {trl: FUNCTION} sets both name and convention.
         label: Name of the reward in the metrics; null uses the function's name.
         weight: Weight in the sum of the rewards; 0 logs the reward without training on it.
         options: Keyword arguments of the function.
@@ -266,15 +265,6 @@ class RewardConfig(Section):
     options: dict[str, Any] = {}
     timeout: float = Field(60.0, gt=0, le=1e6)
     in_process: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_by_convention(cls, values: Any) -> Any:
-        word = next((x for x in CONVENTIONS if isinstance(values, dict) and x in values), None)
-        if word is None or "name" in values:
-            return values
-        others = {key: value for key, value in values.items() if key != word}
-        return {"name": values[word], "convention": word, **others}
 
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:

@@ -59,10 +59,6 @@ def named_in(section: str) -> Iterator[None]:
         raise ValueError(f"{section}.{error}") from None
 
 
-# Value of top_k if only top_p is set. It limits the number of token ids stored for each position.
-KEPT_AT_MOST = 512
-
-
 # ------------------------------------------------------------------------- Model and optimizer
 class LoraConfig(Section):
     """Low-rank adapters (LoRA) on all linear layers, with a scaling factor of 2.
@@ -268,10 +264,10 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
-        if ":" not in self.name and (self.convention is not None or self.in_process):
-            why = "only package.module:function and file.py:function have this setting"
-            setting = "in_process" if self.in_process else f"convention={self.convention}"
-            raise conflict(setting, f"name={self.name}", why)
+        is_own = ":" in self.name  # package.module:function or file.py:function
+        none = f"none for the built-in reward {self.name}"
+        require(is_own or self.convention is None, "convention", none, self.convention)
+        require(is_own or not self.in_process, "in_process", none, "true")
         return self
 
 
@@ -314,11 +310,12 @@ class RolloutConfig(Section, Sampling):
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        # If only top_p is set, limit the number of kept tokens by top_k. For a flat distribution,
-        # top_p alone would keep nearly the full vocabulary. Write to __dict__, because a normal
-        # assignment would validate the section again and mark top_k as set by the user.
+        # If only top_p is set, limit the number of kept tokens by top_k, because they are stored.
+        # For a flat distribution, top_p alone would keep nearly the full vocabulary. Write to
+        # __dict__, because a normal assignment would validate the section again and mark top_k as
+        # set by the user.
         if self.needs_support and "top_k" not in self.model_fields_set:
-            self.__dict__["top_k"] = KEPT_AT_MOST
+            self.__dict__["top_k"] = 512
         is_served = self.engine == "vllm-server"
         expected = "at least one server" if is_served else f"none with engine={self.engine}"
         require(is_served == bool(self.vllm.urls), "vllm.urls", expected, self.vllm.urls)
@@ -499,9 +496,8 @@ class RunConfig(Section):
                 options, _ = split_options(self.advantages, self.advantage_options)
                 check_options(self.advantages, options)
             check_group_size(self.advantages, self.rollout.group_size)
-        came = "0 for all" if self.rewards else "no reward"
         is_weighted = any(reward.weight for reward in self.rewards)
-        require(is_weighted, "rewards", "a weight that is not 0", came)
+        require(is_weighted, "rewards", "a reward with a weight that is not 0", "none")
         count = self.rollout.prompts_per_step * self.rollout.group_size
         most = f"at most {MOST_COMPLETIONS} completions in a step"
         require(count <= MOST_COMPLETIONS, "rollout.group_size", most, count)

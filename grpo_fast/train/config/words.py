@@ -19,7 +19,6 @@ from grpo_fast.errors import nearest_hint, nearest_name, reason, require
 QUOTED = 200  # maximum number of characters of a value in an error message
 DEEPEST_KEY = 16  # maximum number of parts in a dotted key
 YAML_WORDS = {"None": "null", "True": "true", "False": "false"}
-OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -61,9 +60,6 @@ class _StrictLoader(yaml.SafeLoader):
 
 class _Dumper(yaml.SafeDumper):
     """YAML dumper that quotes a string if the loader would otherwise read it as a number."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True  # write repeated values in full, because the loader rejects aliases
 
 
 for _tag, _pattern in PLAIN.items():
@@ -232,9 +228,7 @@ def _explain(error: Any, kind: type[BaseModel]) -> str:
     where = quoted(".".join(map(str, error["loc"])), str)
     listed = ".".join("0" if isinstance(part, int) else part for part in error["loc"])
     keys = list(dotted_keys(kind))
-    # 1. Describe an unknown or missing key.
-    if error["type"] == "missing":
-        return f"{where}: is missing"
+    # 1. Describe an unknown key.
     if error["type"] == "extra_forbidden":
         above = listed.rpartition(".")[0]
         known = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == above]
@@ -296,7 +290,7 @@ def section_of(annotation: Any) -> Any:
 @functools.cache
 def other_names() -> dict[str, str]:
     """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package."""
-    table = read_yaml_file(OTHER_NAMES, "other_names")
+    table = read_yaml_file(Path(__file__).with_name("other_names.yaml"), "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
 

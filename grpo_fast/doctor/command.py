@@ -12,15 +12,12 @@ from typing import Any
 
 from grpo_fast.doctor.diagnosis import Diagnosis, DoctorSettings, examine_engine
 from grpo_fast.doctor.selftest import self_checks
-from grpo_fast.errors import conflict, escape_control, require
+from grpo_fast.errors import escape_control, require
 from grpo_fast.train.config.recipes import read_recipe
 from grpo_fast.train.config.words import read_words, recipe_in
 from grpo_fast.train.evaluation.command import find_model
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
-# Keys of a run's `model` section that the doctor reads. trust_remote_code is excluded, because the
-# doctor must not run code from a model's folder.
-LOADING = {"dtype", "autocast"}
 # Default settings without a recipe. The temperature differs from 1, because an engine that ignores
 # the temperature would otherwise pass the comparison.
 DEFAULTS: dict[str, Any] = {
@@ -87,8 +84,8 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings | None]:
     require(len(models) <= 1, "model", "one at most", ", ".join(models))
     recipe = recipe_in(settings)
     if not models and recipe is None:
-        if words:
-            raise conflict("model=none", words[0], "it needs a folder, a hub id or recipe=NAME")
+        expected = "a folder, a hub id or recipe=NAME with other words"
+        require(not words, "model", expected, " ".join(words))
         return None, None
     # 2. Read prompts and sampling settings from the recipe. Without a recipe, read them from the
     # run if the model is the folder of a run. Otherwise use the defaults.
@@ -97,7 +94,8 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings | None]:
         path, of_model = find_model(models[0])
         loading = {}
         if of_model is not None:
-            loading = of_model.model.model_dump(include=LOADING)
+            # Exclude trust_remote_code, because the doctor must not run code from a model's folder.
+            loading = of_model.model.model_dump(include={"dtype", "autocast"})
             if recipe is None:
                 fields = of_model.model_dump(mode="json", exclude_unset=True)
         fields["model"] = {"path": path, **loading}

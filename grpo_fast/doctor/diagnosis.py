@@ -36,8 +36,6 @@ KNOWN = 0.95
 # Minimum cosine similarity with which a dtype is reported as the cause. It compares two differences
 # from the trainer's log-probabilities: that of the trainer in this dtype, and that of the engine.
 SIMILAR = 0.5
-BUDGET = 8192  # largest number of tokens in a packed row
-SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 
 
 @dataclass(frozen=True)
@@ -210,10 +208,10 @@ def ignores_update(
     weight = policy.lm.get_output_embeddings().weight.data
     saved = weight.clone()
     try:
-        weight.mul_(SCALE)
+        weight.mul_(1.5)
         second = sample(version + 1)
     finally:
-        # Restore the saved weight. Division by SCALE would round. Then sample once more, so that
+        # Restore the saved weight. Division by 1.5 would round. Then sample once more, so that
         # the engine receives the original weights.
         weight.copy_(saved)
         sample(version + 2)
@@ -238,7 +236,7 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
         Log-probabilities in fp32 on the CPU, shape (R,).
     """
     table = dataclasses.replace(samples, advantages=torch.zeros(len(samples)))
-    batch = StepBatch(table, budget=BUDGET, device=policy.device, shared=policy.unshared is None)
+    batch = StepBatch(table, budget=8192, device=policy.device, shared=policy.unshared is None)
     precompute(batch, policy, LossConfig(temperature=temperature), keep_old=True)
     assert batch.samples.old_logps is not None
     return batch.samples.old_logps.float().cpu()

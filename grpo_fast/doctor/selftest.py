@@ -27,9 +27,8 @@ from grpo_fast.train.models.loading import build_tokenizer, load_policy, packed_
 
 BACKENDS = ("torch", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16)
-HIDDEN = 64
+HIDDEN = 64  # size of hidden states, and head dimension in the tests of attention kernels
 VOCABULARY = 4096  # large enough to select the kernels for large vocabularies
-HEAD_DIM = 64  # head dimension in the tests of attention kernels
 LOGPS = 1e-5  # allowed absolute error of loss and logps in any dtype
 GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # allowed relative error
 MODEL = ("model.config.hidden_size=16", "model.config.intermediate_size=32",
@@ -77,7 +76,7 @@ def table(device: torch.device) -> Iterator[tuple[str, float, Gap]]:
     # 2. Compare every attention kernel with a reference that computes the full score matrix.
     for dtype, extra in product(DTYPES, ("", ", window", ", softcap")):
         is_special = extra == ", window", extra == ", softcap"
-        kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
+        kind = Kind(device.type, dtype, HIDDEN, *is_special, gpu=device.index)
         for provider in candidates(kind):
             pair = pair_of(provider.attend, kind)
             name = f"attention {provider.name} {str(dtype).removeprefix('torch.')}{extra}"

@@ -51,17 +51,14 @@ class Clock:
 
     def metrics(self) -> dict[str, float]:
         """Return the total time, the time and token rate of each part, and the peak GPU memory."""
-        peak = {"perf/peak_memory_gib": self.peak / 2**30} if self.peak else {}
-        rates = {
-            f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]
-            for name in ("rollout", "train")
-        }
-        return {
-            "step_time": self.last - self.start,
-            **rates,
-            **{f"perf/{name}_time": seconds for name, seconds in self.seconds.items()},
-            **peak,
-        }
+        metrics = {"step_time": self.last - self.start}
+        for name in ("rollout", "train"):
+            metrics[f"perf/{name}_tok_s"] = self.tokens[name] / self.seconds[name]
+        for name, seconds in self.seconds.items():
+            metrics[f"perf/{name}_time"] = seconds
+        if self.peak:
+            metrics["perf/peak_memory_gib"] = self.peak / 2**30
+        return metrics
 
 
 def reward_metrics(

@@ -25,7 +25,6 @@ from grpo_fast.train.models import loading
 
 DEFAULT_REWARDS = {"gsm8k": ["gsm8k_correct", "gsm8k_format"], "sort": ["sort_positions"]}
 SHORT: dict[str, type[Section]] = {"eval": EvalConfig, "data": DataConfig, "model": ModelConfig}
-SAMPLED_AT = 0.7  # default temperature of the sampled pass
 
 
 class EvalSettings(RunConfig):
@@ -131,7 +130,6 @@ def _with_section(word: str) -> str:
 
 
 # -------------------------------------------------------------------------------------- The command
-Say = Callable[..., object]  # function that receives lines of text
 
 
 def run_eval(
@@ -139,7 +137,7 @@ def run_eval(
     words: Sequence[str] = (),
     *,
     allow_code: bool = False,
-    say: Say = lambda *lines: None,
+    say: Callable[..., object] = lambda *lines: None,
 ) -> dict[str, dict[str, float]]:
     """Evaluate a model on held-out questions.
 
@@ -195,7 +193,7 @@ def _passes(config: RunConfig) -> dict[str, EvalConfig]:
     asked = config.eval.model_copy(update={"max_new_tokens": length})
     modes = {"greedy": asked.model_copy(update={"samples": 1, "temperature": 0.0})}
     if asked.samples > 1 or asked.temperature > 0:
-        temperature = asked.temperature or SAMPLED_AT
+        temperature = asked.temperature or 0.7
         modes["sampled"] = asked.model_copy(update={"temperature": temperature})
     return modes
 

@@ -6,7 +6,7 @@ import yaml
 from grpo_fast import LossConfig
 from grpo_fast.train.config import LossSettings, RunConfig
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
-from grpo_fast.train.config.words import read_yaml, read_yaml_file, save_config, validated
+from grpo_fast.train.config.words import read_yaml, save_config, validated
 from tests.command_line import invoke, refused
 
 MINIMAL = {
@@ -122,10 +122,12 @@ def test_what_is_refused(text, reason):
 
 def test_a_recipe_that_is_no_text(tmp_path):
     (tmp_path / "r.yaml").write_bytes("ä: 1".encode("latin-1"))
-    assert refused(invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "UTF-8")
+    assert refused(
+        invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "'utf-8' codec can't decode"
+    )
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path):
-    with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got"):
-        read_yaml_file(tmp_path, "recipe r")
+    with pytest.raises(ValueError, match="^recipe r: expected plain YAML, got .*Is a directory"):
+        read_yaml(tmp_path, "recipe r")
     assert refused(invoke("train", str(tmp_path)), "recipe: no such file")

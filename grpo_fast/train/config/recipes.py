@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_fast.errors import nearest_hint, require
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.words import quoted, read_words, read_yaml, read_yaml_file
+from grpo_fast.train.config.words import quoted, read_words, read_yaml
 
 RECIPES = resources.files("grpo_fast") / "recipes"
 
@@ -77,7 +77,7 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
     if name_or_path in names:
         settings = read_yaml((RECIPES / f"{name_or_path}.yaml").read_text("utf-8"), where)
     elif os.path.isfile(name_or_path):
-        settings = read_yaml_file(name_or_path, where)
+        settings = read_yaml(Path(name_or_path), where)
     elif name_or_path.endswith((".yaml", ".yml")) or os.sep in name_or_path:
         raise ValueError(f"recipe: no such file: {quoted(name_or_path)}")
     else:

@@ -17,7 +17,6 @@ from grpo_fast.data.readers import GYM
 from grpo_fast.errors import nearest_hint, nearest_name, reason, require
 
 QUOTED = 200  # maximum number of characters of a value in an error message
-DEEPEST_KEY = 16  # maximum number of parts in a dotted key
 YAML_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -68,31 +67,24 @@ for _tag, _pattern in PLAIN.items():
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
-def read_yaml(text: str, name: str) -> Any:
+def read_yaml(source: str | Path, name: str) -> Any:
     """Parse a YAML text.
 
     Args:
-        text: the YAML text.
-        name: name of the text, for example its path. Error messages begin with this name.
+        source: the YAML text, or the path of a file that contains it in UTF-8.
+        name: name of the text. Error messages begin with this name.
 
     Raises:
-        ValueError: the text is not strict YAML.
+        ValueError: the file cannot be read, or the text is not strict YAML.
     """
+    came = repr(str(source)[:60])
     try:
+        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
         return _StrictLoader(text).get_single_data()
     # PyYAML's constructors raise many exception classes. For example, a malformed date raises a
     # ValueError from datetime.
     except Exception as error:
-        start = repr(text[:60])
-        raise ValueError(f"{name}: expected plain YAML, got {start}: {reason(error)}") from None
-
-
-def read_yaml_file(path: str | Path, name: str) -> Any:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: expected a readable text file in UTF-8, got {error}") from None
-    return read_yaml(text, name)
+        raise ValueError(f"{name}: expected plain YAML, got {came}: {reason(error)}") from None
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
@@ -150,7 +142,7 @@ def split_word(word: str) -> tuple[str, str]:
     """
     key, equals, text = word.partition("=")
     parts = key.split(".")
-    fits = equals and all(parts) and len(parts) <= DEEPEST_KEY and key.isprintable()
+    fits = equals and all(parts) and len(parts) <= 16 and key.isprintable()
     require(fits, "settings", "key=value", quoted(word))
     return key, text
 
@@ -290,7 +282,7 @@ def section_of(annotation: Any) -> Any:
 @functools.cache
 def other_names() -> dict[str, str]:
     """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package."""
-    table = read_yaml_file(Path(__file__).with_name("other_names.yaml"), "other_names")
+    table = read_yaml(Path(__file__).with_name("other_names.yaml"), "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
 

@@ -64,7 +64,7 @@ class State:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
-    format: Literal[13]  # other versions of the package write other formats
+    format: Literal[14]  # other versions of the package write other formats
     length: Count  # length of metrics.jsonl in bytes
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     step: Count  # finished steps
@@ -269,7 +269,7 @@ class Checkpoints:
         """
         run = self.run
         vars(run).update(changes)
-        self.state = State(13, self.report.length, self.settings, **run.state_dict())
+        self.state = State(14, self.report.length, self.settings, **run.state_dict())
         for optimizer in run.optimizers.values():
             optimizer.has_moved = False
 

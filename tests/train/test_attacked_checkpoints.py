@@ -93,8 +93,8 @@ FIELDS = [
     ("settings.optim", None, "optim: None → "),
     ("settings.files", {}, "files.data.train: None → "),
     ("run", "x", "state.json: run: Unexpected keyword"),
-    *(("format", number, "format: Input should be 13; use the version of grpo_fast that wrote it")
-      for number in (12, 14)),
+    *(("format", number, "format: Input should be 14; use the version of grpo_fast that wrote it")
+      for number in (13, 15)),
 ]  # fmt: skip
 TENSORS = {  # for each case a function that edits the tensors, and a part of the message
     "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT}: expected .* got none"),
@@ -120,7 +120,7 @@ def test_an_edited_checkpoint_is_refused_and_no_file_changes(folder, newest, edi
 
 
 # The texts include a million nested lists, and a number of a million digits.
-TEXTS = ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', '{"format": 13}',
+TEXTS = ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', '{"format": 14}',
          "null")  # fmt: skip
 GARBAGE = [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x00" + b"{" * 99]
 

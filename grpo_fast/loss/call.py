@@ -26,6 +26,7 @@ from grpo_fast.kernels.types import (
     ActiveRows,
     HeadTensors,
     LogitTransform,
+    Values,
     Wanted,
     detached,
     elements_at,
@@ -59,6 +60,7 @@ class Call:
             and `linear_divergence`.
         weights: (T,) weights of the rows of `linear_divergence`, set by `find_all_rows`.
         left_out: (T,) bool mask of kept rows whose results must be set to 0, or None.
+        outputs: logps, entropies, metrics of grad_filter and divergences of a loss.
     """
 
     tensors: RowTensors
@@ -96,6 +98,7 @@ class Call:
         self.tokens: Tokens | None = None
         self.weights: Tensor
         self.left_out: Tensor | None = None
+        self.outputs: tuple[Any, ...] = ()
         self._route: Route | None = None
 
     @property
@@ -396,9 +399,9 @@ class Call:
             adds_terms=term is not None,
         )  # fmt: skip
 
-    def shaped(self, x: Tensor) -> Tensor:
-        """Return one value per row in the layout of the targets."""
-        return x if self.like.dim() == 1 else x.reshape(self.like.shape)
+    def shaped(self, x: Values) -> Values:
+        """Return one value per row in the layout of the targets. None stays None."""
+        return x if x is None or self.like.dim() == 1 else x.reshape(self.like.shape)
 
 
 def selected_ids(x: Tensor, index: Tensor | None) -> Tensor:

@@ -144,8 +144,8 @@ def linear_divergence(
         ranks.check_agreement(call)
         # 3. Compute the divergence with autograd.
         call.tensors = ()
-        loss, each, *_ = apply_loss(loss_from_logits, call, *tensors)
-        return DivergenceOutput(loss, each.detach().reshape(like.shape))
+        loss = apply_loss(loss_from_logits, call, *tensors)
+        return DivergenceOutput(loss, call.outputs[0].reshape(like.shape))
 
 
 def checked_term(

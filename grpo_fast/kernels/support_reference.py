@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
-from grpo_fast.kernels.types import HeadTensors, LogitTransform, add_rows_, scaled_rows
+from grpo_fast.kernels.types import HeadTensors, LogitRows, LogitTransform, add_rows_, scaled_rows
 
 # Maximum number of elements of `weight` or `hidden` that are copied at a time, to limit the memory.
 BLOCK_ELEMENTS = 4 << 20
@@ -67,14 +67,14 @@ def head_rows(
     if bias is not None:
         raw += bias[rows.ids].to(dtype)
     # 2. Compute the statistics and the slopes.
-    stats = reference.row_logps(
-        raw[None], rows.places, transform, return_entropy=return_entropy, offsets=rows.offsets
-    )
+    p = LogitRows(raw[None], rows.places, transform, rows.offsets)
+    stats = reference.row_logps(p, return_entropy=return_entropy)
     slopes = None
     if return_slopes:
         # Pass a copy of `raw`, because `raw` is returned and row_grad_ overwrites its input.
-        own = raw[None].clone(), rows.places, stats, torch.ones_like(stats[1]), None, transform
-        slopes = head_hidden(reference.row_grad_(*own, offsets=rows.offsets)[0], weight, rows)
+        p = p._replace(logits=raw[None].clone())
+        d = reference.row_grad_(p, stats, torch.ones_like(stats[1]), None)
+        slopes = head_hidden(d[0], weight, rows)
     return HeadRows(raw, stats, slopes)
 
 

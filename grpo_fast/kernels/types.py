@@ -109,6 +109,16 @@ class HeadInputs(NamedTuple):
     descriptors: dict[tuple[int, int, int], Any] | None = None
 
 
+class LogitRows(NamedTuple):
+    """Raw logits of C rows and their targets, as the row kernels read them."""
+
+    logits: Tensor  # (C, V), or (1, nnz) with `offsets`
+    target_ids: Tensor  # (C,) int64; with `offsets`, the position of each target in its row
+    transform: LogitTransform
+    # (C+1,) bounds of rows of unequal length, which are stored one after another; None: (C, V)
+    offsets: Tensor | None = None
+
+
 class RowLoss(NamedTuple):
     """Per-row results of `row_loss_`, (C,) fp32 each.
 

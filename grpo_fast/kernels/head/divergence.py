@@ -28,7 +28,7 @@ from grpo_fast.kernels.head.support import GatheredSets, sets_of_head
 from grpo_fast.kernels.head.terms import RowTerm, Step, saves_time
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import HeadTensors, pad_rows
+from grpo_fast.kernels.types import HeadTensors, LogitRows, pad_rows
 
 
 class Divergences(RowTerm):
@@ -92,15 +92,13 @@ class Divergences(RowTerm):
     ) -> tuple[Tensor, Tensor]:
         """Compute the divergences over token sets. Return them and the d-logits, (nnz,)."""
         assert self.teacher_sets is not None and isinstance(self.teacher, TeacherHead)
-        z = source.logits(at, cached=cached)
-        y = self.teacher_sets.logits(at, cached=False).to(z.dtype)
+        p = source.logit_rows(at, source.logits(at, cached=cached))
+        y = self.teacher_sets.logits(at, cached=False).to(p.logits.dtype)
         self.teacher_sets.release()
         # The Triton kernel takes rows of equal length only.
         kernels = divergence_reference if self.route.backend == "triton" else self.kernels
-        found = kernels.row_divergence_(
-            z, y, w, self.term, at.transform, self.teacher.transform,
-            out=y if self.has_gradient else None, offsets=source.support.offsets,
-        )  # fmt: skip
+        q = p._replace(logits=y, transform=self.teacher.transform)
+        found = kernels.row_divergence_(p, q, w, self.term, out=y if self.has_gradient else None)
         return found.values, y[0]
 
     def _of_vocabulary(
@@ -113,7 +111,7 @@ class Divergences(RowTerm):
             an LM head, the buffer first contains the teacher's logits. If there is only one buffer,
             the d-logits overwrite the student's logits.
         """
-        z = source.logits(at, cached=cached)
+        p = source.logit_rows(at, source.logits(at, cached=cached))
         count = len(at.target_ids)
         index = source.rows.active_index
         teacher = self.teacher.rows(at.rows if index is None else index[at.rows])
@@ -121,35 +119,36 @@ class Divergences(RowTerm):
         to = out[:count] if self.has_gradient else None
         if not isinstance(teacher, TeacherHead):
             # A top-k teacher has no logits that a kernel could read, so all backends use torch.
-            of_rows = z, teacher, w, self.term, at.transform
-            return divergence_reference.row_topk_divergence_(*of_rows, out=to), out
+            values = divergence_reference.row_topk_divergence_(p, teacher, w, self.term, out=to)
+            return values, out
         _teacher_logits(teacher, out)
-        given = z, out[:count], w, self.term, at.transform, teacher.transform
+        q = p._replace(logits=out[:count], transform=teacher.transform)
+        given = p, q, w, self.term
         joined = None
         if isinstance(source, ShardedHead):
             joined = self._join_ranks(source, *given)
-            if to is None or not z.shape[1]:
+            if to is None or not p.logits.shape[1]:
                 return joined.values, out
         found = self.kernels.row_divergence_(*given, out=to, known=joined)
         return (joined or found).values, out
 
-    def _join_ranks(self, source: ShardedHead, z: Tensor, *given: object) -> DivergenceRows:
+    def _join_ranks(self, source: ShardedHead, p: LogitRows, *given: object) -> DivergenceRows:
         """Compute values, centers and lse of full rows if the vocabulary is sharded.
 
         Two all-gathers exchange the sums of the shards.
         """
-        has_columns = z.shape[1] > 0
-        nothing = z.new_zeros(len(z), dtype=torch.float64)
+        has_columns = p.logits.shape[1] > 0
+        nothing = p.logits.new_zeros(len(p.logits), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
         group = source.shard.group
         # 1. Process the columns of this rank, and combine the lse values of all ranks into the lse
         # of the full rows.
-        own = self.kernels.row_divergence_(z, *given) if has_columns else none
+        own = self.kernels.row_divergence_(p, *given) if has_columns else none
         lses = gathered(torch.stack([own.lse, own.teacher_lse]), group).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)
         # 2. Compute this rank's values and centers with the lse of the full rows, and sum them over
         # all ranks.
-        own = self.kernels.row_divergence_(z, *given, known=full) if has_columns else none
+        own = self.kernels.row_divergence_(p, *given, known=full) if has_columns else none
         sums = gathered(torch.stack([own.values, own.centers]), group).sum(0)
         return DivergenceRows(*sums, *lses)
 

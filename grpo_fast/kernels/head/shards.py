@@ -25,7 +25,7 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.head.sources import Chunk, DenseHead
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, RowStats
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRows, RowStats
 
 
 class VocabularyShard(NamedTuple):
@@ -95,16 +95,14 @@ def gathered(x: Tensor, group: distributed.ProcessGroup) -> Tensor:
     return everyone
 
 
-def unrounded_statistics(
-    logits: Tensor, target_ids: Tensor, transform: LogitTransform, *, return_entropy: bool
-) -> RowStats:
+def unrounded_statistics(p: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute the same as `reference.row_logps`, but without the final rounding to fp32.
 
     If all columns of a row are -inf, its lse is -inf. The row then contributes nothing when the
     statistics of all shards are combined.
     """
-    z, _ = reference.final_logits(logits, transform)
-    lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
+    z, _ = reference.final_logits(p.logits, p.transform)
+    lse, logps, entropy = reference.row_statistics(z, p.target_ids, return_entropy=return_entropy)
     return lse.masked_fill(z.amax(-1) == -torch.inf, -torch.inf), logps, entropy
 
 
@@ -140,7 +138,8 @@ class ShardedHead(DenseHead):
         z = self.logits(at, cached=cached)
         own = self.shard.own(at.target_ids)
         if z.shape[1]:
-            stats = self.row_logps(z, own, at.transform, return_entropy=return_entropy)
+            p = LogitRows(z, own, at.transform)
+            stats = self.row_logps(p, return_entropy=return_entropy)
         else:
             # A shard without columns has the lse log 0 = -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)

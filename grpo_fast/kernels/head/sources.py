@@ -41,6 +41,7 @@ from grpo_fast.kernels.types import (
     Exponentials,
     HeadInputs,
     HeadTensors,
+    LogitRows,
     LogitTransform,
     RowLoss,
     RowStats,
@@ -133,6 +134,10 @@ class RowSource:
         """
         raise NotImplementedError
 
+    def logit_rows(self, at: Chunk, z: Tensor) -> LogitRows:
+        """Return raw logits of a chunk in the form that the row kernels read."""
+        return LogitRows(z, at.target_ids, at.transform, self.offsets)
+
     def gradient(self, at: Chunk) -> Tensor | None:
         """Return the buffer for the d-logits, (padded C, V). None: they overwrite the logits."""
         return None
@@ -141,10 +146,8 @@ class RowSource:
         self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
     ) -> RowStats:
         """Compute the statistics of a chunk. With `stores`, keep its logits for `gradients`."""
-        z = self.logits(at, cached=cached)
-        return self.kernels.row_logps(
-            z, at.target_ids, at.transform, return_entropy=return_entropy, offsets=self.offsets
-        )
+        p = self.logit_rows(at, self.logits(at, cached=cached))
+        return self.kernels.row_logps(p, return_entropy=return_entropy)
 
     def loss(
         self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
@@ -155,9 +158,8 @@ class RowSource:
             d = self.gradient(at)
             assert d is not None
             part = self.kernels.row_loss_(
-                z, d[: len(z)], at.target_ids, terms, config, at.transform,
-                return_entropy=return_entropy,
-            )  # fmt: skip
+                self.logit_rows(at, z), d[: len(z)], terms, config, return_entropy=return_entropy
+            )
             return ChunkGradients(d), part
         # Compute the statistics, the loss and the gradient one after the other.
         stats = self.logps(at, return_entropy=return_entropy, stores=True, cached=cached)
@@ -172,9 +174,7 @@ class RowSource:
         z = self.logits(at, cached=cached)
         d = self.gradient(at)
         out = z if d is None else d[: len(z)]
-        self.kernels.row_grad_(
-            z, at.target_ids, known, g, g_entropy, at.transform, out=out, offsets=self.offsets
-        )
+        self.kernels.row_grad_(self.logit_rows(at, z), known, g, g_entropy, out)
         return ChunkGradients(z[0] if d is None else d)
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:

@@ -62,10 +62,8 @@ class TokenSets(RowSource):
         This base class ignores `return_slopes` and computes no slopes.
         """
         raw = self.raw()
-        stats = self.kernels.row_logps(
-            raw[None], at.target_ids, at.transform, return_entropy=return_entropy,
-            offsets=self.offsets,
-        )  # fmt: skip
+        p = self.logit_rows(at, raw[None])
+        stats = self.kernels.row_logps(p, return_entropy=return_entropy)
         return HeadRows(raw, stats, None)
 
     def raw(self) -> Tensor:

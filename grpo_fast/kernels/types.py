@@ -153,17 +153,6 @@ class AddedRows(NamedTuple):
     ids: Tensor | None = None  # (T,) int64; None: ids[t] = t
     rows: Tensor | None = None  # (T,) int64; None: rows[t] = t
 
-    def terms(self) -> Tensor:
-        """Return the added rows, each multiplied by its coefficient, as (T, N) fp32."""
-        count = len(self.coefficients)
-        values = self.values[:count] if self.rows is None else self.values[self.rows]
-        return scaled_rows(values, self.coefficients)
-
-    def add_to_(self, total: Tensor) -> None:
-        """Add the scaled rows to `total`, which contains (V, N) fp32 sums."""
-        assert self.ids is not None
-        add_rows_(total, self.ids, self.terms())
-
 
 class Dominant(NamedTuple):
     """The fp32 values of the dominant elements of a 16-bit matrix (C, V).

@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.head.products import (
     accumulate_outer,
     column_masses,
     heavy_columns,
     matmul_d_hidden,
     weighted_column_sum,
-    weighted_product,
 )
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import (
@@ -115,7 +115,8 @@ class HeadSums:
         self.repeats = repeats
         self.keep_fp32 = keep_fp32
         self.in_parts = in_parts or keep_fp32
-        self.is_single_chunk = is_single_chunk and not self.in_parts
+        # The dtype to which dW may be rounded at once; None: it is a sum of several terms.
+        self.final = self.weight.dtype if is_single_chunk and not self.in_parts else None
         self.tolerance = tolerance
         self.sum_hidden = sum_hidden
         self.dtype = torch.promote_types(self.hidden.dtype, torch.float32)
@@ -185,11 +186,8 @@ class HeadSums:
             if self.wanted.bias:
                 self._add_bias(d.sum(0, dtype=self.dtype), columns)
             return
-        # Use the GPU kernels only if no column was skipped, because they read all columns.
-        if columns is None and self.kernels is not None:
-            self._add_fused(d, by, h, count, rows)
-        else:
-            self._add_weighted(d, by, h, count, rows, weight, columns)
+        add = self._add_weighted if self.kernels is None else self._add_fused
+        add(d, by, h, count, rows, weight, columns)
         if self.wanted.bias:
             self._add_bias(weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
@@ -205,7 +203,7 @@ class HeadSums:
         weight: Tensor,
         columns: Tensor | None,
     ) -> None:
-        """Add a chunk of exponentials to dH and dW.
+        """Add a chunk of exponentials to dH and dW on a CPU, with the products of csrc.
 
         The coefficients scale the rows of (C, H) matrices, because scaling the larger matrix of
         exponentials would cost more. The contributions of the targets are added in fp32.
@@ -218,19 +216,27 @@ class HeadSums:
                 # Drop the rounding errors of skipped columns, which are not part of the product.
                 errors = errors if columns is None else errors.of_columns(columns)
                 added = errors.added_to(added, by.by_row)
-            dh = weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype)
+            dh = weight.new_empty((count, weight.shape[1]), dtype=self.hidden_dtype)
+            gemm.mm_(d[:count], weight, dh, out_scales=by.by_row[:count], added=added)
             self._add_hidden(dh, rows)
         if self.wanted.weight:
             added = AddedRows(target, h[:count], ids=by.target_ids)
             self._add_weight(d, h, columns, by.by_row, added)
 
     def _add_fused(
-        self, d: Tensor, by: Coefficients, h: Tensor, count: int, rows: slice | Tensor
+        self,
+        d: Tensor,
+        by: Coefficients,
+        h: Tensor,
+        count: int,
+        rows: slice | Tensor,
+        weight: Tensor,
+        columns: Tensor | None,
     ) -> None:
         """Add a chunk of exponentials to dH and dW, using GPU kernels."""
         scaled: Tensor | None = None
         if self.wanted.hidden:
-            product = matmul_d_hidden(d, self.weight)
+            product = matmul_d_hidden(d, weight)
             shape = count, product.shape[1]
             out = torch.empty(shape, dtype=self.hidden_dtype, device=product.device)
             scaled = self.kernels.write_hidden_(
@@ -244,11 +250,8 @@ class HeadSums:
                 scaled = self.kernels.scaled_hidden(h, by.by_row, h.dtype)
             # Add the rows of an id in order, so that the sum is reproducible.
             ids, order = self.kernels.sorted_targets(by.target_ids)
-            total = accumulate_outer(
-                self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
-            )
-            self.kernels.add_targets_(total, ids, order, by.by_target, h, d, scaled)
-            self.d_weight = total
+            self._add_weight(d, scaled, columns)
+            self.kernels.add_targets_(self.d_weight, ids, order, by.by_target, h, d, scaled)
 
     def add_sets(self, d_logits: ChunkGradients, support: SupportRows, kernels: Any) -> None:
         """Add the gradients of the rows that have a token set.
@@ -313,18 +316,15 @@ class HeadSums:
         """
         if columns is None:
             self.d_weight = accumulate_outer(
-                self.d_weight, d, h, self.weight, is_single_chunk=self.is_single_chunk,
-                scales=scales, added=added,
-            )  # fmt: skip
+                self.d_weight, d, h, final=self.final, scales=scales, added=added
+            )
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.dtype)
-        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.dtype)
-        self.d_weight.index_add_(
-            0, columns, accumulate_outer(None, d, h, own, is_single_chunk=True, scales=scales)
-        )
+        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, scales=scales))
         if added is not None:
-            added.add_to_(self.d_weight)
+            assert added.ids is not None
+            add_rows_(self.d_weight, added.ids, scaled_rows(added.values, added.coefficients))
 
     def _add_bias(self, db: Tensor, columns: Tensor | None) -> None:
         """Add the bias gradient of some columns to the sum. `columns` is None for all columns."""

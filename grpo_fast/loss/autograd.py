@@ -25,7 +25,7 @@ from grpo_fast.kernels.head.divergence import Divergences
 from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
-from grpo_fast.kernels.route import Route, unavailable
+from grpo_fast.kernels.route import Route, uses_triton
 from grpo_fast.kernels.types import Context
 from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
@@ -250,7 +250,7 @@ def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     if all(type(x) is Tensor and x.is_cpu and x.item() == 1.0 for x in factors):
         return
     on_gpu = all(x.is_cuda and x.is_contiguous() and x.dtype.itemsize <= 4 for x in gradients)
-    if on_gpu and unavailable("triton", "cuda") is None:
+    if on_gpu and uses_triton(factors[0]):
         from grpo_fast.kernels.gpu import gradients as kernels
 
         kernels.scale_(gradients, factors)

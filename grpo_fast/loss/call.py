@@ -9,6 +9,7 @@ are copied, because metrics are computed later, when the caller may have changed
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.head.terms import saves_time
-from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route, unavailable
+from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route, uses_triton
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import (
@@ -262,17 +263,6 @@ class Call:
             flat = flat != 0
         return unless_all(flat)
 
-    @property
-    def _has_triton(self) -> bool:
-        """Return whether a Triton kernel finds the completions and copies the inputs of a loss."""
-        like = self.like
-        is_asked = self.backend == "triton" or (like.is_cuda and self.backend == "auto")
-        # Use torch under a transform of torch.func. Its tensors have no memory, so a Triton kernel
-        # would fail before the autograd function can report that torch.func is not supported.
-        if not is_asked or torch._C._are_functorch_transforms_active():
-            return False
-        return unavailable("triton", like.device.type) is None
-
     def _expanded(self, index: Tensor | None, count: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the completion of each active token, and copies of the inputs by name.
 
@@ -291,7 +281,9 @@ class Call:
             x = getattr(self, name)
             if x is not None:
                 given[name] = detached(x).reshape(-1)
-        if self._has_triton:
+        # Use torch under a transform of torch.func. Its tensors have no memory, so a Triton kernel
+        # would fail before the autograd function can report that torch.func is not supported.
+        if uses_triton(self.like, self.backend) and not torch._C._are_functorch_transforms_active():
             from grpo_fast.kernels.gpu.tokens import expanded
 
             first, *others = given.values()
@@ -423,15 +415,13 @@ def lengths_of(segments: Tensor, count: int) -> Callable[[], Tensor]:
 
     `segments` must be ascending. The lengths are computed once, when they are first needed.
     """
-    found: list[Tensor] = []
 
+    @functools.cache
     def lengths() -> Tensor:
-        if not found:
-            # Find the first token of each completion by a binary search. bincount would cost two
-            # GPU syncs.
-            starts = torch.arange(count + 1, device=segments.device)
-            found.append(torch.searchsorted(segments, starts).diff())
-        return found[0]
+        # Find the first token of each completion by a binary search. bincount would cost two GPU
+        # syncs.
+        starts = torch.arange(count + 1, device=segments.device)
+        return torch.searchsorted(segments, starts).diff()
 
     return lengths
 

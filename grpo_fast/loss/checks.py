@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.kernels.gpu.launch import is_capturing
-from grpo_fast.kernels.route import BACKENDS, unavailable
+from grpo_fast.kernels.route import BACKENDS, uses_triton
 from grpo_fast.kernels.types import is_sharded
 from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
@@ -376,7 +376,7 @@ class LateChecks(NamedTuple):
 
 def extremes(vectors: Sequence[Tensor], backend: str) -> Tensor:
     """Return the minimum, the maximum and the least step of each vector, (count, 3) fp64."""
-    if vectors[0].is_cuda and backend != "torch" and unavailable("triton", "cuda") is None:
+    if uses_triton(vectors[0], backend):
         from grpo_fast.kernels.gpu import extremes as kernels
 
         return kernels.extremes(vectors)

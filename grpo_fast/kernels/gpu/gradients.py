@@ -204,11 +204,12 @@ def scale_kernel(
     gradient_0, factor_0, size_0, gradient_1, factor_1, size_1, gradient_2, factor_2, size_2,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    scale_one(gradient_0, factor_0, size_0, BLOCK)
-    if gradient_1 is not None:
-        scale_one(gradient_1, factor_1, size_1, BLOCK)
-    if gradient_2 is not None:
-        scale_one(gradient_2, factor_2, size_2, BLOCK)
+    gradients = (gradient_0, gradient_1, gradient_2)
+    factors = (factor_0, factor_1, factor_2)
+    sizes = (size_0, size_1, size_2)
+    for i in tl.static_range(3):
+        if gradients[i] is not None:
+            scale_one(gradients[i], factors[i], sizes[i], BLOCK)
 
 
 def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:

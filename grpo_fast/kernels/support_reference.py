@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
-from grpo_fast.kernels.types import HeadTensors, LogitRows, LogitTransform, add_rows_, scaled_rows
+from grpo_fast.kernels.types import HeadInputs, LogitRows, add_rows_, scaled_rows
 
 # Maximum number of elements of `weight` or `hidden` that are copied at a time, to limit the memory.
 BLOCK_ELEMENTS = 4 << 20
@@ -42,20 +42,16 @@ def target_places(
 
 
 def head_rows(
-    tensors: HeadTensors,
-    rows: SupportRows,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    return_slopes: bool,
+    p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
 ) -> HeadRows:
     """Compute the logits of all ids in the sets, and the statistics of every row.
 
-    All results are at least fp32. With `return_slopes`, also compute the slopes, the derivatives of
-    the logps with respect to the hidden states.
+    All results are at least fp32. The target ids are the positions of the targets in their sets.
+    With `return_slopes`, also compute the slopes, the derivatives of the logps with respect to the
+    hidden states.
     """
     # 1. Compute the logits block by block.
-    hidden, weight, bias = tensors
+    hidden, weight, bias, places, transform, _ = p
     dtype = torch.promote_types(weight.dtype, torch.float32)
     raw = weight.new_empty(len(rows.ids), dtype=dtype)
     sources = rows.hidden_rows
@@ -67,13 +63,13 @@ def head_rows(
     if bias is not None:
         raw += bias[rows.ids].to(dtype)
     # 2. Compute the statistics and the slopes.
-    p = LogitRows(raw[None], rows.places, transform, rows.offsets)
-    stats = reference.row_logps(p, return_entropy=return_entropy)
+    logits = LogitRows(raw[None], places, transform, rows.offsets)
+    stats = reference.row_logps(logits, return_entropy=return_entropy)
     slopes = None
     if return_slopes:
         # Pass a copy of `raw`, because `raw` is returned and row_grad_ overwrites its input.
-        p = p._replace(logits=raw[None].clone())
-        d = reference.row_grad_(p, stats, torch.ones_like(stats[1]), None)
+        logits = logits._replace(logits=raw[None].clone())
+        d = reference.row_grad_(logits, stats, torch.ones_like(stats[1]), None)
         slopes = head_hidden(d[0], weight, rows)
     return HeadRows(raw, stats, slopes)
 

@@ -6,7 +6,7 @@ import torch
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode, gemm, linear, loader, rows
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import AddedRows, HeadInputs, HeadTensors, LogitRows, LogitTransform
+from grpo_fast.kernels.types import AddedRows, HeadInputs, LogitRows, LogitTransform
 
 REASON = loader.unavailable("rows")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
@@ -41,8 +41,9 @@ def head(target_ids=IDS, bias=None, out=X):
 
 
 def sets(index=None, **changes):
-    given = HeadTensors(HIDDEN, WEIGHT, None), SETS._replace(hidden_index=index, **changes)
-    return rows.head_rows(*given, TRANSFORM, return_entropy=False, return_slopes=False)
+    own = SETS._replace(hidden_index=index, **changes)
+    p = HeadInputs(HIDDEN, WEIGHT, None, own.places, TRANSFORM)
+    return rows.head_rows(p, own, return_entropy=False, return_slopes=False)
 
 
 def sums(**changes):

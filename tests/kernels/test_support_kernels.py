@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fast.kernels import route, support_reference
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import HeadTensors, LogitRows, LogitTransform
+from grpo_fast.kernels.types import HeadInputs, HeadTensors, LogitRows, LogitTransform
 from tests.kernels import formulas
 from tests.kernels.formulas import draw, only_memory_of, reversed_programs
 from tests.loss_cases import ENGINES, IS_INTERPRETER
@@ -92,7 +92,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
 def of_head(support_kernels, tensors: HeadTensors, transform: LogitTransform, **options: bool):
     options = {"return_entropy": True, "return_slopes": True} | options
     with only_memory_of(*tensors, *ROWS):
-        return support_kernels.head_rows(tensors, ROWS, transform, **options)
+        p = HeadInputs(*tensors, ROWS.places, transform)
+        return support_kernels.head_rows(p, ROWS, **options)
 
 
 # The widths are around the sizes of vectors and blocks. For width 300, the test lowers the maximum

@@ -19,9 +19,8 @@ from grpo_fast.kernels.cpu import loader, loss_codegen
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
 from grpo_fast.kernels.types import (
-    HeadTensors,
+    HeadInputs,
     LogitRows,
-    LogitTransform,
     RowLoss,
     RowStats,
     contiguous_rows,
@@ -126,10 +125,7 @@ def row_divergence_(
 
 
 def target_places(
-    ids: Tensor,  # (nnz,) int64 in [0, V)
-    offsets: Tensor,  # (R+1,) int64
-    target_ids: Tensor,  # (R,) int64
-    vocab_size: int,
+    ids: Tensor, offsets: Tensor, target_ids: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Find the position of each target in its token set, in C++.
 
@@ -141,21 +137,15 @@ def target_places(
 
 
 def head_rows(
-    tensors: HeadTensors,  # in fp32, bf16 or fp16
-    rows: SupportRows,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    return_slopes: bool,
+    p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
 ) -> HeadRows:
     """Compute logits and statistics over token sets in C++, like `support_reference.head_rows`.
 
     Each weight row is read from memory once.
     """
     raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
-        contiguous_rows(tensors.hidden), contiguous_rows(tensors.weight), vector(tensors.bias),
-        rows.ids, rows.offsets, rows.places, rows.hidden_index, *transform, return_entropy,
-        return_slopes,
+        contiguous_rows(p.hidden), contiguous_rows(p.weight), vector(p.bias), rows.ids,
+        rows.offsets, p.target_ids, rows.hidden_index, *p.transform, return_entropy, return_slopes,
     )  # fmt: skip
     stats = lse, logps, entropy if return_entropy else None
     return HeadRows(raw, stats, slopes if return_slopes else None)
@@ -168,14 +158,7 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     return out
 
 
-def head_weight(
-    d: Tensor,  # (nnz,) fp32
-    hidden: Tensor,  # (N, H)
-    rows: SupportRows,
-    out: Tensor,  # (V, H)
-    *,
-    add: bool,
-) -> None:
+def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
     """Compute dW in C++ from d-logits of token sets, like `support_reference.head_weight`."""
     loader.operator("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, rows.hidden_index, out, add

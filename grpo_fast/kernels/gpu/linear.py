@@ -448,10 +448,7 @@ def statistics(
 
 
 def head_logps(
-    p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
-    *,
-    return_entropy: bool,
-    logits_out: Tensor | None = None,  # (T, V)
+    p: HeadInputs, *, return_entropy: bool, logits_out: Tensor | None = None
 ) -> RowStats:
     """Compute lse, logps and entropies from hidden states in Triton, like `cpu/linear.head_logps`.
 

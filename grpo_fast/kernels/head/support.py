@@ -23,7 +23,7 @@ from grpo_fast.kernels.head.sources import Chunk, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.support import HeadRows
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowStats, pad_rows, padded
+from grpo_fast.kernels.types import ActiveRows, HeadInputs, HeadTensors, RowStats, pad_rows, padded
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
 
 # Time of a gathered logit, divided by the time of a logit in a dense product. On one core of an
@@ -113,10 +113,10 @@ class GatheredSets(TokenSets):
         self.module = kernel_module("support", route.backend)
 
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
+        p = HeadInputs(*self.tensors, at.target_ids, at.transform)
         found: HeadRows = self.module.head_rows(
-            self.tensors, self.support, at.transform, return_entropy=return_entropy,
-            return_slopes=return_slopes,
-        )  # fmt: skip
+            p, self.support, return_entropy=return_entropy, return_slopes=return_slopes
+        )
         return found
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:

@@ -23,7 +23,7 @@ from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import Exponentials, HeadInputs, HeadTensors, LogitRows, LogitTransform
+from grpo_fast.kernels.types import Exponentials, HeadInputs, LogitRows, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -131,18 +131,14 @@ def around_calls() -> None:
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
     """Compile the kernels for token sets. See `problem` for the meaning of `options`."""
-    (hidden, weight, bias, ids, transform, _), has_entropy = problem(
-        dtype, 1000, hidden_size, options
-    )
+    p, has_entropy = problem(dtype, 1000, hidden_size, options)
+    hidden, weight, _, ids, transform, _ = p
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids, index)
-    tensors = HeadTensors(hidden, weight, bias)
-    support_triton.head_rows(
-        tensors, rows, transform, return_entropy=has_entropy, return_slopes=True
-    )
-    p = LogitRows(v[None], ids, transform, torch.arange(ROWS + 1))
-    rows_triton.row_logps(p, return_entropy=has_entropy)
-    rows_triton.row_grad_(p, (v, v, v), v, v if has_entropy else None)
+    support_triton.head_rows(p, rows, return_entropy=has_entropy, return_slopes=True)
+    of_rows = LogitRows(v[None], ids, transform, torch.arange(ROWS + 1))
+    rows_triton.row_logps(of_rows, return_entropy=has_entropy)
+    rows_triton.row_grad_(of_rows, (v, v, v), v, v if has_entropy else None)
     support_triton.head_weight(v, hidden, rows, weight, add=False)
     if has_entropy:
         support_triton.head_hidden(v, weight, rows)

@@ -75,25 +75,23 @@ class Divergences(RowTerm):
     def mask(self, flops: float) -> Tensor | None:
         return self.weights != 0 if saves_time(self.weights, flops) else None
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute the divergences of a chunk and their d-logits."""
         w = self.weights[at.rows]
         if isinstance(source, GatheredSets):
-            values, d = self._of_sets(source, at, w, cached)
+            values, d = self._of_sets(source, at, w)
         else:
             assert isinstance(source, DenseHead)
-            values, d = self._of_vocabulary(source, at, w, cached)
+            values, d = self._of_vocabulary(source, at, w)
         places = at.rows if self.places is None else self.places[at.rows]
         self.values[places] = values.to(self.values.dtype)
         return Step(ChunkGradients(d) if self.has_gradient else None, w)
 
-    def _of_sets(
-        self, source: GatheredSets, at: Chunk, w: Tensor, cached: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _of_sets(self, source: GatheredSets, at: Chunk, w: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the divergences over token sets. Return them and the d-logits, (nnz,)."""
         assert self.teacher_sets is not None and isinstance(self.teacher, TeacherHead)
-        p = source.logit_rows(at, source.logits(at, cached=cached))
-        y = self.teacher_sets.logits(at, cached=False).to(p.logits.dtype)
+        p = source.logit_rows(at, source.logits(at))
+        y = self.teacher_sets.logits(at._replace(cached=False)).to(p.logits.dtype)
         self.teacher_sets.release()
         # The Triton kernel takes rows of equal length only.
         kernels = divergence_reference if self.route.backend == "triton" else self.kernels
@@ -101,9 +99,7 @@ class Divergences(RowTerm):
         found = kernels.row_divergence_(p, q, w, self.term, out=y if self.has_gradient else None)
         return found.values, y[0]
 
-    def _of_vocabulary(
-        self, source: DenseHead, at: Chunk, w: Tensor, cached: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _of_vocabulary(self, source: DenseHead, at: Chunk, w: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the divergences over the full vocabulary.
 
         Returns:
@@ -111,7 +107,7 @@ class Divergences(RowTerm):
             an LM head, the buffer first contains the teacher's logits. If there is only one buffer,
             the d-logits overwrite the student's logits.
         """
-        p = source.logit_rows(at, source.logits(at, cached=cached))
+        p = source.logit_rows(at, source.logits(at))
         count = len(at.target_ids)
         index = source.rows.active_index
         teacher = self.teacher.rows(at.rows if index is None else index[at.rows])

@@ -160,7 +160,7 @@ class Driver:
                     keep = None
             # 2. Compute the term and its d-logits.
             at = source.chunk(index)
-            step = term.step(source, at, cached=is_stored)
+            step = term.step(source, at._replace(cached=True) if is_stored else at)
             if step.d_logits is None:
                 continue
             # 3. Select the rows that take part in the products, and add the gradients. Wait for the

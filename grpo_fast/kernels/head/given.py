@@ -96,7 +96,7 @@ class GivenLogits(RowSource):
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
         return Chunk(index, self.targets[index], self.rows.transform)
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
+    def logits(self, at: Chunk) -> Tensor:
         return self.given[at.rows]
 
     def gradient(self, at: Chunk) -> Tensor:

@@ -131,11 +131,9 @@ class ShardedHead(DenseHead):
         """Return the size of the largest shard, which determines the chunk size on all ranks."""
         return max(self.shard.sizes)
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         """Compute the statistics of this shard, and combine them with those of other shards."""
-        z = self.logits(at, cached=cached)
+        z = self.logits(at)
         own = self.shard.own(at.target_ids)
         if z.shape[1]:
             p = LogitRows(z, own, at.transform)
@@ -147,10 +145,10 @@ class ShardedHead(DenseHead):
         return self.shard.join_ranks(stats, at.target_ids)
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
         """Compute the d-logits of this shard's columns, without communication."""
         if not self.weight.shape[0]:
             return ChunkGradients(self.gradient(at))
         at = at._replace(target_ids=self.shard.own(at.target_ids))
-        return super().gradients(at, known, g, g_entropy, cached=cached)
+        return super().gradients(at, known, g, g_entropy)

@@ -70,6 +70,7 @@ class Chunk(NamedTuple):
     target_ids: Tensor  # (C,) int64; token sets: the position of each target in its set
     transform: LogitTransform
     hidden: Any = None  # (padded C, H) tensor of a dense head
+    cached: bool = False  # whether the workspace of the source contains the logits
 
 
 class RowSource:
@@ -127,11 +128,8 @@ class RowSource:
         """Return the rows at these positions. `stores` is the argument of `logps`."""
         raise NotImplementedError
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        """Form the raw logits of a chunk, (C, V), or (1, nnz) for token sets.
-
-        With `cached`, the workspace already contains them.
-        """
+    def logits(self, at: Chunk) -> Tensor:
+        """Return the raw logits of a chunk, (C, V), or (1, nnz) for token sets."""
         raise NotImplementedError
 
     def logit_rows(self, at: Chunk, z: Tensor) -> LogitRows:
@@ -142,36 +140,35 @@ class RowSource:
         """Return the buffer for the d-logits, (padded C, V). None: they overwrite the logits."""
         return None
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         """Compute the statistics of a chunk. With `stores`, keep its logits for `gradients`."""
-        p = self.logit_rows(at, self.logits(at, cached=cached))
+        p = self.logit_rows(at, self.logits(at))
         return self.kernels.row_logps(p, return_entropy=return_entropy)
 
     def loss(
-        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
+        self, at: Chunk, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the statistics, a token-level loss and its d-logits."""
+        has_entropy = config.needs_entropy
         if self.in_one_pass:
-            z = self.logits(at, cached=cached)
+            z = self.logits(at)
             d = self.gradient(at)
             assert d is not None
             part = self.kernels.row_loss_(
-                self.logit_rows(at, z), d[: len(z)], terms, config, return_entropy=return_entropy
+                self.logit_rows(at, z), d[: len(z)], terms, config, return_entropy=has_entropy
             )
             return ChunkGradients(d), part
         # Compute the statistics, the loss and the gradient one after the other.
-        stats = self.logps(at, return_entropy=return_entropy, stores=True, cached=cached)
+        stats = self.logps(at, return_entropy=has_entropy, stores=True)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
+        gradients = self.gradients(at._replace(cached=True), stats, g, terms.grad_entropy)
         return gradients, RowLoss(*stats, losses, g)
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
         """Compute the d-logits of Σ g·logp + g_entropy·entropy from known statistics."""
-        z = self.logits(at, cached=cached)
+        z = self.logits(at)
         d = self.gradient(at)
         out = z if d is None else d[: len(z)]
         self.kernels.row_grad_(self.logit_rows(at, z), known, g, g_entropy, out)
@@ -339,14 +336,14 @@ class DenseHead(RowSource):
 
     # ---- Logits and their gradient
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
+    def logits(self, at: Chunk) -> Tensor:
         """Form the raw logits h·Wᵀ + bias in the workspace, (C, V) fp32.
 
         If the weight has no rows, as in an empty vocabulary shard, there is nothing to multiply.
         """
         z = self.workspace(at.hidden.shape[0])
         count = at.target_ids.shape[0]
-        if cached:
+        if at.cached:
             return z[:count]
         if self.kernels.head_logps is not None:
             self.logps(at, return_entropy=False, stores=True)
@@ -358,12 +355,10 @@ class DenseHead(RowSource):
         # Exclude the padding rows, which only the GEMM needs.
         return z[:count]
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         head_logps = self.kernels.head_logps
         if head_logps is None:
-            return super().logps(at, return_entropy=return_entropy, stores=stores, cached=cached)
+            return super().logps(at, return_entropy=return_entropy, stores=stores)
         p = self._inputs(at)
         out = self.workspace(at.hidden.shape[0])[: len(p.hidden)] if stores else None
         return head_logps(p, return_entropy=return_entropy, logits_out=out)
@@ -420,35 +415,34 @@ class ExponentialHead(DenseHead):
         self._filled = self.kernels.head_exponentials(self._inputs(at), out, **options)
         return self._filled
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         if stores:
             return self._fill(at, return_entropy=return_entropy).stats
         return super().logps(at, return_entropy=return_entropy, stores=False)
 
     def loss(
-        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
+        self, at: Chunk, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the loss of the C rows, and the coefficients of their exponentials."""
         if self.kernels.gradients is None:
-            return super().loss(at, terms, config, return_entropy=return_entropy, cached=cached)
+            return super().loss(at, terms, config)
         assert terms.grad_entropy is None  # the fused kernel has no entropy term
         # One kernel computes the statistics, the loss and the coefficients.
         matrix = self.workspace(at.hidden.shape[0])
-        found = self._fill(at, matrix, return_entropy=return_entropy, loss=(terms, config))
+        options = {"return_entropy": config.needs_entropy, "loss": (terms, config)}
+        found = self._fill(at, matrix, **options)
         assert found.loss is not None
         losses, g, by_row, by_target = found.loss
         gradients = ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids))
         return gradients, RowLoss(*found.stats, losses, g)
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
         """Return exponentials, and coefficients that convert them to the d-logits of Σ g·logp."""
         assert g_entropy is None
         matrix = self.workspace(at.hidden.shape[0])
-        if not cached:
+        if not at.cached:
             self._fill(at, matrix, known=known)
         filled = self._filled
         assert filled is not None

@@ -186,14 +186,13 @@ class HeadSums:
             if self.wanted.bias:
                 self._add_bias(d.sum(0, dtype=self.dtype), columns)
             return
-        add = self._add_weighted if self.kernels is None else self._add_fused
-        add(d, by, h, count, rows, weight, columns)
+        self._add_exponentials(d, by, h, count, rows, weight, columns)
         if self.wanted.bias:
             self._add_bias(weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, by.by_target[:count])
 
-    def _add_weighted(
+    def _add_exponentials(
         self,
         d: Tensor,
         by: Coefficients,
@@ -203,49 +202,38 @@ class HeadSums:
         weight: Tensor,
         columns: Tensor | None,
     ) -> None:
-        """Add a chunk of exponentials to dH and dW on a CPU, with the products of csrc.
+        """Add a chunk of exponentials to dH and dW, on a GPU or with the products of csrc.
 
         The coefficients scale the rows of (C, H) matrices, because scaling the larger matrix of
         exponentials would cost more. The contributions of the targets are added in fp32.
         """
-        target = by.by_target[:count]
-        if self.wanted.hidden:
-            added = AddedRows(target, self.weight, rows=by.target_ids)
-            errors = by.rounding_errors
-            if errors is not None:
-                # Drop the rounding errors of skipped columns, which are not part of the product.
-                errors = errors if columns is None else errors.of_columns(columns)
-                added = errors.added_to(added, by.by_row)
-            dh = weight.new_empty((count, weight.shape[1]), dtype=self.hidden_dtype)
-            gemm.mm_(d[:count], weight, dh, out_scales=by.by_row[:count], added=added)
-            self._add_hidden(dh, rows)
-        if self.wanted.weight:
-            added = AddedRows(target, h[:count], ids=by.target_ids)
-            self._add_weight(d, h, columns, by.by_row, added)
-
-    def _add_fused(
-        self,
-        d: Tensor,
-        by: Coefficients,
-        h: Tensor,
-        count: int,
-        rows: slice | Tensor,
-        weight: Tensor,
-        columns: Tensor | None,
-    ) -> None:
-        """Add a chunk of exponentials to dH and dW, using GPU kernels."""
         scaled: Tensor | None = None
+        # 1. Compute dH. The weight rows of the targets are added to the product before it is
+        # rounded.
         if self.wanted.hidden:
-            product = matmul_d_hidden(d, weight)
-            shape = count, product.shape[1]
-            out = torch.empty(shape, dtype=self.hidden_dtype, device=product.device)
-            scaled = self.kernels.write_hidden_(
-                out, product, by.by_row, by.by_target, by.target_ids, self.weight,
-                h if self.wanted.weight else None,
-            )  # fmt: skip
-            del product  # free its memory before dW is computed
-            self._add_hidden(out, rows)
-        if self.wanted.weight:
+            dh = weight.new_empty((count, weight.shape[1]), dtype=self.hidden_dtype)
+            if self.kernels is None:
+                added = AddedRows(by.by_target[:count], self.weight, rows=by.target_ids)
+                errors = by.rounding_errors
+                if errors is not None:
+                    # Drop the rounding errors of skipped columns, which are not part of the
+                    # product.
+                    errors = errors if columns is None else errors.of_columns(columns)
+                    added = errors.added_to(added, by.by_row)
+                gemm.mm_(d[:count], weight, dh, out_scales=by.by_row[:count], added=added)
+            else:
+                product = matmul_d_hidden(d, weight)
+                scaled = self.kernels.write_hidden_(
+                    dh, product, by.by_row, by.by_target, by.target_ids, self.weight,
+                    h if self.wanted.weight else None,
+                )  # fmt: skip
+                del product  # free its memory before dW is computed
+            self._add_hidden(dh, rows)
+        # 2. Compute dW, and add the hidden states of the targets.
+        if self.wanted.weight and self.kernels is None:
+            added = AddedRows(by.by_target[:count], h[:count], ids=by.target_ids)
+            self._add_weight(d, h, columns, by.by_row, added)
+        elif self.wanted.weight:
             if scaled is None:
                 scaled = self.kernels.scaled_hidden(h, by.by_row, h.dtype)
             # Add the rows of an id in order, so that the sum is reproducible.
@@ -368,12 +356,10 @@ class HeadSums:
         """
         if self.tolerance is None:
             return None
-        dropped, total = torch.zeros(2, dtype=torch.float64, device=self.hidden.device)
-        for skipped, mass, _, _ in self.filtered:
-            dropped = dropped + skipped
-            total = total + mass
-        elements = sum(x[3] for x in self.filtered)
-        stayed = sum(x[2] for x in self.filtered) / elements if elements else 1.0
+        nothing = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
+        chunks = [(nothing, nothing, 0, 0), *self.filtered]
+        dropped, total, kept, elements = (sum(x) for x in zip(*chunks, strict=True))
+        stayed = kept / elements if elements else 1.0
         share = dropped / total.clamp(min=torch.finfo(torch.float64).tiny)
         return torch.stack([share, torch.full_like(share, stayed)]).float()
 

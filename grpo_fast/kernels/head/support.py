@@ -70,15 +70,13 @@ class TokenSets(RowSource):
         """Return the logits at the ids of every set, (nnz,)."""
         raise NotImplementedError
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        if not cached or self._stored is None:
+    def logits(self, at: Chunk) -> Tensor:
+        if not at.cached or self._stored is None:
             self._stored = self.head_rows(at, return_entropy=True, return_slopes=False)
         return self._stored.raw[None]
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
-        if cached and self._stored is not None:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
+        if at.cached and self._stored is not None:
             return self._stored.stats
         slopes = stores and not self.needs_d_logits
         found = self.head_rows(at, return_entropy=return_entropy, return_slopes=slopes)
@@ -86,13 +84,13 @@ class TokenSets(RowSource):
         return found.stats
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
-        if not cached or self._stored is None:
+        if not at.cached or self._stored is None:
             wants_slopes = g_entropy is None and not self.needs_d_logits
             self._stored = self.head_rows(at, return_entropy=False, return_slopes=wants_slopes)
         slopes = self._stored.slopes
-        found = super().gradients(at, known, g, g_entropy, cached=True)
+        found = super().gradients(at._replace(cached=True), known, g, g_entropy)
         self._stored = None  # its logits were overwritten
         # With an entropy gradient, dH is not a multiple of d logp/d hidden.
         if slopes is None or g_entropy is not None:

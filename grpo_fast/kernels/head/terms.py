@@ -68,7 +68,7 @@ class RowTerm:
         """
         return None
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute the values of a chunk and its d-logits."""
         raise NotImplementedError
 
@@ -111,13 +111,11 @@ class TokenLevel(RowTerm):
             return None
         return torch.logical_and(terms.advantages, terms.policy_weights)
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute statistics, losses and d-logits of a chunk."""
         assert isinstance(at.rows, slice)
         here = RowTerms(*pick(at.rows, *self.terms))
-        d, part = source.loss(
-            at, here, self.config, return_entropy=self.config.needs_entropy, cached=cached
-        )
+        d, part = source.loss(at, here, self.config)
         self.parts.append(part)
         return Step(d, part.grad_logps, here.grad_entropy)
 
@@ -155,11 +153,11 @@ class Known(RowTerm):
             return None
         return active_rows(self.g, self.g_entropy)
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute the d-logits of a chunk from the known statistics."""
         g, g_entropy = pick(at.rows, self.g, self.g_entropy)
         known = pick(at.rows, *self.stats)
-        d = source.gradients(at, known, g, g_entropy, cached=cached)
+        d = source.gradients(at, known, g, g_entropy)
         return Step(d, g, g_entropy)
 
 
@@ -178,10 +176,10 @@ class Sum(RowTerm):
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Sum:
         return Sum(self.first.map(select, source), self.second.map(select, source))
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Add the d-logits of both terms."""
-        a = self.first.step(source, at, cached=cached)
-        b = self.second.step(source, at, cached=True)
+        a = self.first.step(source, at)
+        b = self.second.step(source, at._replace(cached=True))
         if a.d_logits is None or b.d_logits is None:
             return b if a.d_logits is None else a
         count = len(at.target_ids) if a.d_logits.matrix.dim() == 2 else len(a.d_logits.matrix)

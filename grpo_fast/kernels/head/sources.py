@@ -201,6 +201,7 @@ class DenseHead(RowSource):
     """
 
     skips = True
+    row_elements = 1  # rows of the workspace are padded to a multiple of this number of elements
 
     def __init__(
         self,
@@ -313,13 +314,16 @@ class DenseHead(RowSource):
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
         """Return one of the buffers for the logits of a chunk, (rows, V)."""
+        vocab = self.weight.shape[0]
         if self._workspace is None:
             # Allocate the workspace once, for the largest chunk, so that smaller chunks can use a
             # part of it.
             count = self.buffers * self.max_rows
-            self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
+            columns = -(-vocab // self.row_elements) * self.row_elements
+            self._workspace = take_workspace(count, columns, self.weight, self.dtype)
         start = buffer * self.max_rows
-        return rows_at(self._workspace, slice(start, start + rows))
+        found = rows_at(self._workspace, slice(start, start + rows))
+        return found if found.shape[1] == vocab else found[:, :vocab]
 
     def release(self) -> None:
         give_back_workspace(self._workspace)
@@ -383,29 +387,17 @@ class ExponentialHead(DenseHead):
     """
 
     has_entropy_gradient = False  # E determines only the gradient of the logps
+    row_elements = ROW_ELEMENTS
+    _filled: Exponentials | None = None
 
     def _stored_dtype(self, route: Route) -> torch.dtype:
         assert route.exponentials is not None
-        self.in_one_pass = False
-        self._filled: Exponentials | None = None
+        self.has_16_bit_gradient = False  # no d-logits are written
         return route.exponentials
-
-    @property
-    def bytes_per_logit(self) -> int:
-        return self.dtype.itemsize
 
     def _allows_16_bit_d_weight(self) -> bool:
         is_small = padded(self.num_rows) <= TARGET_SHARE * self.weight.shape[0]
         return self.kernels.gradients is not None and is_small
-
-    def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """Return the buffer for the exponentials of a chunk, (rows, V)."""
-        vocab = self.weight.shape[0]
-        if self._workspace is None:
-            # Round up the row length, so that rows are aligned for TMA stores and vector loads.
-            columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
-            self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
-        return self._workspace[:rows, :vocab]
 
     def _fill(self, at: Chunk, matrix: Tensor | None = None, **options: Any) -> Exponentials:
         """Write the exponentials of a chunk to `matrix`, which is its part of the workspace."""

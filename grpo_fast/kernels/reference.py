@@ -63,13 +63,8 @@ def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
     return lse.float(), logps.float(), None if entropy is None else entropy.float()
 
 
-def row_statistics(
-    z: Tensor,  # (C, V) final logits
-    target_ids: Tensor,  # (C,) int64
-    *,
-    return_entropy: bool,
-) -> RowStats:
-    """Compute the statistics of `row_logps` from final logits, in the dtype of z.
+def row_statistics(z: Tensor, target_ids: Tensor, *, return_entropy: bool) -> RowStats:
+    """Compute the statistics of `row_logps` from final logits z, (C, V), in the dtype of z.
 
     If a target is out of range, the lse and entropy of its row are still correct.
     """

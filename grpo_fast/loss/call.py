@@ -230,12 +230,8 @@ class Call:
         others = (self.support, self.hidden_rows, self.shard)
         return self.like.is_cuda and len(self.tensors) == 3 and all(x is None for x in others)
 
-    def _rows(
-        self,
-        index: Tensor | None,  # (T,) int64
-        target_ids: Tensor,  # (T,)
-    ) -> ActiveRows:
-        """Return the active rows in the form that the kernels expect."""
+    def _rows(self, index: Tensor | None, target_ids: Tensor) -> ActiveRows:
+        """Return the active rows in the form that the kernels expect. Both arguments are (T,)."""
         support = None
         if self.support is not None:
             end = self.vocabulary_size
@@ -433,11 +429,7 @@ def unless_all(is_active: Tensor) -> Tensor | None:
 
 
 def support_rows(
-    support: Support,
-    active_index: Tensor | None,  # (T,) int64, None: all
-    target_ids: Tensor,  # (T,) int64
-    vocab_size: int,
-    found: ValueChecks,
+    support: Support, index: Tensor | None, target_ids: Tensor, vocab_size: int, found: ValueChecks
 ) -> SupportRows | None:
     """Convert a `Support` to the form that the kernels expect.
 
@@ -446,7 +438,7 @@ def support_rows(
 
     Args:
         support: one set of ids for each target of the caller.
-        active_index: (T,), int64. Positions of the active targets. None if all targets are active.
+        index: (T,), int64. Positions of the active targets. None if all targets are active.
         target_ids: (T,), int64. The active targets.
         vocab_size: V.
         found: the checks of the call.
@@ -460,9 +452,9 @@ def support_rows(
         bounds = bounds.clamp(0, count).cummax(0).values
     starts = bounds[:-1]
     lengths = bounds.diff()
-    if active_index is not None:
-        starts = starts[active_index]
-        lengths = lengths[active_index]
+    if index is not None:
+        starts = starts[index]
+        lengths = lengths[index]
     # 2. Separate the rows without a set, which use the full vocabulary.
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)

@@ -135,9 +135,7 @@ def coefficients_kernel(
 
 
 def row_coefficients(
-    logps: Tensor,  # (C,) fp32
-    terms: RowTerms,
-    config: LossConfig,
+    logps: Tensor, terms: RowTerms, config: LossConfig
 ) -> tuple[Tensor, Tensor]:  # (C,) fp32 each
     """Compute losses and their logp gradients, like `objective.coefficients.row_coefficients`."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))

@@ -121,14 +121,15 @@ def scaled_hidden_kernel(
 
 
 def times(
-    grad_logps: Tensor,  # (C,) fp32
-    filled: Exponentials,
-    transform: LogitTransform,
-    rows: int,  # padded C
+    grad_logps: Tensor, filled: Exponentials, transform: LogitTransform, rows: int
 ) -> tuple[Tensor, Tensor]:
     """Compute by_row and by_target from dL/dlogps, with zeros in the padding rows.
 
-    `filled` is the result of `head_exponentials` for the C rows.
+    Args:
+        grad_logps: (C,), fp32.
+        filled: the result of `head_exponentials` for the C rows.
+        transform: the logit transform.
+        rows: the padded C.
 
     Returns:
         (by_row, by_target), (padded C,) each.
@@ -168,12 +169,8 @@ def write_hidden_(
     return scaled
 
 
-def scaled_hidden(
-    hidden: Tensor,  # (C, H)
-    by_row: Tensor,  # (C,) fp32
-    dtype: torch.dtype,
-) -> Tensor:  # (C, H)
-    """Multiply the rows of `hidden` by `by_row`, and round the result, (C, H), to `dtype` once."""
+def scaled_hidden(hidden: Tensor, by_row: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the rows of `hidden`, (C, H), by `by_row`, (C,), and round them to `dtype` once."""
     out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
     launch(
         scaled_hidden_kernel, hidden.shape[0], hidden, by_row, out, hidden.shape[1],

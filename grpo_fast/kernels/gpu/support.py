@@ -234,7 +234,7 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, 
     """Compute dH from d-logits over token sets, like `support_reference.head_hidden`."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
-    _sums(d, rows.ids, rows.offsets, weight, out)
+    _sums(d, rows.ids, rows.offsets, weight, out, add=False)
     return out
 
 
@@ -253,13 +253,7 @@ def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, ad
 
 
 def _sums(
-    factors: Tensor,  # (nnz,) fp32
-    index: Tensor,  # (nnz,) int64
-    offsets: Tensor,  # (S+1,) int64
-    matrix: Tensor,  # (N, H)
-    out: Tensor,  # (S, H), rows contiguous
-    *,
-    add: bool = False,
+    factors: Tensor, index: Tensor, offsets: Tensor, matrix: Tensor, out: Tensor, *, add: bool
 ) -> None:
     """Write out[s] = Σ_i factors[i]·matrix[index[i]] for each segment s with `sums_kernel`.
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.reference import final_logits, rows_by_length
+from grpo_fast.kernels.reference import final_logits
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherTopK
 from grpo_fast.kernels.types import LogitRows
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -40,12 +40,12 @@ def row_divergence_(
     Columns where both logits are -inf contribute nothing.
 
     Args:
-        p: the student's logits.
+        p: the student's logits, without `offsets`.
         teacher: the teacher's logits, in the same form.
         weights: (C,) weight of each row in the gradient.
         term: the kind of divergence and its parameter.
         out: (C, V) destination of the gradient, which may be the teacher's logits; None: no
-            gradient. With `offsets`, it is (1, nnz).
+            gradient.
         known: results over full rows, or None. A rank with a vocabulary shard must pass the `lse`
             and `teacher_lse` of the full rows, and also their `centers` if `out` is given.
 
@@ -54,9 +54,9 @@ def row_divergence_(
     """
     # Use fp64, because a divergence close to 0 is a sum of terms that nearly cancel.
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
-    for rows, at in _blocks(p.logits) if p.offsets is None else _ragged_blocks(p.offsets):
-        z, chain = final_logits(p.logits[at], p.transform)
-        y, _ = final_logits(teacher.logits[at], teacher.transform)
+    for rows in _blocks(p.logits):
+        z, chain = final_logits(p.logits[rows], p.transform)
+        y, _ = final_logits(teacher.logits[rows], teacher.transform)
         # A rank with a vocabulary shard has only a part of each row. Use the lse of the full row,
         # so that the probabilities are those of the full softmax.
         here = known and DivergenceRows(*(x[rows] for x in known))
@@ -70,7 +70,7 @@ def row_divergence_(
             # Set rows with weight 0 to 0 with torch.where. A product would keep NaN, because 0·NaN
             # is NaN.
             d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
-            out[at] = d.to(out.dtype)
+            out[rows] = d.to(out.dtype)
         for to, x in zip(sums, (value.sum(-1, dtype=torch.float64), center, *lses), strict=True):
             to[rows] = x
     return sums
@@ -102,7 +102,7 @@ def row_topk_divergence_(
         The divergence of every row, (C,) fp64.
     """
     values = []
-    for rows, _ in _blocks(p.logits):
+    for rows in _blocks(p.logits):
         # 1. Separate the student's logits at the K ids from those of the tail, the other ids.
         z, chain = final_logits(p.logits[rows], p.transform)
         ids = teacher.ids[rows]
@@ -161,28 +161,12 @@ def row_lse(z: Tensor) -> Tensor:
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
-def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Split the rows of a matrix x into blocks.
-
-    Like `_ragged_blocks`, yield pairs (row numbers, index that selects these rows). Here, both
-    members of a pair are the same slice of rows.
-    """
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Split the rows of a matrix x into blocks."""
     # A block has at least one row, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
-        rows = slice(start, min(start + step, x.shape[0]))
-        yield rows, rows
-
-
-def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, tuple[int, Tensor]]]:
-    """Split rows of unequal length into blocks of rows of equal length, which are matrices.
-
-    Yields:
-        Pairs (row numbers, index that selects these rows). The row numbers are (n,). The index
-        selects n rows of length k, (n, k), from a tensor (1, nnz).
-    """
-    for here, at in rows_by_length(offsets):
-        yield from ((here[rows], (0, at[rows])) for rows, _ in _blocks(at))
+        yield slice(start, min(start + step, x.shape[0]))
 
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:

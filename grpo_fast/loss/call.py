@@ -193,15 +193,12 @@ class Call:
     def find_all_rows(self, weights: Tensor) -> Call:
         """Take all rows of `linear_divergence`, with their weights (N,).
 
-        The kernels expect a target in every row, but a divergence has no targets. Each row gets a
-        dummy target, which is the first id of its set, or 0 without a support.
+        The kernels expect a target in every row, but a divergence has no targets. Each row gets
+        the dummy target 0.
         """
         self.weights = weights
         like = self.like
         ids = torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
-        support = self.support
-        if support is not None and len(support.ids):
-            ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
         self.rows = self._rows(None, ids)
         self.checks.send()
         return self
@@ -384,7 +381,6 @@ class Call:
             HeadTensors(*tensors), self.rows, route, shard=self.shard,
             entropy_gradient=entropy_gradient, keep_fp32=keep_fp32, needs_d_weight=self.wanted[1],
             tolerance=self.grad_filter, buffers=2 if is_pair else 1,
-            adds_terms=term is not None,
         )  # fmt: skip
 
     def shaped(self, x: Values) -> Values:

@@ -198,6 +198,9 @@ def check_options(x: Call) -> None:
     """Check the options of a loss call that are not part of the config."""
     checks.options(backend=x.backend, validate=x.validate, grad_filter=x.grad_filter)
     _check_support(x.support, x.like, is_shard=x.shard is not None)
+    if x.support is not None and x.divergence is not None:
+        why = "a divergence is a sum over the full vocabulary; pass one of them"
+        raise conflict("support", "divergence", why)
     if x.grad_filter is None:
         return
     for name, other, why in (

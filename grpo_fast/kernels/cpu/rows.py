@@ -110,13 +110,13 @@ def row_divergence_(
 ) -> DivergenceRows:
     """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 
-    The logits are fp32. `out` must not be the student's logits.
+    The logits are fp32, without `offsets`. `out` must not be the student's logits.
     """
     of_rows = None if known is None else torch.cat(known)
     kind = list(DIVERGENCES).index(term.kind)
     sums = loader.operator("divergence", "row_divergence_")(
         p.logits, teacher.logits, out, vector(weights), of_rows, kind, term.beta,
-        *p.transform, *teacher.transform, p.offsets,
+        *p.transform, *teacher.transform,
     )  # fmt: skip
     return DivergenceRows(*sums.view(4, -1))
 

@@ -15,7 +15,7 @@ writes the gradient. All other reads hit L2. For the student's most likely logit
 computed as (1 - p)·slope - p·(center - slope), which is accurate even if p is close to 1.
 
 The divergence functions come from objective/divergences.py. Sums are fp32 per lane and are reduced
-in a fixed order. Rows of unequal length use divergence_reference.py.
+in a fixed order.
 """
 
 from __future__ import annotations

@@ -6,14 +6,12 @@
     → the driver adds both, and sums dH = d·W, dW += dᵀ·hidden
 
 The cost is 8·N·V·H flops if the teacher has an LM head of the same hidden size, and 6·N·V·H for a
-top-k teacher. With small token sets, it is 8·H·Σ|S| flops, where |S| is the size of a set. A policy
-loss does not increase it. The workspace takes 8 bytes per logit, or 4 bytes for a top-k teacher
-without a policy loss.
+top-k teacher. A policy loss does not increase it. The workspace takes 8 bytes per logit, or 4 bytes
+for a top-k teacher without a policy loss.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -24,11 +22,10 @@ from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.head.shards import ShardedHead, gathered
 from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
-from grpo_fast.kernels.head.support import GatheredSets, sets_of_head
 from grpo_fast.kernels.head.terms import RowTerm, Step, saves_time
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import HeadTensors, LogitRows, pad_rows
+from grpo_fast.kernels.types import LogitRows, pad_rows
 
 
 class Divergences(RowTerm):
@@ -53,24 +50,9 @@ class Divergences(RowTerm):
         self.has_gradient = has_gradient
         self.kernels = kernel_module("divergence", route.backend)
         self.values = torch.zeros_like(weights)  # (T,)
-        # Positions of the rows of a source among the T rows; None: all rows.
-        self.places: Tensor | None = None
-        self.teacher_sets: GatheredSets | None = None
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Divergences:
-        term = copy.copy(self)
-        term.weights = select(self.weights)
-        if len(term.weights) < len(self.weights):
-            term.places = select(torch.arange(len(self.weights), device=self.weights.device))
-        if isinstance(source, GatheredSets):
-            assert isinstance(self.teacher, TeacherHead)
-            rows = source.rows._replace(
-                hidden_index=source.rows.active_index, repeats=False,
-                support=source.support._replace(row_index=None),
-            )  # fmt: skip
-            tensors = HeadTensors(self.teacher.hidden, self.teacher.weight, self.teacher.bias)
-            term.teacher_sets = sets_of_head(tensors, rows, self.route)
-        return term
+        return self  # a call with a divergence has one source, which has all rows
 
     def mask(self, flops: float) -> Tensor | None:
         return self.weights != 0 if saves_time(self.weights, flops) else None
@@ -78,26 +60,10 @@ class Divergences(RowTerm):
     def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute the divergences of a chunk and their d-logits."""
         w = self.weights[at.rows]
-        if isinstance(source, GatheredSets):
-            values, d = self._of_sets(source, at, w)
-        else:
-            assert isinstance(source, DenseHead)
-            values, d = self._of_vocabulary(source, at, w)
-        places = at.rows if self.places is None else self.places[at.rows]
-        self.values[places] = values.to(self.values.dtype)
+        assert isinstance(source, DenseHead)
+        values, d = self._of_vocabulary(source, at, w)
+        self.values[at.rows] = values.to(self.values.dtype)
         return Step(ChunkGradients(d) if self.has_gradient else None, w)
-
-    def _of_sets(self, source: GatheredSets, at: Chunk, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the divergences over token sets. Return them and the d-logits, (nnz,)."""
-        assert self.teacher_sets is not None and isinstance(self.teacher, TeacherHead)
-        p = source.logit_rows(at, source.logits(at))
-        y = self.teacher_sets.logits(at._replace(cached=False)).to(p.logits.dtype)
-        self.teacher_sets.release()
-        # The Triton kernel takes rows of equal length only.
-        kernels = divergence_reference if self.route.backend == "triton" else self.kernels
-        q = p._replace(logits=y, transform=self.teacher.transform)
-        found = kernels.row_divergence_(p, q, w, self.term, out=y if self.has_gradient else None)
-        return found.values, y[0]
 
     def _of_vocabulary(self, source: DenseHead, at: Chunk, w: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the divergences over the full vocabulary.

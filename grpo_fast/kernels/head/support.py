@@ -71,13 +71,11 @@ class TokenSets(RowSource):
         raise NotImplementedError
 
     def logits(self, at: Chunk) -> Tensor:
-        if not at.cached or self._stored is None:
-            self._stored = self.head_rows(at, return_entropy=True, return_slopes=False)
+        """Return the logits of `logps`, which precedes every gradient."""
+        assert self._stored is not None
         return self._stored.raw[None]
 
     def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
-        if at.cached and self._stored is not None:
-            return self._stored.stats
         slopes = stores and not self.needs_d_logits
         found = self.head_rows(at, return_entropy=return_entropy, return_slopes=slopes)
         self._stored = found if stores else None
@@ -90,7 +88,7 @@ class TokenSets(RowSource):
             wants_slopes = g_entropy is None and not self.needs_d_logits
             self._stored = self.head_rows(at, return_entropy=False, return_slopes=wants_slopes)
         slopes = self._stored.slopes
-        found = super().gradients(at._replace(cached=True), known, g, g_entropy)
+        found = super().gradients(at, known, g, g_entropy)
         self._stored = None  # its logits were overwritten
         # With an entropy gradient, dH is not a multiple of d logp/d hidden.
         if slopes is None or g_entropy is not None:

@@ -182,7 +182,7 @@ class Sum(RowTerm):
         b = self.second.step(source, at._replace(cached=True))
         if a.d_logits is None or b.d_logits is None:
             return b if a.d_logits is None else a
-        count = len(at.target_ids) if a.d_logits.matrix.dim() == 2 else len(a.d_logits.matrix)
+        count = len(at.target_ids)
         a.d_logits.matrix[:count] += b.d_logits.matrix[:count]
         g = (a.active() | b.active()).float()
         return Step(a.d_logits, g)

@@ -72,15 +72,9 @@ RAGGED = RowConfig(256, 2)
 
 @triton.jit
 def statistics(
-    row_ptr,
-    target,
-    V,
-    logit_scale,
-    softcap,
-    inv_temperature,
-    ENTROPY: tl.constexpr,
+    row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     """Compute lse, logp and entropy of a row in the first pass over its logits."""
     offs_v = tl.arange(0, BLOCK_V)
     # Load the target's logit now, because pass 2 may overwrite the row. The reductions below

@@ -30,13 +30,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import gemm
-from grpo_fast.kernels.head.products import (
-    accumulate_outer,
-    column_masses,
-    heavy_columns,
-    matmul_d_hidden,
-    weighted_column_sum,
-)
+from grpo_fast.kernels.head import products
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import (
     AddedRows,
@@ -142,27 +136,22 @@ class HeadSums:
         self.skipped_nan = nan if self.skipped_nan is None else self.skipped_nan + nan
 
     def add(
-        self,
-        rows: slice | Tensor,
-        h: Tensor,
-        d_logits: ChunkGradients,
-        count: int,
-        keep: Tensor | None,
+        self, rows: slice | Tensor, h: Tensor, part: ChunkGradients, count: int, keep: Tensor | None
     ) -> None:
         """Add the gradients of one chunk to the sums.
 
         Args:
             rows: the rows of `hidden` that predict the targets of the chunk.
             h: (padded C, H) these rows.
-            d_logits: the chunk's d-logits. The matrix may be overwritten.
+            part: the chunk's d-logits. The matrix may be overwritten.
             count: number of rows that are not padding.
             keep: (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits
                 of all other rows are exact zeros. If many rows have zeros, the GEMMs skip them.
         """
-        has_columns = d_logits.matrix.shape[1] > 0
+        has_columns = part.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
             return
-        d, by, _ = d_logits
+        d, by, _ = part
         if keep is not None and should_gather(keep, count):
             # 1. Use only the active rows if the smaller GEMMs save more time than the copy costs.
             # On a GPU, one copy of the rows is faster than moving them in blocks.
@@ -180,7 +169,7 @@ class HeadSums:
         d, weight, columns = self._filter(d, count, by)
         if by is None:
             if self.wanted.hidden:
-                self._add_hidden(matmul_d_hidden(d, weight)[:count], rows)
+                self._add_hidden(products.matmul_d_hidden(d, weight)[:count], rows)
             if self.wanted.weight:
                 self._add_weight(d, h, columns)
             if self.wanted.bias:
@@ -188,7 +177,7 @@ class HeadSums:
             return
         self._add_exponentials(d, by, h, count, rows, weight, columns)
         if self.wanted.bias:
-            self._add_bias(weighted_column_sum(d, by.by_row), columns)
+            self._add_bias(products.weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, by.by_target[:count])
 
@@ -222,7 +211,7 @@ class HeadSums:
                     added = errors.added_to(added, by.by_row)
                 gemm.mm_(d[:count], weight, dh, out_scales=by.by_row[:count], added=added)
             else:
-                product = matmul_d_hidden(d, weight)
+                product = products.matmul_d_hidden(d, weight)
                 scaled = self.kernels.write_hidden_(
                     dh, product, by.by_row, by.by_target, by.target_ids, self.weight,
                     h if self.wanted.weight else None,
@@ -303,13 +292,13 @@ class HeadSums:
         `columns` are the vocabulary ids of the columns of d, without duplicates; None: all ids.
         """
         if columns is None:
-            self.d_weight = accumulate_outer(
+            self.d_weight = products.accumulate_outer(
                 self.d_weight, d, h, final=self.final, scales=scales, added=added
             )
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.dtype)
-        self.d_weight.index_add_(0, columns, accumulate_outer(None, d, h, scales=scales))
+        self.d_weight.index_add_(0, columns, products.accumulate_outer(None, d, h, scales=scales))
         if added is not None:
             assert added.ids is not None
             add_rows_(self.d_weight, added.ids, scaled_rows(added.values, added.coefficients))
@@ -332,8 +321,8 @@ class HeadSums:
         if self.tolerance is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
-        masses = column_masses(d[:count], None if by is None else by.by_row[:count])
-        columns, dropped, total = heavy_columns(masses, self.tolerance)
+        masses = products.column_masses(d[:count], None if by is None else by.by_row[:count])
+        columns, dropped, total = products.heavy_columns(masses, self.tolerance)
         if by is not None:
             # Add the absolute target terms to the total, because the matrix contains 0 in the
             # targets' columns.

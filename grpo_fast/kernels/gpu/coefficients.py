@@ -41,18 +41,8 @@ def call_objective(
         The loss and its derivative with respect to the logp.
     """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
-    # Triton cannot unpack a list of arguments, so select the call by N_PARAMS at compile time.
-    if N_PARAMS == 0:
-        loss, slope = OBJECTIVE(lp, lr, advantage)
-    elif N_PARAMS == 1:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0)
-    elif N_PARAMS == 2:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1)
-    elif N_PARAMS == 3:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2)
-    else:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2, p3)
-    return loss, slope
+    params = (p0, p1, p2, p3)
+    return OBJECTIVE(lp, lr, advantage, *params[:N_PARAMS])
 
 
 @triton.jit

@@ -77,13 +77,8 @@ def row_divergence_(
 
 
 def row_topk_divergence_(
-    p: LogitRows,
-    teacher: TeacherTopK,  # of C rows
-    weights: Tensor,  # (C,)
-    term: DivergenceTerm,
-    *,
-    out: Tensor | None,  # (C, V)
-) -> Tensor:  # (C,) fp64
+    p: LogitRows, teacher: TeacherTopK, weights: Tensor, term: DivergenceTerm, *, out: Tensor | None
+) -> Tensor:
     """Compute divergences from a teacher's top-k log-probabilities in fp64. All backends use this.
 
     The vocabulary is reduced to K + 1 categories: the K ids, and one tail category for all other

@@ -110,24 +110,20 @@ def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def row_grad_(
-    p: LogitRows,
-    stats: RowStats,
-    grad_logps: Tensor,  # (C,)
-    grad_entropy: Tensor | None,  # (C,)
-    out: Tensor | None = None,  # (C, V)
-) -> Tensor:  # (C, V)
+    p: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
+) -> Tensor:
     """Write the gradient with respect to the raw logits to `out`, or in place.
 
-    It is the gradient of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients of a row
-    are 0, its gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is
-    computed as -expm1(logp), which is accurate even if p is close to 1. If a target id is outside
-    [0, V), no column of its row is treated as the target.
+    It is the gradient of Σ g·logp + g_entropy·entropy. If both coefficients of a row are 0, its
+    gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is computed as
+    -expm1(logp), which is accurate even if p is close to 1. If a target id is outside [0, V), no
+    column of its row is treated as the target.
 
     Args:
         p: the logits and the targets. With `offsets`, the gradient overwrites the logits.
         stats: the result of `row_logps`.
-        grad_logps: (C,) coefficients of the logps.
-        grad_entropy: (C,) coefficients of the entropies, or None.
+        g: (C,) coefficients of the logps.
+        g_entropy: (C,) coefficients of the entropies, or None.
         out: (C, V) destination; None: in place.
 
     Returns:
@@ -138,9 +134,8 @@ def row_grad_(
     if offsets is not None:
         for here, at in rows_by_length(offsets):
             own = pick(here, *stats)
-            g, g_entropy = pick(here, grad_logps, grad_entropy)
             part = LogitRows(logits[0, at], target_ids[here], transform)
-            logits[0, at] = row_grad_(part, own, g, g_entropy)
+            logits[0, at] = row_grad_(part, own, *pick(here, g, g_entropy))
         return logits
     # 2. Compute the gradient of g·logp, which is g·(1 - p) in the target column and -g·p elsewhere.
     out = logits if out is None else out
@@ -148,22 +143,22 @@ def row_grad_(
     z, slope = final_logits(logits, transform)
     logp_all = z - lse.to(z.dtype)[:, None]
     probs = logp_all.exp()
-    g = grad_logps.to(z.dtype)[:, None]
-    dz = -g * probs
+    factor = g.to(z.dtype)[:, None]
+    dz = -factor * probs
     columns = target_columns(target_ids, logits)[:, None]
     # Compute 1 - p as -expm1(logp), which is accurate even if p is close to 1.
-    at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
+    at_target = -factor * torch.expm1(logps.to(z.dtype))[:, None]
     # A target id outside [0, V) was clamped to another id's column. That column is not the target,
     # so its gradient stays -g·p.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     # 3. Add the gradient of the entropy, which is -g_H·p·(log p + H).
-    active = grad_logps != 0
-    if grad_entropy is not None and entropy is not None:
+    active = g != 0
+    if g_entropy is not None and entropy is not None:
         # Set p·(log p + H) to its limit 0 where p is 0, because 0·log 0 is NaN.
         surplus = torch.where(probs == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
-        dz = dz - grad_entropy.to(z.dtype)[:, None] * probs * surplus
-        active = active | (grad_entropy != 0)
+        dz = dz - g_entropy.to(z.dtype)[:, None] * probs * surplus
+        active = active | (g_entropy != 0)
     # 4. Write exact zeros in rows whose coefficients are 0, because their logits may be NaN.
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out

@@ -19,12 +19,15 @@ BLOCK_ELEMENTS = 4 << 20
 
 
 def target_places(
-    ids: Tensor,  # (nnz,) int64 in [0, V)
-    offsets: Tensor,  # (R+1,) int64
-    target_ids: Tensor,  # (R,) int64
-    vocab_size: int,
+    ids: Tensor, offsets: Tensor, target_ids: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Find the position of each target in its token set.
+
+    Args:
+        ids: (nnz,), int64 in [0, V).
+        offsets: (R+1,), int64.
+        target_ids: (R,), int64.
+        vocab_size: V.
 
     Returns:
         A pair of int64 tensors. The first, (R,), is the position of each target in its set, or -1
@@ -84,17 +87,11 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     return sums
 
 
-def head_weight(
-    d: Tensor,  # (nnz,)
-    hidden: Tensor,  # (N, H)
-    rows: SupportRows,
-    out: Tensor,  # (V, H)
-    *,
-    add: bool,
-) -> None:
+def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
     """For each id, compute out[id] as the sum of d·hidden over all occurrences of the id.
 
-    The terms are added in row order. The sums overwrite `out`, or are added to it if `add` is set.
+    `d` is (nnz,), `hidden` is (N, H) and `out` is (V, H). The terms are added in row order. The
+    sums overwrite `out`, or are added to it if `add` is set.
     """
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
     _add_terms_(sums, rows.ids, d, hidden, rows.hidden_rows)

@@ -75,7 +75,7 @@ class ActiveRows(NamedTuple):
         """Select the T active rows from x, which has N rows. Return None if x is None."""
         return x if x is None else elements_at(x, self.active_index)
 
-    def to_rows(self, x: Any, fill: int = 0) -> Any:
+    def to_rows(self, x: Values, fill: int = 0) -> Values:
         """Scatter the values of the active rows, (T,), into a tensor with one value per row, (N,).
 
         The other rows get the value `fill`. If x is None, the result is None.

@@ -161,8 +161,8 @@ def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
     h = None if entropy is None else rows.active(entropy).to(torch.float32, copy=True)
     checks.check_logps(lp, call.checks, checks.NO_FINITE_LOGP)
     result = token_loss(lp, h, tokens, config)
-    has_bonus = result.grad_entropy is not None
-    d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else lp.new_empty(0)
+    d_entropy = result.grad_entropy
+    d_entropy = lp.new_empty(0) if d_entropy is None else rows.to_rows(d_entropy)
     gradients = rows.to_rows(result.grad_logps), d_entropy
     return LossResult(result.loss, gradients, rows.to_rows(lp), rows.to_rows(h))
 

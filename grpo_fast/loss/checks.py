@@ -31,10 +31,9 @@ from grpo_fast.objective.divergences import DIVERGENCES
 
 # ---- Tables
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING = "a floating-point tensor (16, 32 or 64 bits)"
 KINDS = {  # the allowed dtypes for each description in a message
-    FLOATING: FLOATS,
+    FLOATING: (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "an int64 or int32 tensor": (torch.int64, torch.int32),
     "an int64 tensor": (torch.int64,),
     "an int32 tensor (B+1,) for the packed layout": (torch.int32, torch.int64),

@@ -25,12 +25,9 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.math import exponential_coefficients
-from grpo_fast.kernels.gpu.target_rows import add_targets_, sorted_targets
+from grpo_fast.kernels.gpu.target_rows import add_targets_ as add_targets_
+from grpo_fast.kernels.gpu.target_rows import sorted_targets as sorted_targets
 from grpo_fast.kernels.types import Exponentials, LogitTransform, vector
-
-__all__ = [
-    "add_targets_", "scale_", "scaled_hidden", "sorted_targets", "times", "write_hidden_"
-]  # fmt: skip
 
 BLOCK_T, BLOCK_H = 128, 1024
 # Number of elements that a program processes per step.

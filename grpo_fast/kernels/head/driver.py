@@ -136,8 +136,7 @@ class Driver:
             return
 
         def select(x: Tensor) -> Tensor:
-            spread: Tensor = source.spread(elements_at(x, rows))
-            return spread
+            return source.spread(elements_at(x, rows))
 
         term = term.map(select, source)
         chunks = source.chunks(stores=True)

@@ -136,7 +136,7 @@ class ShardedHead(DenseHead):
         z = self.logits(at)
         own = self.shard.own(at.target_ids)
         if z.shape[1]:
-            p = LogitRows(z, own, at.transform)
+            p = LogitRows(z, own, self.rows.transform)
             stats = self.row_logps(p, return_entropy=return_entropy)
         else:
             # A shard without columns has the lse log 0 = -inf.

@@ -42,7 +42,6 @@ from grpo_fast.kernels.types import (
     HeadInputs,
     HeadTensors,
     LogitRows,
-    LogitTransform,
     RowLoss,
     RowStats,
     Wanted,
@@ -68,7 +67,6 @@ class Chunk(NamedTuple):
 
     rows: slice | Tensor  # positions among the rows of the source
     target_ids: Tensor  # (C,) int64; token sets: the position of each target in its set
-    transform: LogitTransform
     hidden: Any = None  # (padded C, H) tensor of a dense head
     cached: bool = False  # whether the workspace of the source contains the logits
 
@@ -134,7 +132,7 @@ class RowSource:
 
     def logit_rows(self, at: Chunk, z: Tensor) -> LogitRows:
         """Return raw logits of a chunk in the form that the row kernels read."""
-        return LogitRows(z, at.target_ids, at.transform, self.offsets)
+        return LogitRows(z, at.target_ids, self.rows.transform, self.offsets)
 
     def gradient(self, at: Chunk) -> Tensor | None:
         """Return the buffer for the d-logits, (padded C, V). None: they overwrite the logits."""
@@ -303,7 +301,7 @@ class DenseHead(RowSource):
         source = self.hidden
         h = rows_at(source, at) if isinstance(at, slice) else source.index_select(0, at)
         h = pad_rows(h).contiguous() if stores or self.kernels.head_logps is None else h
-        return Chunk(index, rows_at(self.rows.target_ids, index), self.rows.transform, h)
+        return Chunk(index, rows_at(self.rows.target_ids, index), h)
 
     def _hidden_rows(self, index: slice | Tensor) -> slice | Tensor:
         """Return the rows of `hidden` that predict the targets at these positions."""
@@ -370,7 +368,7 @@ class DenseHead(RowSource):
     def _inputs(self, at: Chunk) -> HeadInputs:
         """Return the inputs of the kernels that start from hidden states, without padding rows."""
         h = rows_at(at.hidden, slice(0, at.target_ids.shape[0]))
-        return HeadInputs(h, self.weight, self.bias, at.target_ids, at.transform)
+        return HeadInputs(h, self.weight, self.bias, at.target_ids, self.rows.transform)
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the gradients of a chunk to dH, dW and db."""
@@ -446,7 +444,7 @@ class ExponentialHead(DenseHead):
             )
         else:
             by_row, by_target = self.kernels.gradients.times(
-                g, filled, at.transform, matrix.shape[0]
+                g, filled, self.rows.transform, matrix.shape[0]
             )
         dominant = filled.dominant
         errors = None if dominant is None else dominant.rounding_errors(matrix)

@@ -54,7 +54,7 @@ class TokenSets(RowSource):
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
         """Return all rows. A target id is the position of the target in its set."""
-        return Chunk(index, self.support.places, self.rows.transform)
+        return Chunk(index, self.support.places)
 
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
         """Compute the logits at the ids of every set, and the statistics of every row.
@@ -109,7 +109,7 @@ class GatheredSets(TokenSets):
         self.module = kernel_module("support", route.backend)
 
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
-        p = HeadInputs(*self.tensors, at.target_ids, at.transform)
+        p = HeadInputs(*self.tensors, at.target_ids, self.rows.transform)
         found: HeadRows = self.module.head_rows(
             p, self.support, return_entropy=return_entropy, return_slopes=return_slopes
         )

@@ -142,9 +142,9 @@ class Known(RowTerm):
         self.counts_on_gpu = counts_on_gpu
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Known:
-        values = self.g, self.g_entropy, *self.stats
-        g, g_entropy, lse, logps, entropy = (None if x is None else select(x) for x in values)
-        assert g is not None and lse is not None and logps is not None
+        g, lse, logps = map(select, (self.g, *self.stats[:2]))
+        optional = self.g_entropy, self.stats[2]
+        g_entropy, entropy = (None if x is None else select(x) for x in optional)
         return Known(g, g_entropy, (lse, logps, entropy), counts_on_gpu=self.counts_on_gpu)
 
     def mask(self, flops: float) -> Tensor | None:

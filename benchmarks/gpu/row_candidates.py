@@ -28,7 +28,7 @@ from benchmarks.options import measuring
 from benchmarks.report.files import write
 from grpo_fast.kernels.gpu import rows
 from grpo_fast.kernels.gpu.rows import RowConfig
-from grpo_fast.kernels.types import LogitTransform, RowLoss
+from grpo_fast.kernels.types import LogitRows, LogitTransform, RowLoss
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -70,13 +70,11 @@ def call_of(count: int, vocab: int, device: str) -> tuple[Callable[[], Tensor], 
     targets = torch.randint(vocab, (count,), device=device)
     d_logits, v = torch.empty_like(logits), torch.ones(count, device=device)
     terms, config = RowTerms(v, v, old_logps=-12 * v), LossConfig(loss_type="dapo")
-    arguments = (logits, d_logits, targets, terms, config, LogitTransform(1.0, None, 1.0))
-    return lambda: rows.row_loss_(*arguments, return_entropy=False).logps, d_logits
+    p = LogitRows(logits, targets, LogitTransform())
+    return lambda: rows.row_loss_(p, d_logits, terms, config, return_entropy=False).logps, d_logits
 
 
-def quack_row_loss_(
-    logits: Tensor, out: Tensor, target_ids: Tensor, *unused: object, return_entropy: bool
-) -> RowLoss:
+def quack_row_loss_(p: LogitRows, out: Tensor, *unused: object, return_entropy: bool) -> RowLoss:
     """Compute a cross entropy and its gradient with QuACK, in place of a GRPO loss.
 
     A cluster of blocks keeps a row in shared memory, so a row is read once and written once. A GRPO
@@ -84,8 +82,8 @@ def quack_row_loss_(
     """
     from quack.cross_entropy import cross_entropy_fwd_out
 
-    loss, lse = (torch.empty(len(logits), device=logits.device) for _ in range(2))
-    cross_entropy_fwd_out(logits, target_ids, None, loss, lse, out, None)
+    loss, lse = (torch.empty(len(out), device=out.device) for _ in range(2))
+    cross_entropy_fwd_out(p.logits, p.target_ids, None, loss, lse, out, None)
     return RowLoss(lse, -loss, None, loss, loss)
 
 

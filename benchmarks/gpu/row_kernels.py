@@ -28,7 +28,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.launch import launch, multiprocessors
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish
-from grpo_fast.kernels.types import LogitTransform, RowLoss
+from grpo_fast.kernels.types import LogitRows, RowLoss
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -154,20 +154,20 @@ class KeptRows(NamedTuple):
 
 def kept_row_loss_(
     sizes: KeptRows,
-    logits: Tensor,  # (C, V) bf16, contiguous, V even
+    p: LogitRows,
     out: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,) in [0, V)
     terms: RowTerms,
     config: LossConfig,
-    transform: LogitTransform,
     *,
     return_entropy: bool,
 ) -> RowLoss:
     """Compute the loss of every row and its gradient, as `row_loss_` does.
 
-    Every row must have a valid target, and with `given` an old logp near the new one. A KL,
-    entropies, and a transform of the logits are not supported.
+    The logits are bf16 and contiguous, with an even number of columns. Every row must have a valid
+    target, and with `given` an old logp near the new one. A KL, entropies, and a transform of the
+    logits are not supported.
     """
+    logits, target_ids, transform, _ = p
     assert transform == (1.0, None, 1.0) and not return_entropy and terms.kl_weights is None
     vocab = logits.shape[1]
     assert vocab >= 2 * sizes.block * sizes.kept  # the kept blocks are loaded without a mask

@@ -120,7 +120,7 @@ class Case(NamedTuple):
         logps, *_ = autograd.LogpsFunction.forward(context, call, *call.tensors)
         if any(call.wanted):
             with torch.no_grad():
-                autograd.LogpsFunction.backward(context, torch.empty_like(logps), None, None)
+                autograd.LogpsFunction.backward(context, torch.empty_like(logps), None)
 
 
 class Budget(NamedTuple):

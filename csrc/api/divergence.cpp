@@ -2,8 +2,7 @@
 // gradient. grpo_fast/kernels/divergence_reference.py documents the results, and rows/divergence.h
 // the algorithm.
 //
-// Layout: the logits of student and teacher are (C, V) fp32 with any row stride. With offsets, they
-// are rows of unequal length, stored one after another in (1, nnz).
+// Layout: the logits of student and teacher are (C, V) fp32 with any row stride.
 //
 // Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64. Outputs
 // are fp64.
@@ -18,15 +17,11 @@ namespace grpo_fast {
 namespace {
 
 // Checks the logits of the student or the teacher, and describes them as a Chunk without targets.
-Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
-               const std::optional<Tensor>& offsets) {
+Chunk chunk_of(const Tensor& logits, const LogitTransform& transform) {
   check_rows(logits, "logits");
   STD_TORCH_CHECK(is_fp32(logits), "logits: expected float32");
-  const int64_t rows = offsets ? offsets->size(0) - 1 : logits.size(0);
-  Chunk chunk{rows, logits.size(1), nullptr, transform.logit_scale, transform.softcap.value_or(0),
-              transform.temperature};
-  if (offsets) chunk.offsets = checked_offsets<int64_t>(*offsets, logits.size(1), "offsets");
-  return chunk;
+  return {logits.size(0), logits.size(1), nullptr, transform.logit_scale,
+          transform.softcap.value_or(0), transform.temperature};
 }
 
 // Checks that x is fp32 and has the shape of the logits.
@@ -60,11 +55,10 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
                        std::optional<Tensor> known, int64_t kind, double beta, double logit_scale,
                        std::optional<double> softcap, double temperature,
                        double teacher_logit_scale,
-                       std::optional<double> teacher_softcap, double teacher_temperature,
-                       std::optional<Tensor> offsets) {
-  const Chunk chunk = chunk_of(logits, {logit_scale, softcap, temperature}, offsets);
+                       std::optional<double> teacher_softcap, double teacher_temperature) {
+  const Chunk chunk = chunk_of(logits, {logit_scale, softcap, temperature});
   const Chunk other =
-      chunk_of(teacher, {teacher_logit_scale, teacher_softcap, teacher_temperature}, offsets);
+      chunk_of(teacher, {teacher_logit_scale, teacher_softcap, teacher_temperature});
   check_like(logits, teacher, "teacher");
   if (out) check_like(logits, *out, "out");
   STD_TORCH_CHECK(!out || out->data_ptr() != logits.data_ptr() || !chunk.rows,
@@ -105,7 +99,7 @@ STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
       "row_divergence_(Tensor logits, Tensor teacher, Tensor(a!)? out, Tensor weights,"
       " Tensor? known, int kind, float beta, float logit_scale, float? softcap, float temperature,"
       " float teacher_logit_scale, float? teacher_softcap,"
-      " float teacher_temperature, Tensor? offsets) -> Tensor");
+      " float teacher_temperature) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.reference import final_logits, rows_by_length
+from grpo_fast.kernels.reference import final_logits
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherTopK
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import LogitRows
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Maximum number of logits that are processed at a time on a CPU and on a GPU. On a CPU, the
@@ -26,16 +26,13 @@ BLOCK_GPU = 1 << 24
 
 
 def row_divergence_(
-    logits: Tensor,  # (C, V) raw logits of the student
-    teacher: Tensor,  # (C, V) raw logits of the teacher
+    p: LogitRows,
+    teacher: LogitRows,
     weights: Tensor,  # (C,)
     term: DivergenceTerm,
-    transform: LogitTransform,
-    teacher_transform: LogitTransform,
     *,
-    out: Tensor | None = None,  # (C, V), which may be `teacher`
+    out: Tensor | None = None,  # (C, V)
     known: DivergenceRows | None = None,
-    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> DivergenceRows:
     """Compute the divergence D of every row and, if `out` is given, the gradient of Σ weights·D.
 
@@ -43,26 +40,23 @@ def row_divergence_(
     Columns where both logits are -inf contribute nothing.
 
     Args:
-        logits: (C, V) raw logits of the student.
-        teacher: (C, V) raw logits of the teacher.
+        p: the student's logits, without `offsets`.
+        teacher: the teacher's logits, in the same form.
         weights: (C,) weight of each row in the gradient.
         term: the kind of divergence and its parameter.
-        transform: the student's logit transform.
-        teacher_transform: the teacher's logit transform.
-        out: (C, V) destination of the gradient, which may be `teacher`; None: no gradient.
+        out: (C, V) destination of the gradient, which may be the teacher's logits; None: no
+            gradient.
         known: results over full rows, or None. A rank with a vocabulary shard must pass the `lse`
             and `teacher_lse` of the full rows, and also their `centers` if `out` is given.
-        offsets: (C+1,) bounds of rows of unequal length. `logits`, `teacher` and `out` are then
-            (1, nnz), with the rows one after another.
 
     Returns:
         The sums of every row, (C,) fp64 each.
     """
     # Use fp64, because a divergence close to 0 is a sum of terms that nearly cancel.
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
-    for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
-        z, chain = final_logits(logits[at], transform)
-        y, _ = final_logits(teacher[at], teacher_transform)
+    for rows in _blocks(p.logits):
+        z, chain = final_logits(p.logits[rows], p.transform)
+        y, _ = final_logits(teacher.logits[rows], teacher.transform)
         # A rank with a vocabulary shard has only a part of each row. Use the lse of the full row,
         # so that the probabilities are those of the full softmax.
         here = known and DivergenceRows(*(x[rows] for x in known))
@@ -76,21 +70,15 @@ def row_divergence_(
             # Set rows with weight 0 to 0 with torch.where. A product would keep NaN, because 0·NaN
             # is NaN.
             d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
-            out[at] = d.to(out.dtype)
+            out[rows] = d.to(out.dtype)
         for to, x in zip(sums, (value.sum(-1, dtype=torch.float64), center, *lses), strict=True):
             to[rows] = x
     return sums
 
 
 def row_topk_divergence_(
-    logits: Tensor,  # (C, V) raw logits of the student
-    teacher: TeacherTopK,  # of C rows
-    weights: Tensor,  # (C,)
-    term: DivergenceTerm,
-    transform: LogitTransform,
-    *,
-    out: Tensor | None,  # (C, V), which may be `logits`
-) -> Tensor:  # (C,) fp64
+    p: LogitRows, teacher: TeacherTopK, weights: Tensor, term: DivergenceTerm, *, out: Tensor | None
+) -> Tensor:
     """Compute divergences from a teacher's top-k log-probabilities in fp64. All backends use this.
 
     The vocabulary is reduced to K + 1 categories: the K ids, and one tail category for all other
@@ -99,20 +87,19 @@ def row_topk_divergence_(
     their probabilities.
 
     Args:
-        logits: (C, V) raw logits of the student.
+        p: the student's logits, without `offsets`.
         teacher: ids and logps of the C rows.
         weights: (C,) weight of each row in the gradient.
         term: the kind of divergence and its parameter.
-        transform: the student's logit transform.
-        out: (C, V) destination of the gradient, which may be `logits`; None: no gradient.
+        out: (C, V) destination of the gradient, which may be the logits; None: no gradient.
 
     Returns:
         The divergence of every row, (C,) fp64.
     """
     values = []
-    for rows, _ in _blocks(logits):
+    for rows in _blocks(p.logits):
         # 1. Separate the student's logits at the K ids from those of the tail, the other ids.
-        z, chain = final_logits(logits[rows], transform)
+        z, chain = final_logits(p.logits[rows], p.transform)
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
@@ -169,28 +156,12 @@ def row_lse(z: Tensor) -> Tensor:
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
-def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Split the rows of a matrix x into blocks.
-
-    Like `_ragged_blocks`, yield pairs (row numbers, index that selects these rows). Here, both
-    members of a pair are the same slice of rows.
-    """
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Split the rows of a matrix x into blocks."""
     # A block has at least one row, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
-        rows = slice(start, min(start + step, x.shape[0]))
-        yield rows, rows
-
-
-def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, tuple[int, Tensor]]]:
-    """Split rows of unequal length into blocks of rows of equal length, which are matrices.
-
-    Yields:
-        Pairs (row numbers, index that selects these rows). The row numbers are (n,). The index
-        selects n rows of length k, (n, k), from a tensor (1, nnz).
-    """
-    for here, at in rows_by_length(offsets):
-        yield from ((here[rows], (0, at[rows])) for rows, _ in _blocks(at))
+        yield slice(start, min(start + step, x.shape[0]))
 
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, pick
+from grpo_fast.kernels.types import LogitRows, LogitTransform, RowLoss, RowStats, pick
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
@@ -35,14 +35,7 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
     return z, slope
 
 
-def row_logps(
-    logits: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,) int64
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
-) -> RowStats:
+def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute the lse, the target's log-probability and the entropy of every row.
 
     The log-probability is computed as -log(1 + Σ_{j≠target} e^z_j / e^z_target), which is accurate
@@ -50,36 +43,28 @@ def row_logps(
     contains NaN or +inf, its lse and logp are NaN.
 
     Args:
-        logits: (C, V) raw logits.
-        target_ids: (C,) int64. With `offsets`, the position of each target within its row.
-        transform: the logit transform.
+        p: the logits and the targets.
         return_entropy: also compute the entropy.
-        offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
 
     Returns:
         lse, logps and entropy (or None), fp32 (C,) each.
     """
-    if offsets is not None:
-        sums = [logits.new_empty(len(target_ids), dtype=torch.float32) for _ in range(3)]
-        for here, at in rows_by_length(offsets):
-            ids = target_ids[here]
-            stats = row_logps(logits[0, at], ids, transform, return_entropy=return_entropy)
+    if p.offsets is not None:
+        sums = [p.logits.new_empty(len(p.target_ids), dtype=torch.float32) for _ in range(3)]
+        for here, at in rows_by_length(p.offsets):
+            part = LogitRows(p.logits[0, at], p.target_ids[here], p.transform)
+            stats = row_logps(part, return_entropy=return_entropy)
             for to, x in zip(sums, stats, strict=True):
                 if x is not None:
                     to[here] = x
         return sums[0], sums[1], sums[2] if return_entropy else None
-    z, _ = final_logits(logits, transform)
-    lse, logps, entropy = row_statistics(z, target_ids, return_entropy=return_entropy)
+    z, _ = final_logits(p.logits, p.transform)
+    lse, logps, entropy = row_statistics(z, p.target_ids, return_entropy=return_entropy)
     return lse.float(), logps.float(), None if entropy is None else entropy.float()
 
 
-def row_statistics(
-    z: Tensor,  # (C, V) final logits
-    target_ids: Tensor,  # (C,) int64
-    *,
-    return_entropy: bool,
-) -> RowStats:
-    """Compute the statistics of `row_logps` from final logits, in the dtype of z.
+def row_statistics(z: Tensor, target_ids: Tensor, *, return_entropy: bool) -> RowStats:
+    """Compute the statistics of `row_logps` from final logits z, (C, V), in the dtype of z.
 
     If a target is out of range, the lse and entropy of its row are still correct.
     """
@@ -125,81 +110,62 @@ def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def row_grad_(
-    logits: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,) int64
-    stats: RowStats,
-    grad_logps: Tensor,  # (C,)
-    grad_entropy: Tensor | None,  # (C,)
-    transform: LogitTransform,
-    *,
-    out: Tensor | None = None,  # (C, V)
-    offsets: Tensor | None = None,  # as in `row_logps`
-) -> Tensor:  # (C, V)
+    p: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
+) -> Tensor:
     """Write the gradient with respect to the raw logits to `out`, or in place.
 
-    It is the gradient of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients of a row
-    are 0, its gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is
-    computed as -expm1(logp), which is accurate even if p is close to 1. If a target id is outside
-    [0, V), no column of its row is treated as the target.
+    It is the gradient of Σ g·logp + g_entropy·entropy. If both coefficients of a row are 0, its
+    gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is computed as
+    -expm1(logp), which is accurate even if p is close to 1. If a target id is outside [0, V), no
+    column of its row is treated as the target.
 
     Args:
-        logits: (C, V) raw logits.
-        target_ids: (C,) int64.
+        p: the logits and the targets. With `offsets`, the gradient overwrites the logits.
         stats: the result of `row_logps`.
-        grad_logps: (C,) coefficients of the logps.
-        grad_entropy: (C,) coefficients of the entropies, or None.
-        transform: the logit transform.
+        g: (C,) coefficients of the logps.
+        g_entropy: (C,) coefficients of the entropies, or None.
         out: (C, V) destination; None: in place.
-        offsets: (C+1,) bounds of rows of unequal length, as in `row_logps`. The gradient then
-            overwrites `logits`.
 
     Returns:
         The tensor that contains the gradient.
     """
     # 1. Process rows of unequal length in groups of equal length.
+    logits, target_ids, transform, offsets = p
     if offsets is not None:
         for here, at in rows_by_length(offsets):
             own = pick(here, *stats)
-            g, g_entropy = pick(here, grad_logps, grad_entropy)
-            ids = target_ids[here]
-            logits[0, at] = row_grad_(logits[0, at], ids, own, g, g_entropy, transform)
+            part = LogitRows(logits[0, at], target_ids[here], transform)
+            logits[0, at] = row_grad_(part, own, *pick(here, g, g_entropy))
         return logits
     # 2. Compute the gradient of g·logp, which is g·(1 - p) in the target column and -g·p elsewhere.
     out = logits if out is None else out
     lse, logps, entropy = stats
     z, slope = final_logits(logits, transform)
     logp_all = z - lse.to(z.dtype)[:, None]
-    p = logp_all.exp()
-    g = grad_logps.to(z.dtype)[:, None]
-    dz = -g * p
+    probs = logp_all.exp()
+    factor = g.to(z.dtype)[:, None]
+    dz = -factor * probs
     columns = target_columns(target_ids, logits)[:, None]
     # Compute 1 - p as -expm1(logp), which is accurate even if p is close to 1.
-    at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
+    at_target = -factor * torch.expm1(logps.to(z.dtype))[:, None]
     # A target id outside [0, V) was clamped to another id's column. That column is not the target,
     # so its gradient stays -g·p.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     # 3. Add the gradient of the entropy, which is -g_H·p·(log p + H).
-    active = grad_logps != 0
-    if grad_entropy is not None and entropy is not None:
+    active = g != 0
+    if g_entropy is not None and entropy is not None:
         # Set p·(log p + H) to its limit 0 where p is 0, because 0·log 0 is NaN.
-        surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
-        dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
-        active = active | (grad_entropy != 0)
+        surplus = torch.where(probs == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
+        dz = dz - g_entropy.to(z.dtype)[:, None] * probs * surplus
+        active = active | (g_entropy != 0)
     # 4. Write exact zeros in rows whose coefficients are 0, because their logits may be NaN.
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out
 
 
 def row_loss_(
-    logits: Tensor,  # (C, V)
-    out: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,)
-    terms: RowTerms,
-    config: LossConfig,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
+    p: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute a token-level loss and its gradient with respect to the raw logits.
 
@@ -207,27 +173,25 @@ def row_loss_(
     V) is excluded: its loss and gradient are 0, even if its logits or terms contain NaN.
 
     Args:
-        logits: (C, V) raw logits.
+        p: the logits and the targets, without `offsets`.
         out: (C, V) destination of the gradient of Σ_t (losses_t + grad_entropy_t·entropy_t). It may
-            be the tensor `logits`.
-        target_ids: (C,) int64.
+            be the tensor `p.logits`.
         terms: the per-row inputs of the loss.
         config: the loss.
-        transform: the logit transform.
         return_entropy: also return the entropy.
 
     Returns:
         The statistics, losses and coefficients of every row, (C,) fp32 each.
     """
-    stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
+    stats = row_logps(p, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
     # Exclude rows whose target was clamped. Set their results to 0 with torch.where, because they
     # may be NaN, and 0·NaN is NaN.
-    counts = target_ids == target_columns(target_ids, logits)
+    counts = p.target_ids == target_columns(p.target_ids, p.logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)
     grad_entropy = (
         None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
     )
-    row_grad_(logits, target_ids, stats, grad, grad_entropy, transform, out=out)
+    row_grad_(p, stats, grad, grad_entropy, out)
     return RowLoss(*stats, losses, grad)

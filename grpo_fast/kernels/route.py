@@ -227,6 +227,12 @@ def unavailable(backend: str, device_type: str) -> str | None:
     return None
 
 
+def uses_triton(x: Tensor, backend: str = "auto") -> bool:
+    """Return whether Triton computes the small steps of a call, such as copies of its inputs."""
+    is_asked = backend == "triton" or (x.is_cuda and backend == "auto")
+    return is_asked and unavailable("triton", x.device.type) is None
+
+
 @functools.cache
 def _route(
     backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None

@@ -12,19 +12,22 @@ from torch import Tensor
 
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
-from grpo_fast.kernels.types import HeadTensors, LogitTransform, add_rows_, scaled_rows
+from grpo_fast.kernels.types import HeadInputs, LogitRows, add_rows_, scaled_rows
 
 # Maximum number of elements of `weight` or `hidden` that are copied at a time, to limit the memory.
 BLOCK_ELEMENTS = 4 << 20
 
 
 def target_places(
-    ids: Tensor,  # (nnz,) int64 in [0, V)
-    offsets: Tensor,  # (R+1,) int64
-    target_ids: Tensor,  # (R,) int64
-    vocab_size: int,
+    ids: Tensor, offsets: Tensor, target_ids: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Find the position of each target in its token set.
+
+    Args:
+        ids: (nnz,), int64 in [0, V).
+        offsets: (R+1,), int64.
+        target_ids: (R,), int64.
+        vocab_size: V.
 
     Returns:
         A pair of int64 tensors. The first, (R,), is the position of each target in its set, or -1
@@ -42,20 +45,16 @@ def target_places(
 
 
 def head_rows(
-    tensors: HeadTensors,
-    rows: SupportRows,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    return_slopes: bool,
+    p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
 ) -> HeadRows:
     """Compute the logits of all ids in the sets, and the statistics of every row.
 
-    All results are at least fp32. With `return_slopes`, also compute the slopes, the derivatives of
-    the logps with respect to the hidden states.
+    All results are at least fp32. The target ids are the positions of the targets in their sets.
+    With `return_slopes`, also compute the slopes, the derivatives of the logps with respect to the
+    hidden states.
     """
     # 1. Compute the logits block by block.
-    hidden, weight, bias = tensors
+    hidden, weight, bias, places, transform, _ = p
     dtype = torch.promote_types(weight.dtype, torch.float32)
     raw = weight.new_empty(len(rows.ids), dtype=dtype)
     sources = rows.hidden_rows
@@ -67,14 +66,14 @@ def head_rows(
     if bias is not None:
         raw += bias[rows.ids].to(dtype)
     # 2. Compute the statistics and the slopes.
-    stats = reference.row_logps(
-        raw[None], rows.places, transform, return_entropy=return_entropy, offsets=rows.offsets
-    )
+    logits = LogitRows(raw[None], places, transform, rows.offsets)
+    stats = reference.row_logps(logits, return_entropy=return_entropy)
     slopes = None
     if return_slopes:
         # Pass a copy of `raw`, because `raw` is returned and row_grad_ overwrites its input.
-        own = raw[None].clone(), rows.places, stats, torch.ones_like(stats[1]), None, transform
-        slopes = head_hidden(reference.row_grad_(*own, offsets=rows.offsets)[0], weight, rows)
+        logits = logits._replace(logits=raw[None].clone())
+        d = reference.row_grad_(logits, stats, torch.ones_like(stats[1]), None)
+        slopes = head_hidden(d[0], weight, rows)
     return HeadRows(raw, stats, slopes)
 
 
@@ -88,17 +87,11 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     return sums
 
 
-def head_weight(
-    d: Tensor,  # (nnz,)
-    hidden: Tensor,  # (N, H)
-    rows: SupportRows,
-    out: Tensor,  # (V, H)
-    *,
-    add: bool,
-) -> None:
+def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
     """For each id, compute out[id] as the sum of d·hidden over all occurrences of the id.
 
-    The terms are added in row order. The sums overwrite `out`, or are added to it if `add` is set.
+    `d` is (nnz,), `hidden` is (N, H) and `out` is (V, H). The terms are added in row order. The
+    sums overwrite `out`, or are added to it if `add` is set.
     """
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
     _add_terms_(sums, rows.ids, d, hidden, rows.hidden_rows)

@@ -75,7 +75,7 @@ class ActiveRows(NamedTuple):
         """Select the T active rows from x, which has N rows. Return None if x is None."""
         return x if x is None else elements_at(x, self.active_index)
 
-    def to_rows(self, x: Any, fill: int = 0) -> Any:
+    def to_rows(self, x: Values, fill: int = 0) -> Values:
         """Scatter the values of the active rows, (T,), into a tensor with one value per row, (N,).
 
         The other rows get the value `fill`. If x is None, the result is None.
@@ -107,6 +107,16 @@ class HeadInputs(NamedTuple):
     # The tensor descriptors (TMA) of a GPU call, keyed by matrix and tile size. `linear.prepared`
     # sets an empty dict.
     descriptors: dict[tuple[int, int, int], Any] | None = None
+
+
+class LogitRows(NamedTuple):
+    """Raw logits of C rows and their targets, as the row kernels read them."""
+
+    logits: Tensor  # (C, V), or (1, nnz) with `offsets`
+    target_ids: Tensor  # (C,) int64; with `offsets`, the position of each target in its row
+    transform: LogitTransform
+    # (C+1,) bounds of rows of unequal length, which are stored one after another; None: (C, V)
+    offsets: Tensor | None = None
 
 
 class RowLoss(NamedTuple):
@@ -142,17 +152,6 @@ class AddedRows(NamedTuple):
     values: Tensor  # (R, N)
     ids: Tensor | None = None  # (T,) int64; None: ids[t] = t
     rows: Tensor | None = None  # (T,) int64; None: rows[t] = t
-
-    def terms(self) -> Tensor:
-        """Return the added rows, each multiplied by its coefficient, as (T, N) fp32."""
-        count = len(self.coefficients)
-        values = self.values[:count] if self.rows is None else self.values[self.rows]
-        return scaled_rows(values, self.coefficients)
-
-    def add_to_(self, total: Tensor) -> None:
-        """Add the scaled rows to `total`, which contains (V, N) fp32 sums."""
-        assert self.ids is not None
-        add_rows_(total, self.ids, self.terms())
 
 
 class Dominant(NamedTuple):

@@ -317,8 +317,8 @@ def linear_grpo_loss(
             predicts each target. A row may predict several targets, as the last row of a shared
             prompt does. None: row t predicts target t.
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
-            combined with `group` or `grad_filter`, and is not available in a CUDA graph. None: the
-            full vocabulary.
+            combined with `group`, `grad_filter` or `divergence`, and is not available in a CUDA
+            graph. None: the full vocabulary.
         grad_filter: a number in (0, 1), which makes the gradients approximate. In each chunk of
             rows, the vocabulary columns with the smallest gradients are excluded from the matrix
             products of the gradient. At most this share of Σ|d-logits| is excluded. Loss and logps
@@ -326,7 +326,7 @@ def linear_grpo_loss(
             combined with `group`, `support` or `divergence`. None: no filter.
         divergence: a `DivergenceTerm`, which adds coef·Σ_t w_t·D_t to the loss, where D_t is the
             divergence from a teacher. The call then costs 8·N·V·H flops. Cannot be combined with
-            `grad_filter`. None: no divergence.
+            `grad_filter` or `support`. None: no divergence.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
             share the vocabulary. Every rank passes the same `hidden` and `target_ids`, and only its
             own rows of the weight and the bias. These rows are a plain tensor, which may be empty,
@@ -364,7 +364,7 @@ def linear_grpo_loss(
         raise_pending()
         tensors = entry.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        term = checked_term(divergence, tensors[1], target_ids, ranks, support)
+        term = checked_term(divergence, tensors[1], target_ids, ranks)
         call = Call(
             tensors=tensors, like=target_ids, config=config, advantages=advantages,
             completion_mask=completion_mask, cu_seqlens=cu_seqlens, old_logps=old_logps,

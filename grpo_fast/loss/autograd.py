@@ -25,7 +25,7 @@ from grpo_fast.kernels.head.divergence import Divergences
 from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, weight_unit
 from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
-from grpo_fast.kernels.route import Route, unavailable
+from grpo_fast.kernels.route import Route, uses_triton
 from grpo_fast.kernels.types import Context
 from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
@@ -41,9 +41,9 @@ class LossResult(NamedTuple):
     """Loss, logps and gradients of a call, for all N rows."""
 
     loss: Tensor  # 0-d
-    logps: Tensor  # (N,); the divergences in `linear_divergence`
-    entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
+    logps: Tensor  # (N,); the divergences in `linear_divergence`
+    entropy: Tensor | None = None  # (N,)
     # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of the vocabulary
     # columns that were kept
     filtered: Tensor | None = None
@@ -115,7 +115,7 @@ def driven(
         assert divergences is not None
         gradients = driver.gradients(divergences, wanted)
         loss = weighted_sum(divergences.weights, divergences.values).to(divergences.weights.dtype)
-        return LossResult(loss, divergences.values, None, gradients)
+        return LossResult(loss, gradients, divergences.values)
     terms = row_terms(tokens, config)
     if any(wanted) and terms is not None and driver.num_rows:
         # 1. Compute losses and gradients of a token-level loss in one pass.
@@ -145,7 +145,7 @@ def driven(
     if divergences is not None:
         loss = loss + weighted_sum(divergences.weights, divergences.values).to(loss.dtype)
         each = spread(divergences.values)
-    return LossResult(loss, spread(logps), spread(entropy), gradients, driver.filtered, each)
+    return LossResult(loss, gradients, spread(logps), spread(entropy), driver.filtered, each)
 
 
 def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
@@ -161,10 +161,10 @@ def loss_from_logps(call: Call, tensors: RowTensors) -> LossResult:
     h = None if entropy is None else rows.active(entropy).to(torch.float32, copy=True)
     checks.check_logps(lp, call.checks, checks.NO_FINITE_LOGP)
     result = token_loss(lp, h, tokens, config)
-    has_bonus = result.grad_entropy is not None
-    d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else lp.new_empty(0)
+    d_entropy = result.grad_entropy
+    d_entropy = lp.new_empty(0) if d_entropy is None else rows.to_rows(d_entropy)
     gradients = rows.to_rows(result.grad_logps), d_entropy
-    return LossResult(result.loss, rows.to_rows(lp), rows.to_rows(h), gradients)
+    return LossResult(result.loss, gradients, rows.to_rows(lp), rows.to_rows(h))
 
 
 def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
@@ -181,15 +181,16 @@ def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
 
 
 Run = Callable[[Call, RowTensors], LossResult]
-# Type of the five outputs of a loss: loss, logps, entropies, metrics of grad_filter, divergences.
-LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class LossFunction(torch.autograd.Function):
-    """Autograd function of a loss, which computes the gradients in its forward pass."""
+    """Autograd function of a loss, which computes the gradients in its forward pass.
+
+    The results without a gradient are stored in `call.outputs`.
+    """
 
     @staticmethod
-    def forward(ctx: Context, run: Run, call: Call, *inputs: Tensor | None) -> LossValues:
+    def forward(ctx: Context, run: Run, call: Call, *inputs: Tensor | None) -> Tensor:
         tensors: RowTensors = tuple(None if x is None else x.detach() for x in inputs)
         result = run(call, tensors)
         if not call.inplace:
@@ -199,26 +200,21 @@ class LossFunction(torch.autograd.Function):
             # kernels overwrite them. A backward that needs the old logits then raises an error
             # instead of using the gradient in their place.
             torch.autograd.graph.increment_version([x for x in inputs if x is not None])
-        ctx.set_materialize_grads(False)
         ctx.run = run
         ctx.call = call
         ctx.shapes = [None if x is None else x.shape for x in inputs]
         # Store the gradients as an attribute. With save_for_backward, autograd would keep a second
         # reference and copy the gradients when they become .grad.
         ctx.result = result.gradients, result.units
-        outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
-        ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
-        return outputs
+        # Do not store the loss in the call. The call would then keep the autograd graph in memory.
+        call.outputs = result.logps, result.entropy, result.filtered, result.divergence
+        return result.loss
 
     @staticmethod
-    def backward(
-        ctx: Context, grad_loss: Tensor | None, *unused: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         needs = ctx.needs_input_grad[2:]
-        if grad_loss is None:
-            return (None,) * (2 + len(needs))
         # Use the stored gradients only once. Autograd stores these tensors as `.grad`, so
         # multiplying them in place in a second backward would change `.grad`. Compute the gradients
         # again instead.
@@ -241,7 +237,7 @@ class LossFunction(torch.autograd.Function):
         return None, None, *results
 
 
-apply_loss: Callable[..., LossValues] = LossFunction.apply
+apply_loss: Callable[..., Tensor] = LossFunction.apply
 
 
 def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
@@ -254,7 +250,7 @@ def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     if all(type(x) is Tensor and x.is_cpu and x.item() == 1.0 for x in factors):
         return
     on_gpu = all(x.is_cuda and x.is_contiguous() and x.dtype.itemsize <= 4 for x in gradients)
-    if on_gpu and unavailable("triton", "cuda") is None:
+    if on_gpu and uses_triton(factors[0]):
         from grpo_fast.kernels.gpu import gradients as kernels
 
         kernels.scale_(gradients, factors)
@@ -265,7 +261,7 @@ def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
 
 # ---- Logps
 
-LogpsValues = tuple[Tensor, Tensor, Tensor]  # logps, entropies (empty if not requested) and lse
+LogpsValues = tuple[Tensor, Tensor | None]  # logps, and entropies if they were requested
 
 
 class LogpsFunction(torch.autograd.Function):
@@ -278,18 +274,17 @@ class LogpsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, call: Call, *inputs: Tensor | None) -> LogpsValues:
         tensors: RowTensors = tuple(None if x is None else x.detach() for x in inputs)
-        outputs, driver = computed_logps(call, tensors)
+        outputs, lse, driver = computed_logps(call, tensors)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(outputs[2])
         if any(call.wanted):
             ctx.call = call
             ctx.driver = driver if driver.num_rows else None
-            ctx.save_for_backward(*tensors, *outputs)
+            ctx.save_for_backward(*tensors, *outputs, lse)
         return outputs
 
     @staticmethod
     def backward(
-        ctx: Context, d_logps: Tensor | None, d_entropy: Tensor | None, unused: None
+        ctx: Context, d_logps: Tensor | None, d_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
@@ -313,7 +308,7 @@ class LogpsFunction(torch.autograd.Function):
             driver = call.driver(tensors, route, entropy_gradient=needs_logits)
         # 2. Compute the gradients from the statistics of the active rows.
         active = call.rows.active
-        stats = active(lse), active(logps), active(entropy) if call.return_entropy else None
+        stats = active(lse), active(logps), active(entropy)
         g, g_entropy = (
             None if d is None else with_targets(call, active(d).float())
             for d in (d_logps, d_entropy)
@@ -333,7 +328,7 @@ _logps_with_autograd: Callable[..., LogpsValues] = LogpsFunction.apply
 
 
 def apply_logps(call: Call, *inputs: Tensor | None) -> LogpsValues:
-    """Compute logps, entropies and lse of all rows, with autograd if a gradient is needed.
+    """Compute logps and entropies of all rows, with autograd if a gradient is needed.
 
     In forward mode and under the transforms of torch.func, `LogpsFunction` is called, too, because
     it raises the error that these are not supported.
@@ -344,8 +339,8 @@ def apply_logps(call: Call, *inputs: Tensor | None) -> LogpsValues:
     return computed_logps(call, inputs)[0]
 
 
-def computed_logps(call: Call, tensors: RowTensors) -> tuple[LogpsValues, Driver]:
-    """Compute logps, entropies and lse of all rows, and return them with the driver.
+def computed_logps(call: Call, tensors: RowTensors) -> tuple[LogpsValues, Tensor, Driver]:
+    """Compute logps and entropies of all rows, and return them with the lse and the driver.
 
     If a gradient is needed, the driver keeps the logits of the last chunk for the backward pass.
     """
@@ -358,8 +353,8 @@ def computed_logps(call: Call, tensors: RowTensors) -> tuple[LogpsValues, Driver
     # Check the logps, because an infinite logp is the only sign of a target whose logit is -inf.
     checks.check_logps(logps, call.checks)
     spread = call.rows.to_rows
-    flat = lse.new_empty(0) if entropy is None else spread(with_targets(call, entropy))
-    return (spread(logps), flat, spread(lse)), driver
+    entropy = None if entropy is None else spread(with_targets(call, entropy))
+    return (spread(logps), entropy), spread(lse), driver
 
 
 def stores_logits(call: Call, route: Route) -> bool:

@@ -9,6 +9,7 @@ are copied, because metrics are computed later, when the caller may have changed
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,14 @@ from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.head.terms import saves_time
-from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route, unavailable
+from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route, uses_triton
 from grpo_fast.kernels.support import Support, SupportRows, rows_of
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import (
     ActiveRows,
     HeadTensors,
     LogitTransform,
+    Values,
     Wanted,
     detached,
     elements_at,
@@ -59,6 +61,7 @@ class Call:
             and `linear_divergence`.
         weights: (T,) weights of the rows of `linear_divergence`, set by `find_all_rows`.
         left_out: (T,) bool mask of kept rows whose results must be set to 0, or None.
+        outputs: logps, entropies, metrics of grad_filter and divergences of a loss.
     """
 
     tensors: RowTensors
@@ -96,6 +99,7 @@ class Call:
         self.tokens: Tokens | None = None
         self.weights: Tensor
         self.left_out: Tensor | None = None
+        self.outputs: tuple[Any, ...] = ()
         self._route: Route | None = None
 
     @property
@@ -189,15 +193,12 @@ class Call:
     def find_all_rows(self, weights: Tensor) -> Call:
         """Take all rows of `linear_divergence`, with their weights (N,).
 
-        The kernels expect a target in every row, but a divergence has no targets. Each row gets a
-        dummy target, which is the first id of its set, or 0 without a support.
+        The kernels expect a target in every row, but a divergence has no targets. Each row gets
+        the dummy target 0.
         """
         self.weights = weights
         like = self.like
         ids = torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
-        support = self.support
-        if support is not None and len(support.ids):
-            ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
         self.rows = self._rows(None, ids)
         self.checks.send()
         return self
@@ -226,12 +227,8 @@ class Call:
         others = (self.support, self.hidden_rows, self.shard)
         return self.like.is_cuda and len(self.tensors) == 3 and all(x is None for x in others)
 
-    def _rows(
-        self,
-        index: Tensor | None,  # (T,) int64
-        target_ids: Tensor,  # (T,)
-    ) -> ActiveRows:
-        """Return the active rows in the form that the kernels expect."""
+    def _rows(self, index: Tensor | None, target_ids: Tensor) -> ActiveRows:
+        """Return the active rows in the form that the kernels expect. Both arguments are (T,)."""
         support = None
         if self.support is not None:
             end = self.vocabulary_size
@@ -259,17 +256,6 @@ class Call:
             flat = flat != 0
         return unless_all(flat)
 
-    @property
-    def _has_triton(self) -> bool:
-        """Return whether a Triton kernel finds the completions and copies the inputs of a loss."""
-        like = self.like
-        is_asked = self.backend == "triton" or (like.is_cuda and self.backend == "auto")
-        # Use torch under a transform of torch.func. Its tensors have no memory, so a Triton kernel
-        # would fail before the autograd function can report that torch.func is not supported.
-        if not is_asked or torch._C._are_functorch_transforms_active():
-            return False
-        return unavailable("triton", like.device.type) is None
-
     def _expanded(self, index: Tensor | None, count: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the completion of each active token, and copies of the inputs by name.
 
@@ -288,7 +274,9 @@ class Call:
             x = getattr(self, name)
             if x is not None:
                 given[name] = detached(x).reshape(-1)
-        if self._has_triton:
+        # Use torch under a transform of torch.func. Its tensors have no memory, so a Triton kernel
+        # would fail before the autograd function can report that torch.func is not supported.
+        if uses_triton(self.like, self.backend) and not torch._C._are_functorch_transforms_active():
             from grpo_fast.kernels.gpu.tokens import expanded
 
             first, *others = given.values()
@@ -382,12 +370,11 @@ class Call:
             HeadTensors(*tensors), self.rows, route, shard=self.shard,
             entropy_gradient=entropy_gradient, keep_fp32=keep_fp32, needs_d_weight=self.wanted[1],
             tolerance=self.grad_filter, buffers=2 if is_pair else 1,
-            adds_terms=term is not None,
         )  # fmt: skip
 
-    def shaped(self, x: Tensor) -> Tensor:
-        """Return one value per row in the layout of the targets."""
-        return x if self.like.dim() == 1 else x.reshape(self.like.shape)
+    def shaped(self, x: Values) -> Values:
+        """Return one value per row in the layout of the targets. None stays None."""
+        return x if x is None or self.like.dim() == 1 else x.reshape(self.like.shape)
 
 
 def selected_ids(x: Tensor, index: Tensor | None) -> Tensor:
@@ -409,15 +396,13 @@ def lengths_of(segments: Tensor, count: int) -> Callable[[], Tensor]:
 
     `segments` must be ascending. The lengths are computed once, when they are first needed.
     """
-    found: list[Tensor] = []
 
+    @functools.cache
     def lengths() -> Tensor:
-        if not found:
-            # Find the first token of each completion by a binary search. bincount would cost two
-            # GPU syncs.
-            starts = torch.arange(count + 1, device=segments.device)
-            found.append(torch.searchsorted(segments, starts).diff())
-        return found[0]
+        # Find the first token of each completion by a binary search. bincount would cost two GPU
+        # syncs.
+        starts = torch.arange(count + 1, device=segments.device)
+        return torch.searchsorted(segments, starts).diff()
 
     return lengths
 
@@ -429,11 +414,7 @@ def unless_all(is_active: Tensor) -> Tensor | None:
 
 
 def support_rows(
-    support: Support,
-    active_index: Tensor | None,  # (T,) int64, None: all
-    target_ids: Tensor,  # (T,) int64
-    vocab_size: int,
-    found: ValueChecks,
+    support: Support, index: Tensor | None, target_ids: Tensor, vocab_size: int, found: ValueChecks
 ) -> SupportRows | None:
     """Convert a `Support` to the form that the kernels expect.
 
@@ -442,7 +423,7 @@ def support_rows(
 
     Args:
         support: one set of ids for each target of the caller.
-        active_index: (T,), int64. Positions of the active targets. None if all targets are active.
+        index: (T,), int64. Positions of the active targets. None if all targets are active.
         target_ids: (T,), int64. The active targets.
         vocab_size: V.
         found: the checks of the call.
@@ -456,9 +437,9 @@ def support_rows(
         bounds = bounds.clamp(0, count).cummax(0).values
     starts = bounds[:-1]
     lengths = bounds.diff()
-    if active_index is not None:
-        starts = starts[active_index]
-        lengths = lengths[active_index]
+    if index is not None:
+        starts = starts[index]
+        lengths = lengths[index]
     # 2. Separate the rows without a set, which use the full vocabulary.
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.kernels.gpu.launch import is_capturing
-from grpo_fast.kernels.route import BACKENDS, unavailable
+from grpo_fast.kernels.route import BACKENDS, uses_triton
 from grpo_fast.kernels.types import is_sharded
 from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
@@ -31,10 +31,9 @@ from grpo_fast.objective.divergences import DIVERGENCES
 
 # ---- Tables
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING = "a floating-point tensor (16, 32 or 64 bits)"
 KINDS = {  # the allowed dtypes for each description in a message
-    FLOATING: FLOATS,
+    FLOATING: (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "an int64 or int32 tensor": (torch.int64, torch.int32),
     "an int64 tensor": (torch.int64,),
     "an int32 tensor (B+1,) for the packed layout": (torch.int32, torch.int64),
@@ -376,7 +375,7 @@ class LateChecks(NamedTuple):
 
 def extremes(vectors: Sequence[Tensor], backend: str) -> Tensor:
     """Return the minimum, the maximum and the least step of each vector, (count, 3) fp64."""
-    if vectors[0].is_cuda and backend != "torch" and unavailable("triton", "cuda") is None:
+    if uses_triton(vectors[0], backend):
         from grpo_fast.kernels.gpu import extremes as kernels
 
         return kernels.extremes(vectors)

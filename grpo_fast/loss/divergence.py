@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import LEAST_LOGP, argument_error, conflict, require
-from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.loss import checks, entry
 from grpo_fast.loss.autograd import apply_loss, loss_from_logits
@@ -48,7 +47,6 @@ def linear_divergence(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     hidden_rows: Tensor | None = None,  # (N,) or (B, L)
-    support: Support | None = None,
     group: object = None,
     backend: str = "auto",
 ) -> DivergenceOutput:
@@ -97,8 +95,6 @@ def linear_divergence(
         hidden_rows: (N,) or (B, L), int64 or int32. For each row of the teacher, the index of the
             student's row in `hidden` (R, H). None: row t of `hidden` is compared with row t of the
             teacher.
-        support: the ids to which both distributions are restricted, one set for each row (see
-            `Support`). None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
             share the vocabulary (see `linear_logps`). The teacher's weight and bias must be sharded
             in the same way. None: the head is not split over ranks.
@@ -133,8 +129,8 @@ def linear_divergence(
         checks.options(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
         term = DivergenceTerm(teacher, kind, beta=beta)
         call = Call(
-            tensors=tensors, like=like, backend=backend, hidden_rows=hidden_rows, support=support,
-            divergence=checked_term(term, tensors[1], like, ranks, support),
+            tensors=tensors, like=like, backend=backend, hidden_rows=hidden_rows,
+            divergence=checked_term(term, tensors[1], like, ranks),
             shard=ranks.shard(tensors[1]), temperature=temperature, softcap=softcap,
             logit_scale=logit_scale,
         )  # fmt: skip
@@ -144,16 +140,12 @@ def linear_divergence(
         ranks.check_agreement(call)
         # 3. Compute the divergence with autograd.
         call.tensors = ()
-        loss, each, *_ = apply_loss(loss_from_logits, call, *tensors)
-        return DivergenceOutput(loss, each.detach().reshape(like.shape))
+        loss = apply_loss(loss_from_logits, call, *tensors)
+        return DivergenceOutput(loss, call.outputs[0].reshape(like.shape))
 
 
 def checked_term(
-    term: object,
-    weight: Tensor,  # (V, H)
-    target_ids: Tensor,
-    ranks: Agreement,
-    support: Support | None,
+    term: object, weight: Tensor, target_ids: Tensor, ranks: Agreement
 ) -> DivergenceTerm | None:
     """Check the divergence term of a loss.
 
@@ -166,19 +158,16 @@ def checked_term(
     if not isinstance(term, DivergenceTerm):
         raise argument_error("divergence", "None or a DivergenceTerm", type(term).__name__)
     checks.options(kind=term.kind, beta=term.beta, coef=term.coef)
-    return term._replace(teacher=_checked_teacher(term.teacher, weight, target_ids, ranks, support))
+    return term._replace(teacher=_checked_teacher(term.teacher, weight, target_ids, ranks))
 
 
-def _checked_teacher(
-    teacher: object, weight: Tensor, like: Tensor, ranks: Agreement, support: Support | None
-) -> Teacher:
+def _checked_teacher(teacher: object, weight: Tensor, like: Tensor, ranks: Agreement) -> Teacher:
     """Check a teacher, and return it with one row for each element of `like`."""
     is_shard = ranks.group is not None
     if isinstance(teacher, TeacherTopK):
-        if support is not None or is_shard:
-            other = "group" if support is None else "support"
+        if is_shard:
             why = "only a TeacherHead gives the logits of every id"
-            raise conflict("teacher, a TeacherTopK", other, why)
+            raise conflict("teacher, a TeacherTopK", "group", why)
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
         raise argument_error("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
@@ -233,14 +222,12 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         (~(sums <= MAX_PROBABILITY_SUM).all(),
          f"{logps_expected} log-probabilities, whose probabilities sum to at most "
          f"{MAX_PROBABILITY_SUM}, got a row with more, or NaN"),
-        ((is_whole & few).any(),
-         f"{logps_expected} rows of all {vocab} ids to sum to 1, got one that does not"),
         ((is_used & (largest < LEAST_LOGP)).any(),
          f"{logps_expected} a largest log-probability of at least {LEAST_LOGP:g} in each row "
          "(servers write -9999 for -inf), got a smaller one"),
-        (few.any() & (not teacher.has_tail),
-         f"{logps_expected} rows renormalised over their ids where has_tail=False, "
-         "logps - logps.logsumexp(-1, keepdim=True), got a row that does not sum to 1"),
+        ((few & (is_whole | (not teacher.has_tail))).any(),
+         f"{logps_expected} rows to sum to 1 that have all {vocab} ids or no tail "
+         "(has_tail=False: pass logps - logps.logsumexp(-1, keepdim=True)), got one that does not"),
     ):  # fmt: skip
         found.add_flag(is_wrong, message)
     found.send()

@@ -14,7 +14,6 @@ from torch import Tensor
 from grpo_fast.errors import argument_error, conflict
 from grpo_fast.kernels.gpu.launch import refuse
 from grpo_fast.kernels.support import Support
-from grpo_fast.kernels.types import detached
 from grpo_fast.loss import checks
 from grpo_fast.loss.autograd import Run, apply_logps, apply_loss
 from grpo_fast.loss.call import Call
@@ -77,21 +76,16 @@ class LossOutput:
     logps: Tensor
     entropy: Tensor | None
     divergence: Tensor | None
-    _metrics_of: Callable[..., dict[str, Tensor]] = dataclasses.field(repr=False)
-    _more: dict[str, Tensor] = dataclasses.field(repr=False)
-    _metrics: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
+    _metrics_of: Callable[[], dict[str, Tensor]] = dataclasses.field(repr=False)
 
-    @property
+    @functools.cached_property
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics of the call under the names that TRL uses.
 
         The values are 0-d fp32 tensors on the device of the loss. They are computed on first
         access.
         """
-        if not self._metrics:
-            entropy = None if self.entropy is None else self.entropy.reshape(-1)
-            self._metrics.update(self._metrics_of(self.logps.reshape(-1), entropy) | self._more)
-        return self._metrics
+        return self._metrics_of()
 
 
 def head_tensors(
@@ -202,6 +196,9 @@ def check_options(x: Call) -> None:
     """Check the options of a loss call that are not part of the config."""
     checks.options(backend=x.backend, validate=x.validate, grad_filter=x.grad_filter)
     _check_support(x.support, x.like, is_shard=x.shard is not None)
+    if x.support is not None and x.divergence is not None:
+        why = "a divergence is a sum over the full vocabulary; pass one of them"
+        raise conflict("support", "divergence", why)
     if x.grad_filter is None:
         return
     for name, other, why in (
@@ -269,29 +266,26 @@ def loss(run: Run, call: Call, ranks: Agreement = NO_GROUP) -> LossOutput:
     # 3. Compute the loss.
     tensors = call.tensors
     call.tensors = ()
-    value, logps, entropy, filtered, divergence = apply_loss(run, call, *tensors)
-    # 4. Add the metrics of grad_filter and of the divergence, and reshape the outputs to the layout
-    # of the call.
+    value = apply_loss(run, call, *tensors)
+    logps, entropy, filtered, divergence = call.outputs
     tokens = call.tokens
     assert tokens is not None
-    more: dict[str, Tensor] = {}
-    if filtered is not None:
-        more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
-    if divergence is not None:
-        # Inactive tokens have a divergence of 0, so the sum over all tokens is also the sum over
-        # the active tokens.
-        total = divergence.detach().sum(dtype=torch.float64).float()
-        more["divergence"] = total / max(len(rows.target_ids), 1)
 
-    def metrics(logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+    # 4. Define the metrics, and reshape the outputs to the layout of the call.
+    def metrics() -> dict[str, Tensor]:
         active = rows.active
-        return token_metrics(active(logps), active(entropy), tokens, config, rows.num_rows)
+        named = token_metrics(active(logps), active(entropy), tokens, config, rows.num_rows)
+        if filtered is not None:
+            named |= zip(FILTER_METRICS, filtered.unbind(), strict=True)
+        if divergence is not None:
+            # Inactive tokens have a divergence of 0, so the sum over all tokens is also the sum
+            # over the active tokens.
+            total = divergence.sum(dtype=torch.float64).float()
+            named["divergence"] = total / max(len(rows.target_ids), 1)
+        return named
 
-    shaped = call.shaped(detached(logps))
-    entropy, divergence = (
-        None if x is None else call.shaped(detached(x)) for x in (entropy, divergence)
-    )
-    return LossOutput(value, shaped, entropy, divergence, metrics, more)
+    shaped = call.shaped
+    return LossOutput(value, shaped(logps), shaped(entropy), shaped(divergence), metrics)
 
 
 def logps(
@@ -303,6 +297,5 @@ def logps(
     ranks.check_agreement(call)
     tensors = call.tensors
     call.tensors = ()
-    flat, entropy, _ = apply_logps(call, *tensors)
-    shaped = call.shaped(flat)
-    return (shaped, call.shaped(entropy)) if call.return_entropy else shaped
+    flat, entropy = apply_logps(call, *tensors)
+    return call.shaped(flat) if entropy is None else (call.shaped(flat), call.shaped(entropy))

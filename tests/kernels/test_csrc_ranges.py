@@ -6,7 +6,7 @@ import torch
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode, gemm, linear, loader, rows
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import AddedRows, HeadInputs, HeadTensors, LogitTransform
+from grpo_fast.kernels.types import AddedRows, HeadInputs, LogitRows, LogitTransform
 
 REASON = loader.unavailable("rows")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
@@ -21,11 +21,13 @@ KEYS, TILES = torch.zeros(2, 3, 8), decode.tiles_of(*torch.zeros(2, 1, 2, 17, 8)
 
 def logps(target_ids=IDS, offsets=None):
     logits = X if offsets is None else X.view(1, 40)
-    return rows.row_logps(logits, target_ids, TRANSFORM, return_entropy=False, offsets=offsets)
+    p = LogitRows(logits, target_ids, TRANSFORM, offsets)
+    return rows.row_logps(p, return_entropy=False)
 
 
 def grad(out=X, logps=X[:, 0]):
-    return rows.row_grad_(X, IDS, (X[:, 0], logps, None), X[:, 0], None, TRANSFORM, out=out)
+    p = LogitRows(X, IDS, TRANSFORM)
+    return rows.row_grad_(p, (X[:, 0], logps, None), X[:, 0], None, out=out)
 
 
 def product(values=X, **places):
@@ -39,8 +41,9 @@ def head(target_ids=IDS, bias=None, out=X):
 
 
 def sets(index=None, **changes):
-    given = HeadTensors(HIDDEN, WEIGHT, None), SETS._replace(hidden_index=index, **changes)
-    return rows.head_rows(*given, TRANSFORM, return_entropy=False, return_slopes=False)
+    own = SETS._replace(hidden_index=index, **changes)
+    p = HeadInputs(HIDDEN, WEIGHT, None, own.places, TRANSFORM)
+    return rows.head_rows(p, own, return_entropy=False, return_slopes=False)
 
 
 def sums(**changes):

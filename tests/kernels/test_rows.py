@@ -7,12 +7,13 @@ test_csrc.py runs the tests named *numerics* again with other instruction sets.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from grpo_fast.kernels import route
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import LogitRows, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms, row_coefficients
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
@@ -98,25 +99,25 @@ def test_numerics(rows, columns, transform_name, dtype) -> None:
     count = 4 if columns > 10_000 else ROWS
     logits, targets = make_rows(count, columns, dtype)
     transform = make_transform(transform_name)
+    of = partial(LogitRows, target_ids=targets, transform=transform)
     with only_memory_of(logits, targets):
-        stats = rows.row_logps(logits, targets, transform, return_entropy=True)
+        stats = rows.row_logps(of(logits), return_entropy=True)
     check_statistics(stats, logits, targets, transform)
-    again = rows.row_logps(logits, targets, transform, return_entropy=False)
+    again = rows.row_logps(of(logits), return_entropy=False)
     assert again[2] is None and all(map(torch.equal, again[:2], stats))
     g, ge, wide = torch.randn(count), torch.randn(count), logits.float()
     for grad_entropy in (None, ge):
-        given = targets, stats, g, grad_entropy, transform
-        exact = rows.row_grad_(wide.clone(), *given)
+        given = stats, g, grad_entropy
+        exact = rows.row_grad_(of(wide.clone()), *given)
         check_gradient(exact, logits, targets, transform, g, grad_entropy)
         out = torch.full((count, columns + 5), math.nan, dtype=dtype)
-        with only_memory_of(logits, *given[:1], *stats, g, grad_entropy, out):
-            found = rows.row_grad_(logits, *given, out=out[:, 2:-3])
+        with only_memory_of(logits, targets, *stats, g, grad_entropy, out):
+            found = rows.row_grad_(of(logits), *given, out=out[:, 2:-3])
         assert torch.equal(found, exact.to(dtype)) and out[:, [0, 1, -3, -2, -1]].isnan().all()
     over = logits.clone()
-    assert rows.row_grad_(over, *given) is over and torch.equal(over, found)
-    given = targets, (*stats[:2], None), g, None, transform
-    zero = rows.row_grad_(wide.clone(), targets, stats, g, torch.zeros(count), transform)
-    assert torch.equal(rows.row_grad_(wide.clone(), *given), zero)
+    assert rows.row_grad_(of(over), *given) is over and torch.equal(over, found)
+    zero = rows.row_grad_(of(wide.clone()), stats, g, torch.zeros(count))
+    assert torch.equal(rows.row_grad_(of(wide.clone()), (*stats[:2], None), g, None), zero)
 
 
 def test_numerics_store_rounds_like_torch(rows) -> None:
@@ -129,10 +130,10 @@ def test_numerics_store_rounds_like_torch(rows) -> None:
         logits = torch.linspace(-100.0, 0.0, 4099).repeat(6, 1).to(dtype)
         targets = torch.zeros(6, dtype=torch.int64)
         g = torch.tensor([1.0, -3.3, 1e5, 1e-4, 1e38, math.inf])
-        stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=False)
-        given = targets, stats, g, None, LogitTransform()
-        exact = rows.row_grad_(logits.float(), *given)
-        out = rows.row_grad_(logits, *given, out=torch.empty(6, 4099, dtype=dtype))
+        stats = rows.row_logps(LogitRows(logits, targets, LogitTransform()), return_entropy=False)
+        p = LogitRows(logits, targets, LogitTransform())
+        exact = rows.row_grad_(p._replace(logits=logits.float()), stats, g, None)
+        out = rows.row_grad_(p, stats, g, None, out=torch.empty(6, 4099, dtype=dtype))
         assert torch.equal(out.nan_to_num(7.0), exact.to(dtype).nan_to_num(7.0))
 
 
@@ -148,14 +149,14 @@ def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None
     logits[:, ::3] = hole
     logits[0, :2048] = hole  # the first block has only -inf
     targets[:] = 4093
-    stats = rows.row_logps(logits, targets, transform, return_entropy=True)
+    stats = rows.row_logps(LogitRows(logits, targets, transform), return_entropy=True)
     check_statistics(stats, logits, targets, transform)
-    given = targets, stats, torch.randn(6), torch.randn(6), transform
+    given = stats, torch.randn(6), torch.randn(6)
     absent = torch.isinf(logits)
-    gradient = rows.row_grad_(logits.clone(), *given)
+    gradient = rows.row_grad_(LogitRows(logits.clone(), targets, transform), *given)
     assert (gradient[absent] == 0).all() and gradient.isfinite().all()
     far = logits.masked_fill(absent, -3e4 * math.copysign(1.0, transform.logit_scale))
-    assert torch.equal(gradient, rows.row_grad_(far, *given))
+    assert torch.equal(gradient, rows.row_grad_(LogitRows(far, targets, transform), *given))
 
 
 @pytest.mark.parametrize("gap", [0.1, 5.0, 14.0, 16.0, 25.0])
@@ -168,12 +169,13 @@ def test_numerics_confident_tokens(rows, gap: float) -> None:
     logits, every = torch.full((3, 1000), 3.0), torch.arange(3)
     targets = torch.tensor([0, 700, 999])
     logits[every, targets] += gap + math.log(999)
-    stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=False)
+    stats = rows.row_logps(LogitRows(logits, targets, LogitTransform()), return_entropy=False)
     truth = formulas.statistics(logits.double(), targets)[1]
     assert (stats[1] <= 0).all()
     torch.testing.assert_close(stats[1].double(), truth, rtol=1e-6, atol=0)
     rest = -torch.expm1(truth)
-    gradient = rows.row_grad_(logits.clone(), targets, stats, torch.ones(3), None, LogitTransform())
+    p = LogitRows(logits.clone(), targets, LogitTransform())
+    gradient = rows.row_grad_(p, stats, torch.ones(3), None)
     torch.testing.assert_close(gradient[every, targets].double(), rest, rtol=1e-6, atol=0)
     assert gradient.double().sum(1).abs().max() <= 4e-6 * rest.max()
 
@@ -182,12 +184,16 @@ def test_numerics_large_offsets_and_ranges(rows) -> None:
     """Check that adding 4096 to all logits changes no logp, and that a 1e4 logit is exact."""
     logits, targets = make_rows(4, 3000)
     logits = (logits * 1024).round() / 1024  # makes adding 4096 exact
-    plain = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
-    moved = rows.row_logps(logits + 4096.0, targets, LogitTransform(), return_entropy=True)
+    plain = rows.row_logps(LogitRows(logits, targets, LogitTransform()), return_entropy=True)
+    moved = rows.row_logps(
+        LogitRows(logits + 4096.0, targets, LogitTransform()), return_entropy=True
+    )
     torch.testing.assert_close(moved[1:], plain[1:], rtol=0, atol=2e-6)
     logits[:, 5] = 1e4
     targets[:] = 5
-    lse, logps, entropy = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
+    lse, logps, entropy = rows.row_logps(
+        LogitRows(logits, targets, LogitTransform()), return_entropy=True
+    )
     assert torch.equal(lse, torch.full((4,), 1e4)) and (logps == 0).all() and (entropy == 0).all()
 
 
@@ -198,10 +204,10 @@ def test_numerics_of_negligible_probabilities(rows) -> None:
     """
     logits = torch.linspace(-120.0, 0.0, 4099).repeat(2, 1)
     targets = torch.tensor([4098, 7])
-    stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=False)
-    given = targets, stats, torch.tensor([1.0, -3.0]), None, LogitTransform()
+    stats = rows.row_logps(LogitRows(logits, targets, LogitTransform()), return_entropy=False)
+    p = LogitRows(logits.clone(), targets, LogitTransform())
     others = torch.ones(2, 4099, dtype=torch.bool).scatter(1, targets[:, None], False)
-    found = rows.row_grad_(logits.clone(), *given).abs()[others].double()
+    found = rows.row_grad_(p, stats, torch.tensor([1.0, -3.0]), None).abs()[others].double()
     p = logits.double().softmax(1)
     truth = (p * torch.tensor([[1.0], [3.0]]))[others]
     is_kept = p[others] > 1.001 * 2.0**-98
@@ -225,12 +231,12 @@ def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool)
     logits[5] = -math.inf
     targets[[1, 3, 5]] = torch.tensor([-100, 10**12, -1])
     logits = logits.to(dtype)
-    stats = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
+    stats = rows.row_logps(LogitRows(logits, targets, LogitTransform()), return_entropy=True)
     assert stats[1][8].isnan() and stats[1][[0, 2, 4, 6, 7]].isfinite().all()
     g = torch.tensor([1.0, 0.0, 1.0, -0.0, 1.0, 0.0, 0.0, 1.0, -0.0])
     ge = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]) if with_entropy else None
     out = torch.full_like(logits, math.nan)
-    rows.row_grad_(logits, targets, stats, g, ge, LogitTransform(), out=out)
+    rows.row_grad_(LogitRows(logits, targets, LogitTransform()), stats, g, ge, out=out)
     assert out.isfinite().all() and (out[[1, 3, 5, 8]] == 0).all()
     assert (out[6] == 0).all() != with_entropy
     assert logits[1].isnan().all()  # with `out`, the input is unchanged
@@ -254,9 +260,10 @@ def make_loss(count: int, columns: int) -> tuple:
 def call(rows, logits, targets, terms, config, transform=TRANSFORM) -> tuple:
     """Call `row_loss_`, and return its RowLoss and the gradient of the logits."""
     out = torch.full_like(logits, math.nan)
+    p = LogitRows(logits, targets, transform)
+    return_entropy = terms.grad_entropy is not None
     with only_memory_of(logits, out, targets, *terms):
-        given = logits, out, targets, terms, config, transform
-        return rows.row_loss_(*given, return_entropy=terms.grad_entropy is not None), out
+        return rows.row_loss_(p, out, terms, config, return_entropy=return_entropy), out
 
 
 @pytest.mark.parametrize("transform_name", ["plain", "negative_scale", "all"])
@@ -321,7 +328,8 @@ def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
     """
     config, count = LossConfig("grpo", epsilon_low=0.2, epsilon_high=0.2), 20 * ROWS
     logits, targets, _ = make_loss(count, 3)
-    logps = rows.row_logps(logits, targets, TRANSFORM, return_entropy=False)[1]
+    p = LogitRows(logits, targets, TRANSFORM)
+    logps = rows.row_logps(p, return_entropy=False)[1]
     bound = torch.where(torch.arange(count) % 2 == 0, math.log(1.2), math.log(0.8))
     old = logps - bound * (1 + torch.linspace(-1e-5, 1e-5, count))
     advantages = torch.where(torch.arange(count) % 4 < 2, 1.0, -1.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fast.kernels import route, support_reference
 from grpo_fast.kernels.cpu import loader
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import HeadTensors, LogitTransform
+from grpo_fast.kernels.types import HeadInputs, HeadTensors, LogitRows, LogitTransform
 from tests.kernels import formulas
 from tests.kernels.formulas import draw, only_memory_of, reversed_programs
 from tests.loss_cases import ENGINES, IS_INTERPRETER
@@ -92,7 +92,8 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> N
 def of_head(support_kernels, tensors: HeadTensors, transform: LogitTransform, **options: bool):
     options = {"return_entropy": True, "return_slopes": True} | options
     with only_memory_of(*tensors, *ROWS):
-        return support_kernels.head_rows(tensors, ROWS, transform, **options)
+        p = HeadInputs(*tensors, ROWS.places, transform)
+        return support_kernels.head_rows(p, ROWS, **options)
 
 
 # The widths are around the sizes of vectors and blocks. For width 300, the test lowers the maximum
@@ -147,14 +148,13 @@ def test_ragged_rows(kernels, transform, has_entropy):
     exact_raw, stats, d, _ = exact(*tensors, transform, g, g_entropy)
     raw = exact_raw.float()
     with only_memory_of(raw, *ROWS):
-        options = {"return_entropy": has_entropy, "offsets": ROWS.offsets}
-        found = kernels.row_logps(raw[None], ROWS.places, transform, **options)
+        p = LogitRows(raw[None], ROWS.places, transform, ROWS.offsets)
+        found = kernels.row_logps(p, return_entropy=has_entropy)
     for got, want in zip(found, stats, strict=True):
         assert got is None or (got - want).abs().max() <= 4e-6
     raw[ROWS.rows == 2] = math.nan  # its coefficient is 0, so its gradient is 0
     with only_memory_of(raw, *ROWS, g, g_entropy, *found):
-        own = ROWS.places, found, g, g_entropy, transform
-        kernels.row_grad_(raw[None], *own, offsets=ROWS.offsets)
+        kernels.row_grad_(p, found, g, g_entropy)
     assert_close(raw, d)
     assert not raw[ROWS.rows == 2].any()
 

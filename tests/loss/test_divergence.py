@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
-from grpo_fast import Support, TeacherHead, TeacherTopK, linear_divergence
+from grpo_fast import TeacherHead, TeacherTopK, linear_divergence
 from grpo_fast.objective.divergences import DIVERGENCES
 from tests.loss_cases import ENGINES, HAS_GPU, IS_INTERPRETER, moved, on_device, relative_l2
 from tests.oracle_inputs import scaled_logits
@@ -109,40 +109,19 @@ def weights_of(count=37, dtype=torch.float64):
     return weights
 
 
-def samplers_sets():
-    """Return sets of ids with sizes from one id to the full vocabulary, and a mask of their ids.
-
-    An empty set means that the sampler did not restrict the row, so the row uses all ids.
-    """
-    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # `weights_of` gives rows 0, 5, … weight 0
-    sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
-    kept = torch.zeros(37, 53, dtype=torch.bool)
-    for t, ids in enumerate(sets):
-        kept[t, ids if len(ids) else slice(None)] = True
-    return Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)])), kept
-
-
-@pairs(kind__beta=KINDS, name=RULES, mib=["0", "256"], way=WAYS,  # chunks of 32 rows, or one chunk
-       over=["vocabulary", "sets"])  # fmt: skip
-def test_against_fp64(kind, beta, name, mib, way, over, monkeypatch):
+@pairs(kind__beta=KINDS, name=RULES, mib=["0", "256"], way=WAYS)  # chunks of 32 rows, or one chunk
+def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
-    weights, (support, kept) = weights_of(), samplers_sets()
-    if over == "vocabulary":
-        support, kept = None, torch.ones_like(kept)
-
-    def distributions(z, y):
-        return (x.masked_fill(~kept, -math.inf) for x in (z, y))
-
     dtype, backend, bar, gradient_bar = WAYS[way]
-    sides, weights = sides_of(dtype=dtype), weights.to(torch.promote_types(dtype, torch.float32))
-    true, expected = truth(sides, kind, beta, RULES[name], weights, distributions)
-    found = ours(sides, kind, beta, RULES[name], weights=weights, support=support, backend=backend)
+    sides = sides_of(dtype=dtype)
+    weights = weights_of().to(torch.promote_types(dtype, torch.float32))
+    true, expected = truth(sides, kind, beta, RULES[name], weights)
+    found = ours(sides, kind, beta, RULES[name], weights=weights, backend=backend)
     assert found[1].dtype == weights.dtype and relative_l2(found[1], true) < bar
     assert relative_l2(found[0], (true * weights).sum()) < 10 * bar
     for grad, wanted in zip(found[2], expected, strict=True):
         assert grad.dtype == dtype and relative_l2(grad, wanted) < gradient_bar
     assert (found[2][0][::5] == 0).all()
-    assert support is None or found[1][1] == 0
 
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
@@ -401,7 +380,6 @@ WRONG = {
     "weights": [torch.ones(36), torch.full((37,), math.nan), WITH_GRADIENT],
     "backend": ["cuda"],
     "hidden_rows": [torch.full((37,), 37)],
-    "support.offsets": [Support(IDS[0], torch.arange(3))],
     "teacher": ["gpt-2"],
     "teacher.hidden": [torch.zeros(36, 9), torch.zeros(37, 9, requires_grad=True)],
     "teacher.weight": [torch.zeros(52, 9), torch.zeros(53, 8)],

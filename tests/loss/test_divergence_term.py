@@ -37,13 +37,13 @@ def weights_of(case):
 BARS = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 2e-3}
 
 
-@pairs(name=LOSSES, backend=ENGINES, kind=["head", "top-k", "sets"], mib=["0", "256"], dtype=BARS)
+@pairs(name=LOSSES, backend=ENGINES, kind=["head", "top-k"], mib=["0", "256"], dtype=BARS)
 def test_it_is_the_sum_of_two_calls(name, backend, kind, mib, dtype, monkeypatch):
-    """Check loss, metrics and gradients. The kind "sets" means a teacher's head and a support."""
+    """Check loss, metrics and gradients."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
     long = torch.arange(40)[None, :] < torch.tensor([40, 17, 0, 33])[:, None]
     options = LOSSES[name] | dict(aggregation="token_mean_global")
-    case = make_case(4, mask=long, dtype=dtype, support=kind == "sets", **options)
+    case = make_case(4, mask=long, dtype=dtype, **options)
     teacher = teacher_of(case, topk=kind == "top-k")
     term = DivergenceTerm(teacher, "jsd", 0.4, beta=0.3)
     found = loss_cases.run("linear", case, divergence=term, backend=backend)
@@ -51,10 +51,7 @@ def test_it_is_the_sum_of_two_calls(name, backend, kind, mib, dtype, monkeypatch
     leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
     rule = {n: options.get(n, d) for n, d in (("temperature", 1.0), ("softcap", None),
                                               ("logit_scale", 1.0))}  # fmt: skip
-    sets = None
-    if kind == "sets":
-        sets = loss_cases.support_of(case.kept.flatten(0, 1), torch.ones(long.numel()).bool())
-    out = linear_divergence(*leaves[:2], teacher, "jsd", beta=0.3, bias=leaves[2], support=sets,
+    out = linear_divergence(*leaves[:2], teacher, "jsd", beta=0.3, bias=leaves[2],
                             weights=0.4 * weights_of(case).float(), **rule)  # fmt: skip
     out.loss.backward()
     assert abs(found.loss - alone.loss - out.loss) < 1e-6

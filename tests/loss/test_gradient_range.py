@@ -90,7 +90,8 @@ def test_gradients_are_as_accurate_as_those_of_torch(dtype, backend, name, form)
             assert error(found, true) <= 1.05 * error(other, true), error.__name__
 
 
-TERMS = ("policy", "head", "top-k", "support")
+TERMS = ("policy", "support", "head", "top-k")
+POLICY = TERMS[:2]
 
 
 def loss_of(
@@ -99,36 +100,34 @@ def loss_of(
     """Return the loss of one kind, and its tensors that require grad.
 
     Args:
-        term: "policy" for the policy loss, or the teacher of a divergence. "head" is a teacher with
-            a full head, "top-k" a teacher with its most likely ids, and "support" a teacher with a
-            full head in a call with a support.
+        term: "policy" for the policy loss, "support" for a policy loss with a support, or the
+            teacher of a divergence. "head" is a teacher with a full head, and "top-k" a teacher
+            with its most likely ids.
         x: the result of `problem`.
         weights: (N,), the weight of each token. The policy loss uses the first for all tokens.
         dtype: dtype of hidden states, weight and bias.
         backend: backend of the call.
     """
     leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
-    if term == "policy":
+    if term in POLICY:
         config = CONFIGS["dapo"]
         given = tokens(x, config) | {"num_items_in_batch": 1 / float(weights[0])}
         given |= {"bias": leaves[2], "backend": backend}
+        if term == "support":
+            sets = (x["ids"][:, None] + torch.arange(0, 40, 2)) % V
+            given["support"] = grpo_fast.Support(sets.flatten(), torch.arange(N + 1) * 20)
         out = grpo_fast.linear_grpo_loss(*leaves[:2], x["ids"], x["advantages"], config, **given)
         return out.loss, leaves
     g = torch.Generator().manual_seed(10)
     other = (x["weight"].double() + 0.2 * torch.randn(V, H, generator=g)).to(x["weight"].dtype)
-    support = None
     if term == "top-k":
         logps = (x["hidden"].double() @ other.double().T).log_softmax(-1)
         teacher = grpo_fast.TeacherTopK(*logps.topk(20)[::-1])
     else:
         teacher = grpo_fast.TeacherHead(x["hidden"].to(dtype), other.to(dtype))
-        if term == "support":
-            sets = (x["ids"][:, None] + torch.arange(0, 40, 2)) % V
-            support = grpo_fast.Support(sets.flatten(), torch.arange(N + 1) * 20)
     out = grpo_fast.linear_divergence(
-        *leaves[:2], teacher, "forward_kl", bias=leaves[2], weights=weights, support=support,
-        backend=backend,
-    )  # fmt: skip
+        *leaves[:2], teacher, "forward_kl", bias=leaves[2], weights=weights, backend=backend
+    )
     return out.loss, leaves
 
 
@@ -142,10 +141,10 @@ def test_gradients_for_any_weight_of_a_token(term, dtype, factor, backend):
     backward must give the same gradients.
     """
     x = problem(dtype)
-    if term == "policy":  # its weight is 1/num_items_in_batch, and no batch has 1e33 tokens
+    if term in POLICY:  # its weight is 1/num_items_in_batch, and no batch has 1e33 tokens
         factor = max(factor, 1e-7)
     weights = torch.full((N,), factor / ITEMS)
-    if term != "policy":
+    if term not in POLICY:
         weights *= 0.5 + torch.rand(N, generator=torch.Generator().manual_seed(8))
     exact, true = loss_of(term, x, weights, torch.float64, "torch")
     loss, leaves = loss_of(term, x, weights, dtype, backend)

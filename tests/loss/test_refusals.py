@@ -230,8 +230,10 @@ ELSE: list[tuple[tuple[str, ...], str, dict]] = [
                       ("kind", dict(kind="k3")),
        ("teacher.hidden", dict(teacher=TEACHER._replace(hidden=torch.ones(B, L - 1, 5)))))],
     (("linear",), "divergence", dict(divergence=DivergenceTerm(TEACHER), grad_filter=0.1)),
-    (("linear",), "support", dict(support=Support(SETS.flatten(), OFFSETS), grad_filter=0.1,
-                                  layout="packed", target_ids=IDS)),
+    *[(("linear",), "support", dict(support=Support(SETS.flatten(), OFFSETS), layout="packed",
+                                    target_ids=IDS, **other))
+      for other in (dict(grad_filter=0.1), dict(divergence=DivergenceTerm(
+          TEACHER._replace(hidden=torch.ones(len(IDS), 5)))))],
     (("linear",), "hidden_rows", dict(hidden_rows=torch.zeros(B, L, dtype=torch.int64))),
     (("logps",), "kl_estimator", dict(config=LossConfig("grpo", beta=0.1, kl_estimator="exact"),
                                       said="got 'exact'; add")),

@@ -37,10 +37,7 @@ def _tensors(p: HeadInputs) -> tuple[Tensor | None, ...]:
 
 
 def head_logps(
-    p: HeadInputs,  # (T, H), (V, H) and (V,) in fp32 or bf16, (T,)
-    *,
-    return_entropy: bool,
-    logits_out: Tensor | None = None,  # (T, V) fp32
+    p: HeadInputs, *, return_entropy: bool, logits_out: Tensor | None = None
 ) -> RowStats:
     """Compute the lse, the target's log-probability and, if requested, the entropy of every row.
 
@@ -48,7 +45,7 @@ def head_logps(
     read, and its logp is NaN.
 
     Args:
-        p: the hidden states, the LM head and the targets.
+        p: the hidden states, the LM head and the targets, in fp32 or bf16.
         return_entropy: also compute the entropy.
         logits_out: (T, V) fp32 destination of the raw logits. The results are bitwise identical
             with and without it.
@@ -65,11 +62,7 @@ def head_logps(
 
 
 def head_exponentials(
-    p: HeadInputs,  # (T, H), (V, H) and (V,) in fp32 or bf16, (T,)
-    out: Tensor,  # (T, V) fp32 or POSITIVE16, any row stride
-    *,
-    return_entropy: bool = False,
-    known: RowStats | None = None,
+    p: HeadInputs, out: Tensor, *, return_entropy: bool = False, known: RowStats | None = None
 ) -> Exponentials:
     """Compute the statistics of `head_logps` and write the `Exponentials` E to `out`.
 

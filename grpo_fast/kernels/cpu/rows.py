@@ -19,8 +19,8 @@ from grpo_fast.kernels.cpu import loader, loss_codegen
 from grpo_fast.kernels.support import HeadRows, SupportRows
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
 from grpo_fast.kernels.types import (
-    HeadTensors,
-    LogitTransform,
+    HeadInputs,
+    LogitRows,
     RowLoss,
     RowStats,
     contiguous_rows,
@@ -34,43 +34,32 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
 
-def row_logps(
-    logits: Tensor,  # (C, V) fp32, bf16 or fp16; any row stride
-    target_ids: Tensor,  # (C,) int64
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
-) -> RowStats:
+def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute lse, logps and entropies of logits in C++, like `reference.row_logps`.
 
-    A target id outside [0, V) is never read, and its logp is NaN.
+    The logits are fp32, bf16 or fp16 with any row stride. A target id outside [0, V) is never read,
+    and its logp is NaN.
     """
     lse, logps, entropy = loader.operator("rows", "row_logps")(
-        detached(logits), target_ids.contiguous(), *transform, return_entropy, offsets
+        detached(p.logits), p.target_ids.contiguous(), *p.transform, return_entropy, p.offsets
     )
     return lse, logps, entropy if return_entropy else None
 
 
 def row_grad_(
-    logits: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,) int64
-    stats: RowStats,
-    grad_logps: Tensor,  # (C,) fp32
-    grad_entropy: Tensor | None,  # (C,) fp32
-    transform: LogitTransform,
-    *,
-    out: Tensor | None = None,  # (C, V), dtype of the logits
-    offsets: Tensor | None = None,  # as in `row_logps`
-) -> Tensor:  # (C, V)
-    """Write the gradient with respect to the logits in C++, like `reference.row_grad_`."""
-    out = logits if out is None else out
+    p: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Write the gradient with respect to the logits in C++, like `reference.row_grad_`.
+
+    `out` has the dtype of the logits.
+    """
+    out = p.logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     # The kernel reads the entropies only to compute their gradient.
-    entropy = None if grad_entropy is None else entropy
+    entropy = None if g_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
-        detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
-        vector(grad_logps), vector(grad_entropy), *transform, offsets,
+        detached(p.logits), detached(out), p.target_ids.contiguous(), lse, logps, entropy,
+        vector(g), vector(g_entropy), *p.transform, p.offsets,
     )  # fmt: skip
     return out
 
@@ -95,49 +84,39 @@ def loss_arguments(config: LossConfig) -> tuple[float, ...]:
 
 
 def row_loss_(
-    logits: Tensor,  # (C, V)
-    out: Tensor,  # (C, V), dtype of the logits
-    target_ids: Tensor,  # (C,) int64
-    terms: RowTerms,
-    config: LossConfig,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
+    p: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in C++, like `reference.row_loss_`.
 
-    All steps of a row run while the row is in cache. The results are bitwise equal to those of
-    separate calls of `row_logps`, the loss function and `row_grad_`. The loss function is generated
-    C++ code, and runs in double precision.
+    `out` has the dtype of the logits. All steps of a row run while the row is in cache. The results
+    are bitwise equal to those of separate calls of `row_logps`, the loss function and `row_grad_`.
+    The loss function is generated C++ code, and runs in double precision.
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
-        detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),
-        *loss_arguments(config), *transform, return_entropy,
+        detached(p.logits), detached(out), p.target_ids.contiguous(), *map(vector, terms),
+        *loss_arguments(config), *p.transform, return_entropy,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)
 
 
 def row_divergence_(
-    logits: Tensor,  # (C, V) fp32
-    teacher: Tensor,  # (C, V) fp32
+    p: LogitRows,
+    teacher: LogitRows,
     weights: Tensor,  # (C,)
     term: DivergenceTerm,
-    transform: LogitTransform,
-    teacher_transform: LogitTransform,
     *,
-    out: Tensor | None = None,  # (C, V), which may be `teacher`
+    out: Tensor | None = None,  # (C, V)
     known: DivergenceRows | None = None,
-    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> DivergenceRows:
     """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 
-    `out` must not be the student's logits.
+    The logits are fp32, without `offsets`. `out` must not be the student's logits.
     """
     of_rows = None if known is None else torch.cat(known)
     kind = list(DIVERGENCES).index(term.kind)
     sums = loader.operator("divergence", "row_divergence_")(
-        logits, teacher, out, vector(weights), of_rows, kind, term.beta,
-        *transform, *teacher_transform, offsets,
+        p.logits, teacher.logits, out, vector(weights), of_rows, kind, term.beta,
+        *p.transform, *teacher.transform,
     )  # fmt: skip
     return DivergenceRows(*sums.view(4, -1))
 
@@ -146,10 +125,7 @@ def row_divergence_(
 
 
 def target_places(
-    ids: Tensor,  # (nnz,) int64 in [0, V)
-    offsets: Tensor,  # (R+1,) int64
-    target_ids: Tensor,  # (R,) int64
-    vocab_size: int,
+    ids: Tensor, offsets: Tensor, target_ids: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Find the position of each target in its token set, in C++.
 
@@ -161,21 +137,15 @@ def target_places(
 
 
 def head_rows(
-    tensors: HeadTensors,  # in fp32, bf16 or fp16
-    rows: SupportRows,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    return_slopes: bool,
+    p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
 ) -> HeadRows:
     """Compute logits and statistics over token sets in C++, like `support_reference.head_rows`.
 
     Each weight row is read from memory once.
     """
     raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
-        contiguous_rows(tensors.hidden), contiguous_rows(tensors.weight), vector(tensors.bias),
-        rows.ids, rows.offsets, rows.places, rows.hidden_index, *transform, return_entropy,
-        return_slopes,
+        contiguous_rows(p.hidden), contiguous_rows(p.weight), vector(p.bias), rows.ids,
+        rows.offsets, p.target_ids, rows.hidden_index, *p.transform, return_entropy, return_slopes,
     )  # fmt: skip
     stats = lse, logps, entropy if return_entropy else None
     return HeadRows(raw, stats, slopes if return_slopes else None)
@@ -188,14 +158,7 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
     return out
 
 
-def head_weight(
-    d: Tensor,  # (nnz,) fp32
-    hidden: Tensor,  # (N, H)
-    rows: SupportRows,
-    out: Tensor,  # (V, H)
-    *,
-    add: bool,
-) -> None:
+def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
     """Compute dW in C++ from d-logits of token sets, like `support_reference.head_weight`."""
     loader.operator("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, rows.hidden_index, out, add

@@ -32,30 +32,6 @@ MAX_PARAMS = 4
 
 
 @triton.jit
-def call_objective(
-    lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
-):
-    """Call the loss function with the first N_PARAMS of the hyperparameters p0 to p3.
-
-    Returns:
-        The loss and its derivative with respect to the logp.
-    """
-    tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
-    # Triton cannot unpack a list of arguments, so select the call by N_PARAMS at compile time.
-    if N_PARAMS == 0:
-        loss, slope = OBJECTIVE(lp, lr, advantage)
-    elif N_PARAMS == 1:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0)
-    elif N_PARAMS == 2:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1)
-    elif N_PARAMS == 3:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2)
-    else:
-        loss, slope = OBJECTIVE(lp, lr, advantage, p0, p1, p2, p3)
-    return loss, slope
-
-
-@triton.jit
 def loss_and_slope(
     lp, at, mask, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
     p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
@@ -64,7 +40,7 @@ def loss_and_slope(
     """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
 
     ℓ is the policy loss of a token, whose logp is `lp`. `at` is the index of its row. `lp` and `at`
-    may also be blocks of several rows.
+    may also be blocks of several rows. The loss function gets the first N_PARAMS of p0 to p3.
     """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
@@ -73,7 +49,9 @@ def loss_and_slope(
         lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
     weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
     advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
-    loss, slope = call_objective(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
+    tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
+    params = (p0, p1, p2, p3)
+    loss, slope = OBJECTIVE(lp, lr, advantage, *params[:N_PARAMS])
     # Set the loss to 0 in rows with weight 0. The product would keep a NaN, because 0·NaN is NaN.
     loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
@@ -135,9 +113,7 @@ def coefficients_kernel(
 
 
 def row_coefficients(
-    logps: Tensor,  # (C,) fp32
-    terms: RowTerms,
-    config: LossConfig,
+    logps: Tensor, terms: RowTerms, config: LossConfig
 ) -> tuple[Tensor, Tensor]:  # (C,) fp32 each
     """Compute losses and their logp gradients, like `objective.coefficients.row_coefficients`."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))

@@ -15,7 +15,7 @@ writes the gradient. All other reads hit L2. For the student's most likely logit
 computed as (1 - p)·slope - p·(center - slope), which is accurate even if p is close to 1.
 
 The divergence functions come from objective/divergences.py. Sums are fp32 per lane and are reduced
-in a fixed order. Rows of unequal length use divergence_reference.py.
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_fast.kernels.gpu.coefficients import device_function
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, final_logits, log1p
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
-from grpo_fast.kernels.types import LogitTransform, vector
+from grpo_fast.kernels.types import LogitRows, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
 # Number of columns and of warps per block, which gives each thread two columns. With these values,
@@ -175,27 +175,26 @@ def row_divergence_kernel(
 
 
 def row_divergence_(
-    logits: Tensor,  # (C, V) fp32
-    teacher: Tensor,  # (C, V) fp32
+    p: LogitRows,
+    teacher: LogitRows,
     weights: Tensor,  # (C,)
     term: DivergenceTerm,
-    transform: LogitTransform,
-    teacher_transform: LogitTransform,
     *,
-    out: Tensor | None = None,  # (C, V) fp32, which may be `teacher`
+    out: Tensor | None = None,  # (C, V) fp32
     known: DivergenceRows | None = None,
 ) -> DivergenceRows:
     """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 
-    `out` must not be the student's logits.
+    The logits are fp32, without `offsets`. `out` must not be the student's logits.
     """
+    logits = p.logits
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     launch(
-        row_divergence_kernel, count, logits, teacher, out, vector(weights),
+        row_divergence_kernel, count, logits, teacher.logits, out, vector(weights),
         None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
-        teacher.stride(0), 0 if out is None else out.stride(0), *transform,
-        *teacher_transform, float(term.beta),
+        teacher.logits.stride(0), 0 if out is None else out.stride(0), *p.transform,
+        *teacher.transform, float(term.beta),
         DIVERGENCE=device_function(DIVERGENCES[term.kind]), BLOCK_V=BLOCK_V,
         num_warps=WARPS,
     )  # fmt: skip

@@ -52,21 +52,11 @@ def extremes_kernel(
     x_0, size_0, x_1, size_1, x_2, size_2, x_3, size_3, x_4, size_4, x_5, size_5, x_6, size_6, x_7,
     size_7, out_ptr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    find_extremes(x_0, size_0, 0, out_ptr, BLOCK)
-    if x_1 is not None:
-        find_extremes(x_1, size_1, 1, out_ptr, BLOCK)
-    if x_2 is not None:
-        find_extremes(x_2, size_2, 2, out_ptr, BLOCK)
-    if x_3 is not None:
-        find_extremes(x_3, size_3, 3, out_ptr, BLOCK)
-    if x_4 is not None:
-        find_extremes(x_4, size_4, 4, out_ptr, BLOCK)
-    if x_5 is not None:
-        find_extremes(x_5, size_5, 5, out_ptr, BLOCK)
-    if x_6 is not None:
-        find_extremes(x_6, size_6, 6, out_ptr, BLOCK)
-    if x_7 is not None:
-        find_extremes(x_7, size_7, 7, out_ptr, BLOCK)
+    vectors = (x_0, x_1, x_2, x_3, x_4, x_5, x_6, x_7)
+    sizes = (size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7)
+    for i in tl.static_range(8):
+        if vectors[i] is not None:
+            find_extremes(vectors[i], sizes[i], i, out_ptr, BLOCK)
 
 
 def extremes(vectors: Sequence[Tensor]) -> Tensor:

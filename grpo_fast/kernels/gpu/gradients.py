@@ -25,12 +25,9 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.math import exponential_coefficients
-from grpo_fast.kernels.gpu.target_rows import add_targets_, sorted_targets
+from grpo_fast.kernels.gpu.target_rows import add_targets_ as add_targets_
+from grpo_fast.kernels.gpu.target_rows import sorted_targets as sorted_targets
 from grpo_fast.kernels.types import Exponentials, LogitTransform, vector
-
-__all__ = [
-    "add_targets_", "scale_", "scaled_hidden", "sorted_targets", "times", "write_hidden_"
-]  # fmt: skip
 
 BLOCK_T, BLOCK_H = 128, 1024
 # Number of elements that a program processes per step.
@@ -121,14 +118,15 @@ def scaled_hidden_kernel(
 
 
 def times(
-    grad_logps: Tensor,  # (C,) fp32
-    filled: Exponentials,
-    transform: LogitTransform,
-    rows: int,  # padded C
+    grad_logps: Tensor, filled: Exponentials, transform: LogitTransform, rows: int
 ) -> tuple[Tensor, Tensor]:
     """Compute by_row and by_target from dL/dlogps, with zeros in the padding rows.
 
-    `filled` is the result of `head_exponentials` for the C rows.
+    Args:
+        grad_logps: (C,), fp32.
+        filled: the result of `head_exponentials` for the C rows.
+        transform: the logit transform.
+        rows: the padded C.
 
     Returns:
         (by_row, by_target), (padded C,) each.
@@ -168,12 +166,8 @@ def write_hidden_(
     return scaled
 
 
-def scaled_hidden(
-    hidden: Tensor,  # (C, H)
-    by_row: Tensor,  # (C,) fp32
-    dtype: torch.dtype,
-) -> Tensor:  # (C, H)
-    """Multiply the rows of `hidden` by `by_row`, and round the result, (C, H), to `dtype` once."""
+def scaled_hidden(hidden: Tensor, by_row: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the rows of `hidden`, (C, H), by `by_row`, (C,), and round them to `dtype` once."""
     out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
     launch(
         scaled_hidden_kernel, hidden.shape[0], hidden, by_row, out, hidden.shape[1],
@@ -204,11 +198,12 @@ def scale_kernel(
     gradient_0, factor_0, size_0, gradient_1, factor_1, size_1, gradient_2, factor_2, size_2,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    scale_one(gradient_0, factor_0, size_0, BLOCK)
-    if gradient_1 is not None:
-        scale_one(gradient_1, factor_1, size_1, BLOCK)
-    if gradient_2 is not None:
-        scale_one(gradient_2, factor_2, size_2, BLOCK)
+    gradients = (gradient_0, gradient_1, gradient_2)
+    factors = (factor_0, factor_1, factor_2)
+    sizes = (size_0, size_1, size_2)
+    for i in tl.static_range(3):
+        if gradients[i] is not None:
+            scale_one(gradients[i], factors[i], sizes[i], BLOCK)
 
 
 def scale_(gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:

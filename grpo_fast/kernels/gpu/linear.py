@@ -337,11 +337,6 @@ def prepared(p: HeadInputs) -> HeadInputs:
     return HeadInputs(hidden, p.weight, p.bias, p.target_ids.contiguous(), p.transform, {})
 
 
-def slice_count(p: HeadInputs) -> int:
-    """Return the number of slices into which the vocabulary is divided."""
-    return -(-p.weight.shape[0] // SLICE_COLUMNS)
-
-
 def sweep(
     p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
     partial: Tensor | None,  # (3, S, T) or (4, S, T)
@@ -395,7 +390,7 @@ def sweep(
     if store_tma and out is not None:
         destination = tiles(p, out, config.block_t, config.piece)
     launch(
-        slice_kernel, ceil_div(rows, config.block_t) * slice_count(p),
+        slice_kernel, ceil_div(rows, config.block_t) * ceil_div(vocab, SLICE_COLUMNS),
         hidden, weight, p.bias, p.target_ids, destination,
         raw_target, lse, partial, rows, vocab, p.hidden.shape[1], p.hidden.stride(0),
         p.weight.stride(0), p.weight.stride(1), 0 if out is None else out.stride(0), SLICE_COLUMNS,
@@ -434,7 +429,7 @@ def statistics(
         inputs = [vector(x) for x in terms[:5]]
         more = raw_target, *p.transform, *inputs, *found, *numbers
     if rows:
-        slices = slice_count(p)
+        slices = ceil_div(p.weight.shape[0], SLICE_COLUMNS)
         sums = (4 if return_entropy else 3, slices, rows)
         partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
@@ -448,10 +443,7 @@ def statistics(
 
 
 def head_logps(
-    p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
-    *,
-    return_entropy: bool,
-    logits_out: Tensor | None = None,  # (T, V)
+    p: HeadInputs, *, return_entropy: bool, logits_out: Tensor | None = None
 ) -> RowStats:
     """Compute lse, logps and entropies from hidden states in Triton, like `cpu/linear.head_logps`.
 

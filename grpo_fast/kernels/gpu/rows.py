@@ -35,7 +35,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.launch import launch, multiprocessors, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, final_logits, finish
-from grpo_fast.kernels.types import LogitTransform, RowLoss, RowStats, vector
+from grpo_fast.kernels.types import LogitRows, RowLoss, RowStats, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -72,15 +72,9 @@ RAGGED = RowConfig(256, 2)
 
 @triton.jit
 def statistics(
-    row_ptr,
-    target,
-    V,
-    logit_scale,
-    softcap,
-    inv_temperature,
-    ENTROPY: tl.constexpr,
+    row_ptr, target, V, logit_scale, softcap, inv_temperature, ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):
+):  # fmt: skip
     """Compute lse, logp and entropy of a row in the first pass over its logits."""
     offs_v = tl.arange(0, BLOCK_V)
     # Load the target's logit now, because pass 2 may overwrite the row. The reductions below
@@ -252,81 +246,61 @@ def row_loss_kernel(
         )  # fmt: skip
 
 
-def row_logps(
-    logits: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,)
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
-) -> RowStats:
+def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute lse, logps and entropies of logits in Triton, like `reference.row_logps`.
 
     The logits are fp32, bf16 or fp16 with any row stride and a contiguous last dimension. If a
     target id is outside [0, V), its raw logit counts as 0, and nothing is read.
     """
-    lse, logps, entropy = outputs(target_ids, return_entropy)
-    block_v, num_warps, *_ = row_config(logits.shape[1]) if offsets is None else RAGGED
+    lse, logps, entropy = outputs(p.target_ids, return_entropy)
+    logits = p.logits
+    block_v, num_warps, *_ = row_config(logits.shape[1]) if p.offsets is None else RAGGED
     launch(
-        row_logps_kernel, len(target_ids), logits, target_ids.contiguous(), offsets,
-        lse, logps, entropy, logits.shape[1], logits.stride(0), *transform,
+        row_logps_kernel, len(p.target_ids), logits, p.target_ids.contiguous(), p.offsets,
+        lse, logps, entropy, logits.shape[1], logits.stride(0), *p.transform,
         BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return lse, logps, entropy
 
 
 def row_grad_(
-    logits: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,)
-    stats: RowStats,
-    grad_logps: Tensor,  # (C,)
-    grad_entropy: Tensor | None,  # (C,)
-    transform: LogitTransform,
-    *,
-    out: Tensor | None = None,  # (C, V)
-    offsets: Tensor | None = None,  # as in `row_logps`
+    p: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Write the gradient with respect to the logits in Triton, like `reference.row_grad_`.
 
-    `out` must be `logits` itself, or must not overlap it.
+    `out` must be the tensor `p.logits` itself, or must not overlap it.
     """
+    logits = p.logits
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
-    block_v, num_warps, *_ = row_config(logits.shape[1]) if offsets is None else RAGGED
+    block_v, num_warps, *_ = row_config(logits.shape[1]) if p.offsets is None else RAGGED
     launch(
-        row_grad_kernel, len(target_ids), logits, out, target_ids.contiguous(), offsets,
-        lse, logps, None if grad_entropy is None else entropy,
-        vector(grad_logps), vector(grad_entropy), logits.shape[1], logits.stride(0),
-        out.stride(0), *transform, BLOCK_V=block_v, num_warps=num_warps,
+        row_grad_kernel, len(p.target_ids), logits, out, p.target_ids.contiguous(), p.offsets,
+        lse, logps, None if g_entropy is None else entropy, vector(g), vector(g_entropy),
+        logits.shape[1], logits.stride(0), out.stride(0), *p.transform, BLOCK_V=block_v,
+        num_warps=num_warps,
     )  # fmt: skip
     return out
 
 
 def row_loss_(
-    logits: Tensor,  # (C, V)
-    out: Tensor,  # (C, V)
-    target_ids: Tensor,  # (C,)
-    terms: RowTerms,
-    config: LossConfig,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
+    p: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in Triton, like `reference.row_loss_`.
 
     The lse, logps and entropy are bitwise equal to the results of `row_logps`.
     """
-    lse, logps, entropy = outputs(target_ids, return_entropy)
+    lse, logps, entropy = outputs(p.target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     *of_rows, grad_entropy = (vector(x) for x in terms)
     numbers, constants = loss_arguments(config)
-    rows, vocab = logits.shape
+    rows, vocab = p.logits.shape
     block_v, num_warps, per_sm, store_policy = row_config(vocab)
-    programs = min(rows, per_sm * multiprocessors(logits.device)) if per_sm else rows
+    programs = min(rows, per_sm * multiprocessors(p.logits.device)) if per_sm else rows
     launch(
-        row_loss_kernel, programs, logits, out, target_ids.contiguous(),
+        row_loss_kernel, programs, p.logits, out, p.target_ids.contiguous(),
         *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps, rows,
-        vocab, logits.stride(0), out.stride(0), *transform, *numbers,
+        vocab, p.logits.stride(0), out.stride(0), *p.transform, *numbers,
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v,
         STORE_POLICY=store_policy, num_warps=num_warps, **constants,
     )  # fmt: skip

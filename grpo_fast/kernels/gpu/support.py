@@ -35,7 +35,7 @@ from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.gpu.launch import ceil_div, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32, expm1, finish
 from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import HeadTensors, LogitTransform
+from grpo_fast.kernels.types import HeadInputs
 
 # Maximum hidden size of the token-set kernel. One row of `hidden` and one row of slopes must fit
 # into the registers of 16 warps.
@@ -203,33 +203,28 @@ def sums_kernel(
 
 
 def head_rows(
-    tensors: HeadTensors,  # in fp32, bf16 or fp16
-    rows: SupportRows,
-    transform: LogitTransform,
-    *,
-    return_entropy: bool,
-    return_slopes: bool,
+    p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
 ) -> HeadRows:
     """Compute fp32 logits and statistics over token sets, like `support_reference.head_rows`.
 
     The other results are bitwise identical with and without slopes.
     """
-    hidden, weight, bias = tensors
+    hidden, weight = p.hidden, p.weight
     count, width = len(rows.places), weight.shape[1]
     # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
     # registers.
     if width > SUPPORT_COLUMNS:
         return support_reference.head_rows(
-            tensors, rows, transform, return_entropy=return_entropy, return_slopes=return_slopes
+            p, rows, return_entropy=return_entropy, return_slopes=return_slopes
         )
     block_k, block_h, warps = support_config(width, weight.dtype, aligned=is_aligned(weight))
     new = functools.partial(torch.empty, dtype=torch.float32, device=weight.device)
     stats, raw = outputs(rows.places, return_entropy), new(len(rows.ids))
     slopes = new((count, width)) if return_slopes else None
     launch(
-        support_head_kernel, count, hidden, rows.hidden_index, weight, bias, rows.ids,
-        rows.offsets, rows.places, raw, *stats, slopes, width, hidden.stride(0), hidden.stride(1),
-        weight.stride(0), weight.stride(1), *transform, BLOCK_K=block_k,
+        support_head_kernel, count, hidden, rows.hidden_index, weight, p.bias, rows.ids,
+        rows.offsets, p.target_ids, raw, *stats, slopes, width, hidden.stride(0), hidden.stride(1),
+        weight.stride(0), weight.stride(1), *p.transform, BLOCK_K=block_k,
         BLOCK_H=block_h, num_warps=warps,
     )  # fmt: skip
     return HeadRows(raw, stats, slopes)
@@ -239,18 +234,11 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, 
     """Compute dH from d-logits over token sets, like `support_reference.head_hidden`."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
-    _sums(d, rows.ids, rows.offsets, weight, out)
+    _sums(d, rows.ids, rows.offsets, weight, out, add=False)
     return out
 
 
-def head_weight(
-    d: Tensor,  # (nnz,) fp32
-    hidden: Tensor,  # (N, H)
-    rows: SupportRows,
-    out: Tensor,  # (V, H)
-    *,
-    add: bool,
-) -> None:
+def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
     """Compute dW from d-logits over token sets, like `support_reference.head_weight`.
 
     Each element of `out` is written once.
@@ -265,13 +253,7 @@ def head_weight(
 
 
 def _sums(
-    factors: Tensor,  # (nnz,) fp32
-    index: Tensor,  # (nnz,) int64
-    offsets: Tensor,  # (S+1,) int64
-    matrix: Tensor,  # (N, H)
-    out: Tensor,  # (S, H), rows contiguous
-    *,
-    add: bool = False,
+    factors: Tensor, index: Tensor, offsets: Tensor, matrix: Tensor, out: Tensor, *, add: bool
 ) -> None:
     """Write out[s] = Σ_i factors[i]·matrix[index[i]] for each segment s with `sums_kernel`.
 

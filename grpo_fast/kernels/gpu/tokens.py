@@ -64,12 +64,10 @@ def tokens_kernel(
     if not PER_TOKEN:
         at = segment
     copy_values(advantages_ptr, at, out_ptr, tokens, inside)
-    if x_1 is not None:
-        copy_values(x_1, row, out_ptr + stride_out, tokens, inside)
-    if x_2 is not None:
-        copy_values(x_2, row, out_ptr + 2 * stride_out, tokens, inside)
-    if x_3 is not None:
-        copy_values(x_3, row, out_ptr + 3 * stride_out, tokens, inside)
+    others = (x_1, x_2, x_3)
+    for i in tl.static_range(3):
+        if others[i] is not None:
+            copy_values(others[i], row, out_ptr + (i + 1) * stride_out, tokens, inside)
 
 
 def expanded(

@@ -6,14 +6,12 @@
     → the driver adds both, and sums dH = d·W, dW += dᵀ·hidden
 
 The cost is 8·N·V·H flops if the teacher has an LM head of the same hidden size, and 6·N·V·H for a
-top-k teacher. With small token sets, it is 8·H·Σ|S| flops, where |S| is the size of a set. A policy
-loss does not increase it. The workspace takes 8 bytes per logit, or 4 bytes for a top-k teacher
-without a policy loss.
+top-k teacher. A policy loss does not increase it. The workspace takes 8 bytes per logit, or 4 bytes
+for a top-k teacher without a policy loss.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -24,11 +22,10 @@ from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.head.shards import ShardedHead, gathered
 from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
-from grpo_fast.kernels.head.support import GatheredSets, sets_of_head
 from grpo_fast.kernels.head.terms import RowTerm, Step, saves_time
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import HeadTensors, pad_rows
+from grpo_fast.kernels.types import LogitRows, pad_rows
 
 
 class Divergences(RowTerm):
@@ -53,59 +50,22 @@ class Divergences(RowTerm):
         self.has_gradient = has_gradient
         self.kernels = kernel_module("divergence", route.backend)
         self.values = torch.zeros_like(weights)  # (T,)
-        # Positions of the rows of a source among the T rows; None: all rows.
-        self.places: Tensor | None = None
-        self.teacher_sets: GatheredSets | None = None
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Divergences:
-        term = copy.copy(self)
-        term.weights = select(self.weights)
-        if len(term.weights) < len(self.weights):
-            term.places = select(torch.arange(len(self.weights), device=self.weights.device))
-        if isinstance(source, GatheredSets):
-            assert isinstance(self.teacher, TeacherHead)
-            rows = source.rows._replace(
-                hidden_index=source.rows.active_index, repeats=False,
-                support=source.support._replace(row_index=None),
-            )  # fmt: skip
-            tensors = HeadTensors(self.teacher.hidden, self.teacher.weight, self.teacher.bias)
-            term.teacher_sets = sets_of_head(tensors, rows, self.route)
-        return term
+        return self  # a call with a divergence has one source, which has all rows
 
     def mask(self, flops: float) -> Tensor | None:
         return self.weights != 0 if saves_time(self.weights, flops) else None
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute the divergences of a chunk and their d-logits."""
         w = self.weights[at.rows]
-        if isinstance(source, GatheredSets):
-            values, d = self._of_sets(source, at, w, cached)
-        else:
-            assert isinstance(source, DenseHead)
-            values, d = self._of_vocabulary(source, at, w, cached)
-        places = at.rows if self.places is None else self.places[at.rows]
-        self.values[places] = values.to(self.values.dtype)
+        assert isinstance(source, DenseHead)
+        values, d = self._of_vocabulary(source, at, w)
+        self.values[at.rows] = values.to(self.values.dtype)
         return Step(ChunkGradients(d) if self.has_gradient else None, w)
 
-    def _of_sets(
-        self, source: GatheredSets, at: Chunk, w: Tensor, cached: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the divergences over token sets. Return them and the d-logits, (nnz,)."""
-        assert self.teacher_sets is not None and isinstance(self.teacher, TeacherHead)
-        z = source.logits(at, cached=cached)
-        y = self.teacher_sets.logits(at, cached=False).to(z.dtype)
-        self.teacher_sets.release()
-        # The Triton kernel takes rows of equal length only.
-        kernels = divergence_reference if self.route.backend == "triton" else self.kernels
-        found = kernels.row_divergence_(
-            z, y, w, self.term, at.transform, self.teacher.transform,
-            out=y if self.has_gradient else None, offsets=source.support.offsets,
-        )  # fmt: skip
-        return found.values, y[0]
-
-    def _of_vocabulary(
-        self, source: DenseHead, at: Chunk, w: Tensor, cached: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _of_vocabulary(self, source: DenseHead, at: Chunk, w: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the divergences over the full vocabulary.
 
         Returns:
@@ -113,7 +73,7 @@ class Divergences(RowTerm):
             an LM head, the buffer first contains the teacher's logits. If there is only one buffer,
             the d-logits overwrite the student's logits.
         """
-        z = source.logits(at, cached=cached)
+        p = source.logit_rows(at, source.logits(at))
         count = len(at.target_ids)
         index = source.rows.active_index
         teacher = self.teacher.rows(at.rows if index is None else index[at.rows])
@@ -121,35 +81,36 @@ class Divergences(RowTerm):
         to = out[:count] if self.has_gradient else None
         if not isinstance(teacher, TeacherHead):
             # A top-k teacher has no logits that a kernel could read, so all backends use torch.
-            of_rows = z, teacher, w, self.term, at.transform
-            return divergence_reference.row_topk_divergence_(*of_rows, out=to), out
+            values = divergence_reference.row_topk_divergence_(p, teacher, w, self.term, out=to)
+            return values, out
         _teacher_logits(teacher, out)
-        given = z, out[:count], w, self.term, at.transform, teacher.transform
+        q = p._replace(logits=out[:count], transform=teacher.transform)
+        given = p, q, w, self.term
         joined = None
         if isinstance(source, ShardedHead):
             joined = self._join_ranks(source, *given)
-            if to is None or not z.shape[1]:
+            if to is None or not p.logits.shape[1]:
                 return joined.values, out
         found = self.kernels.row_divergence_(*given, out=to, known=joined)
         return (joined or found).values, out
 
-    def _join_ranks(self, source: ShardedHead, z: Tensor, *given: object) -> DivergenceRows:
+    def _join_ranks(self, source: ShardedHead, p: LogitRows, *given: object) -> DivergenceRows:
         """Compute values, centers and lse of full rows if the vocabulary is sharded.
 
         Two all-gathers exchange the sums of the shards.
         """
-        has_columns = z.shape[1] > 0
-        nothing = z.new_zeros(len(z), dtype=torch.float64)
+        has_columns = p.logits.shape[1] > 0
+        nothing = p.logits.new_zeros(len(p.logits), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
         group = source.shard.group
         # 1. Process the columns of this rank, and combine the lse values of all ranks into the lse
         # of the full rows.
-        own = self.kernels.row_divergence_(z, *given) if has_columns else none
+        own = self.kernels.row_divergence_(p, *given) if has_columns else none
         lses = gathered(torch.stack([own.lse, own.teacher_lse]), group).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)
         # 2. Compute this rank's values and centers with the lse of the full rows, and sum them over
         # all ranks.
-        own = self.kernels.row_divergence_(z, *given, known=full) if has_columns else none
+        own = self.kernels.row_divergence_(p, *given, known=full) if has_columns else none
         sums = gathered(torch.stack([own.values, own.centers]), group).sum(0)
         return DivergenceRows(*sums, *lses)
 

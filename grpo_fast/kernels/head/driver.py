@@ -114,12 +114,13 @@ class Driver:
         if len(self.sources) == 1:
             gradients = self.gradients(sum_of(other, policy), wanted)
             return RowLoss(*source.collect(policy.parts)), gradients
-        # With two sources, read the logits of both before the gradient may overwrite them.
+        # With two sources, there is no other term. Read the logits of both sources before the
+        # gradient may overwrite them.
         terms = policy.terms
         stats = self.logps(return_entropy=policy.config.needs_entropy, stores=True)
         losses, g = source.kernels.row_coefficients(stats[1], terms, policy.config)
         known = Known(g, terms.grad_entropy, stats, counts_on_gpu=False)
-        return RowLoss(*stats, losses, g), self.gradients(sum_of(other, known), wanted)
+        return RowLoss(*stats, losses, g), self.gradients(known, wanted)
 
     def _accumulate(
         self, source: RowSource, term: RowTerm, rows: Tensor | None, sums: Sums, wanted: Wanted
@@ -135,8 +136,7 @@ class Driver:
             return
 
         def select(x: Tensor) -> Tensor:
-            spread: Tensor = source.spread(elements_at(x, rows))
-            return spread
+            return source.spread(elements_at(x, rows))
 
         term = term.map(select, source)
         chunks = source.chunks(stores=True)
@@ -160,7 +160,7 @@ class Driver:
                     keep = None
             # 2. Compute the term and its d-logits.
             at = source.chunk(index)
-            step = term.step(source, at, cached=is_stored)
+            step = term.step(source, at._replace(cached=True) if is_stored else at)
             if step.d_logits is None:
                 continue
             # 3. Select the rows that take part in the products, and add the gradients. Wait for the
@@ -233,7 +233,6 @@ def linear_driver(
     needs_d_weight: bool = False,
     tolerance: float | None = None,
     buffers: int = 1,
-    adds_terms: bool = False,
 ) -> Driver:
     """Create the driver of an LM head.
 
@@ -248,7 +247,6 @@ def linear_driver(
         needs_d_weight: whether dW will be computed.
         tolerance: fraction of Σ|d-logits| that the gradient GEMMs may skip (sums.py).
         buffers: number of buffers for the logits of a chunk. The second holds a teacher's logits.
-        adds_terms: whether the term will be a sum.
     """
     support = rows.support
     is_mixed = support is not None and support.dense_index is not None
@@ -271,7 +269,7 @@ def linear_driver(
         sources.append((dense, index))
     if support is not None:
         sets = sets_of_head(tensors, rows, route)
-        sets.needs_d_logits = adds_terms or entropy_gradient
+        sets.needs_d_logits = entropy_gradient
         sources.append((sets, support.row_index))
 
     def new_sums(wanted: Wanted) -> HeadSums:

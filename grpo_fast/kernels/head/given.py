@@ -87,16 +87,15 @@ class GivenLogits(RowSource):
         return [slice(i, min(i + step, rows)) for i in range(0, rows, max(step, 1))]
 
     def spread(self, x: Tensor) -> Tensor:
-        spread: Tensor = self.rows.to_rows(x)
-        return spread
+        return self.rows.to_rows(x)
 
     def collect(self, parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         return tuple(map(self.rows.active, super().collect(parts)))
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
-        return Chunk(index, self.targets[index], self.rows.transform)
+        return Chunk(index, self.targets[index])
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
+    def logits(self, at: Chunk) -> Tensor:
         return self.given[at.rows]
 
     def gradient(self, at: Chunk) -> Tensor:

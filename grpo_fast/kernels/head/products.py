@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import uses_csrc_gemm
-from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
+from grpo_fast.kernels.types import AddedRows, widened
 
 # Number of weight rows that are converted to fp32 at a time, on devices without a GEMM from 16-bit
 # inputs to an fp32 output.
@@ -64,30 +64,6 @@ def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
     return dh
 
 
-def weighted_product(
-    matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype
-) -> Tensor:
-    """Compute diag(scales)·matrix·weight + added in fp32, and round the result to `dtype` once.
-
-    Args:
-        matrix: (padded C, V) exponentials in the weight's 16-bit dtype, fp32 or POSITIVE16. They
-            are rounded to the weight's dtype if the product needs it.
-        weight: (V, H).
-        scales: (C,) fp32.
-        added: rows to add.
-        dtype: dtype of the result.
-
-    Returns:
-        (C, H).
-    """
-    count = scales.shape[0]
-    if uses_csrc_gemm(weight):
-        out = weight.new_empty((count, weight.shape[1]), dtype=dtype)
-        return gemm.mm_(matrix[:count], weight, out, out_scales=scales, added=added)
-    product = scaled_rows(matmul_d_hidden(matrix, weight)[:count], scales)
-    return (product + added.terms()).to(dtype)
-
-
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Add the matrix product a·b to `total` in place."""
     return gemm.mm_(a, b, total, add=True) if uses_csrc_gemm(b) else total.addmm_(a, b)
@@ -97,70 +73,52 @@ def accumulate_outer(
     total: Tensor | None,
     d: Tensor,
     h: Tensor,
-    weight: Tensor,
     *,
-    is_single_chunk: bool,
+    final: torch.dtype | None = None,
     scales: Tensor | None = None,
     added: AddedRows | None = None,
 ) -> Tensor:
-    """Add dᵀ (V, C) · h (C, H) to `total` in fp32, and return the sum, (V, H).
+    """Compute dᵀ (V, C) · h (C, H) in fp32, add it to `total`, and return the sum, (V, H).
 
     Args:
         total: sum of earlier chunks, or None.
         d: (C, V) d-logits, or exponentials if `scales` is given.
         h: (C, H).
-        weight: tensor with the shape and dtype of the result.
-        is_single_chunk: there are no further chunks, so the result may be rounded to the weight's
-            dtype.
-        scales: (C,) fp32 factors of the rows of d; a factor of 0 gives exact zeros.
-        added: rows to add to the sum.
+        final: dtype to which the sum may be rounded, because there are no other chunks; None: the
+            sum stays in fp32.
+        scales: (C,) fp32 factors of the rows of d, for products of csrc; a factor of 0 gives exact
+            zeros.
+        added: rows to add to the sum, for products of csrc.
     """
-    is_own = uses_csrc_gemm(h)
-    if scales is not None and not (is_own and d.dtype in (torch.float32, POSITIVE16)):
-        h = scaled_rows(h, scales).to(h.dtype)
-        scales = None
-    if is_own:
+    if uses_csrc_gemm(h):
         # The first chunk overwrites `total`, which is uninitialised. All later chunks are added to
         # it.
         is_new = total is None
         if total is None:
-            is_rounded_once = is_single_chunk and weight.dtype == torch.bfloat16
-            dtype = torch.bfloat16 if is_rounded_once else torch.float32
+            dtype = torch.bfloat16 if final == torch.bfloat16 else torch.float32
             total = h.new_empty((d.shape[1], h.shape[1]), dtype=dtype)
         return gemm.mm_(d.t(), h, total, add=not is_new, scales=scales, added=added)
-    total = _accumulate_outer(
-        total, d, h, weight, is_single_chunk=is_single_chunk and added is None
-    )
-    if added is not None:
-        added.add_to_(total)
-    return total
-
-
-def _accumulate_outer(
-    total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_single_chunk: bool
-) -> Tensor:
-    """Add dᵀ·h to `total` with torch. `accumulate_outer` documents the arguments."""
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
         # If a single GEMM computes dW, let it write 16-bit output: it rounds each fp32 sum only
         # once.
-        if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
+        if total is None and final is not None and d.shape[1] * h.shape[1] >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
             return torch.mm(d.to(h.dtype).t(), h, out_dtype=torch.float32)
         return torch.addmm(total, d.to(h.dtype).t(), h, out_dtype=torch.float32, out=total)
     d = d.float()
     h = h.float()
-    if total is None and is_single_chunk:
+    if total is None and final is not None:
         # Round dW in blocks. A whole fp32 dW would take twice the memory of a 16-bit weight.
-        total = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        for v in range(0, weight.shape[0], WIDEN_ROWS):
+        total = h.new_empty((d.shape[1], h.shape[1]), dtype=final)
+        for v in range(0, d.shape[1], WIDEN_ROWS):
             at = slice(v, v + WIDEN_ROWS)
-            total[at] = accumulate_outer(None, d[:, at], h, weight[at], is_single_chunk=True)
+            total[at] = accumulate_outer(None, d[:, at], h)
         return total
     if total is None:
-        total = d.new_zeros(weight.shape)
+        total = d.new_zeros((d.shape[1], h.shape[1]))
     return add_product_(total, d.t(), h)
 
 

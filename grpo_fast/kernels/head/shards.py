@@ -25,7 +25,7 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.head.sources import Chunk, DenseHead
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.route import Route
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, RowStats
+from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitRows, RowStats
 
 
 class VocabularyShard(NamedTuple):
@@ -95,16 +95,14 @@ def gathered(x: Tensor, group: distributed.ProcessGroup) -> Tensor:
     return everyone
 
 
-def unrounded_statistics(
-    logits: Tensor, target_ids: Tensor, transform: LogitTransform, *, return_entropy: bool
-) -> RowStats:
+def unrounded_statistics(p: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute the same as `reference.row_logps`, but without the final rounding to fp32.
 
     If all columns of a row are -inf, its lse is -inf. The row then contributes nothing when the
     statistics of all shards are combined.
     """
-    z, _ = reference.final_logits(logits, transform)
-    lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
+    z, _ = reference.final_logits(p.logits, p.transform)
+    lse, logps, entropy = reference.row_statistics(z, p.target_ids, return_entropy=return_entropy)
     return lse.masked_fill(z.amax(-1) == -torch.inf, -torch.inf), logps, entropy
 
 
@@ -133,14 +131,13 @@ class ShardedHead(DenseHead):
         """Return the size of the largest shard, which determines the chunk size on all ranks."""
         return max(self.shard.sizes)
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         """Compute the statistics of this shard, and combine them with those of other shards."""
-        z = self.logits(at, cached=cached)
+        z = self.logits(at)
         own = self.shard.own(at.target_ids)
         if z.shape[1]:
-            stats = self.row_logps(z, own, at.transform, return_entropy=return_entropy)
+            p = LogitRows(z, own, self.rows.transform)
+            stats = self.row_logps(p, return_entropy=return_entropy)
         else:
             # A shard without columns has the lse log 0 = -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
@@ -148,10 +145,10 @@ class ShardedHead(DenseHead):
         return self.shard.join_ranks(stats, at.target_ids)
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
         """Compute the d-logits of this shard's columns, without communication."""
         if not self.weight.shape[0]:
             return ChunkGradients(self.gradient(at))
         at = at._replace(target_ids=self.shard.own(at.target_ids))
-        return super().gradients(at, known, g, g_entropy, cached=cached)
+        return super().gradients(at, known, g, g_entropy)

@@ -41,7 +41,7 @@ from grpo_fast.kernels.types import (
     Exponentials,
     HeadInputs,
     HeadTensors,
-    LogitTransform,
+    LogitRows,
     RowLoss,
     RowStats,
     Wanted,
@@ -67,8 +67,8 @@ class Chunk(NamedTuple):
 
     rows: slice | Tensor  # positions among the rows of the source
     target_ids: Tensor  # (C,) int64; token sets: the position of each target in its set
-    transform: LogitTransform
     hidden: Any = None  # (padded C, H) tensor of a dense head
+    cached: bool = False  # whether the workspace of the source contains the logits
 
 
 class RowSource:
@@ -126,55 +126,50 @@ class RowSource:
         """Return the rows at these positions. `stores` is the argument of `logps`."""
         raise NotImplementedError
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        """Form the raw logits of a chunk, (C, V), or (1, nnz) for token sets.
-
-        With `cached`, the workspace already contains them.
-        """
+    def logits(self, at: Chunk) -> Tensor:
+        """Return the raw logits of a chunk, (C, V), or (1, nnz) for token sets."""
         raise NotImplementedError
+
+    def logit_rows(self, at: Chunk, z: Tensor) -> LogitRows:
+        """Return raw logits of a chunk in the form that the row kernels read."""
+        return LogitRows(z, at.target_ids, self.rows.transform, self.offsets)
 
     def gradient(self, at: Chunk) -> Tensor | None:
         """Return the buffer for the d-logits, (padded C, V). None: they overwrite the logits."""
         return None
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         """Compute the statistics of a chunk. With `stores`, keep its logits for `gradients`."""
-        z = self.logits(at, cached=cached)
-        return self.kernels.row_logps(
-            z, at.target_ids, at.transform, return_entropy=return_entropy, offsets=self.offsets
-        )
+        p = self.logit_rows(at, self.logits(at))
+        return self.kernels.row_logps(p, return_entropy=return_entropy)
 
     def loss(
-        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
+        self, at: Chunk, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the statistics, a token-level loss and its d-logits."""
+        has_entropy = config.needs_entropy
         if self.in_one_pass:
-            z = self.logits(at, cached=cached)
+            z = self.logits(at)
             d = self.gradient(at)
             assert d is not None
             part = self.kernels.row_loss_(
-                z, d[: len(z)], at.target_ids, terms, config, at.transform,
-                return_entropy=return_entropy,
-            )  # fmt: skip
+                self.logit_rows(at, z), d[: len(z)], terms, config, return_entropy=has_entropy
+            )
             return ChunkGradients(d), part
         # Compute the statistics, the loss and the gradient one after the other.
-        stats = self.logps(at, return_entropy=return_entropy, stores=True, cached=cached)
+        stats = self.logps(at, return_entropy=has_entropy, stores=True)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
-        gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
+        gradients = self.gradients(at._replace(cached=True), stats, g, terms.grad_entropy)
         return gradients, RowLoss(*stats, losses, g)
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
         """Compute the d-logits of Σ g·logp + g_entropy·entropy from known statistics."""
-        z = self.logits(at, cached=cached)
+        z = self.logits(at)
         d = self.gradient(at)
         out = z if d is None else d[: len(z)]
-        self.kernels.row_grad_(
-            z, at.target_ids, known, g, g_entropy, at.transform, out=out, offsets=self.offsets
-        )
+        self.kernels.row_grad_(self.logit_rows(at, z), known, g, g_entropy, out)
         return ChunkGradients(z[0] if d is None else d)
 
     def add(self, sums: Any, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
@@ -204,6 +199,7 @@ class DenseHead(RowSource):
     """
 
     skips = True
+    row_elements = 1  # rows of the workspace are padded to a multiple of this number of elements
 
     def __init__(
         self,
@@ -305,7 +301,7 @@ class DenseHead(RowSource):
         source = self.hidden
         h = rows_at(source, at) if isinstance(at, slice) else source.index_select(0, at)
         h = pad_rows(h).contiguous() if stores or self.kernels.head_logps is None else h
-        return Chunk(index, rows_at(self.rows.target_ids, index), self.rows.transform, h)
+        return Chunk(index, rows_at(self.rows.target_ids, index), h)
 
     def _hidden_rows(self, index: slice | Tensor) -> slice | Tensor:
         """Return the rows of `hidden` that predict the targets at these positions."""
@@ -316,13 +312,16 @@ class DenseHead(RowSource):
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
         """Return one of the buffers for the logits of a chunk, (rows, V)."""
+        vocab = self.weight.shape[0]
         if self._workspace is None:
             # Allocate the workspace once, for the largest chunk, so that smaller chunks can use a
             # part of it.
             count = self.buffers * self.max_rows
-            self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
+            columns = -(-vocab // self.row_elements) * self.row_elements
+            self._workspace = take_workspace(count, columns, self.weight, self.dtype)
         start = buffer * self.max_rows
-        return rows_at(self._workspace, slice(start, start + rows))
+        found = rows_at(self._workspace, slice(start, start + rows))
+        return found if found.shape[1] == vocab else found[:, :vocab]
 
     def release(self) -> None:
         give_back_workspace(self._workspace)
@@ -339,14 +338,14 @@ class DenseHead(RowSource):
 
     # ---- Logits and their gradient
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
+    def logits(self, at: Chunk) -> Tensor:
         """Form the raw logits h·Wᵀ + bias in the workspace, (C, V) fp32.
 
         If the weight has no rows, as in an empty vocabulary shard, there is nothing to multiply.
         """
         z = self.workspace(at.hidden.shape[0])
         count = at.target_ids.shape[0]
-        if cached:
+        if at.cached:
             return z[:count]
         if self.kernels.head_logps is not None:
             self.logps(at, return_entropy=False, stores=True)
@@ -358,12 +357,10 @@ class DenseHead(RowSource):
         # Exclude the padding rows, which only the GEMM needs.
         return z[:count]
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         head_logps = self.kernels.head_logps
         if head_logps is None:
-            return super().logps(at, return_entropy=return_entropy, stores=stores, cached=cached)
+            return super().logps(at, return_entropy=return_entropy, stores=stores)
         p = self._inputs(at)
         out = self.workspace(at.hidden.shape[0])[: len(p.hidden)] if stores else None
         return head_logps(p, return_entropy=return_entropy, logits_out=out)
@@ -371,7 +368,7 @@ class DenseHead(RowSource):
     def _inputs(self, at: Chunk) -> HeadInputs:
         """Return the inputs of the kernels that start from hidden states, without padding rows."""
         h = rows_at(at.hidden, slice(0, at.target_ids.shape[0]))
-        return HeadInputs(h, self.weight, self.bias, at.target_ids, at.transform)
+        return HeadInputs(h, self.weight, self.bias, at.target_ids, self.rows.transform)
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:
         """Add the gradients of a chunk to dH, dW and db."""
@@ -388,29 +385,17 @@ class ExponentialHead(DenseHead):
     """
 
     has_entropy_gradient = False  # E determines only the gradient of the logps
+    row_elements = ROW_ELEMENTS
+    _filled: Exponentials | None = None
 
     def _stored_dtype(self, route: Route) -> torch.dtype:
         assert route.exponentials is not None
-        self.in_one_pass = False
-        self._filled: Exponentials | None = None
+        self.has_16_bit_gradient = False  # no d-logits are written
         return route.exponentials
-
-    @property
-    def bytes_per_logit(self) -> int:
-        return self.dtype.itemsize
 
     def _allows_16_bit_d_weight(self) -> bool:
         is_small = padded(self.num_rows) <= TARGET_SHARE * self.weight.shape[0]
         return self.kernels.gradients is not None and is_small
-
-    def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """Return the buffer for the exponentials of a chunk, (rows, V)."""
-        vocab = self.weight.shape[0]
-        if self._workspace is None:
-            # Round up the row length, so that rows are aligned for TMA stores and vector loads.
-            columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
-            self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
-        return self._workspace[:rows, :vocab]
 
     def _fill(self, at: Chunk, matrix: Tensor | None = None, **options: Any) -> Exponentials:
         """Write the exponentials of a chunk to `matrix`, which is its part of the workspace."""
@@ -420,35 +405,34 @@ class ExponentialHead(DenseHead):
         self._filled = self.kernels.head_exponentials(self._inputs(at), out, **options)
         return self._filled
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         if stores:
             return self._fill(at, return_entropy=return_entropy).stats
         return super().logps(at, return_entropy=return_entropy, stores=False)
 
     def loss(
-        self, at: Chunk, terms: RowTerms, config: LossConfig, *, return_entropy: bool, cached: bool
+        self, at: Chunk, terms: RowTerms, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the loss of the C rows, and the coefficients of their exponentials."""
         if self.kernels.gradients is None:
-            return super().loss(at, terms, config, return_entropy=return_entropy, cached=cached)
+            return super().loss(at, terms, config)
         assert terms.grad_entropy is None  # the fused kernel has no entropy term
         # One kernel computes the statistics, the loss and the coefficients.
         matrix = self.workspace(at.hidden.shape[0])
-        found = self._fill(at, matrix, return_entropy=return_entropy, loss=(terms, config))
+        options = {"return_entropy": config.needs_entropy, "loss": (terms, config)}
+        found = self._fill(at, matrix, **options)
         assert found.loss is not None
         losses, g, by_row, by_target = found.loss
         gradients = ChunkGradients(matrix, Coefficients(by_row, by_target, at.target_ids))
         return gradients, RowLoss(*found.stats, losses, g)
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
         """Return exponentials, and coefficients that convert them to the d-logits of Σ g·logp."""
         assert g_entropy is None
         matrix = self.workspace(at.hidden.shape[0])
-        if not cached:
+        if not at.cached:
             self._fill(at, matrix, known=known)
         filled = self._filled
         assert filled is not None
@@ -460,7 +444,7 @@ class ExponentialHead(DenseHead):
             )
         else:
             by_row, by_target = self.kernels.gradients.times(
-                g, filled, at.transform, matrix.shape[0]
+                g, filled, self.rows.transform, matrix.shape[0]
             )
         dominant = filled.dominant
         errors = None if dominant is None else dominant.rounding_errors(matrix)

@@ -29,14 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels.head.products import (
-    accumulate_outer,
-    column_masses,
-    heavy_columns,
-    matmul_d_hidden,
-    weighted_column_sum,
-    weighted_product,
-)
+from grpo_fast.kernels.cpu import gemm
+from grpo_fast.kernels.head import products
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import (
     AddedRows,
@@ -115,7 +109,8 @@ class HeadSums:
         self.repeats = repeats
         self.keep_fp32 = keep_fp32
         self.in_parts = in_parts or keep_fp32
-        self.is_single_chunk = is_single_chunk and not self.in_parts
+        # The dtype to which dW may be rounded at once; None: it is a sum of several terms.
+        self.final = self.weight.dtype if is_single_chunk and not self.in_parts else None
         self.tolerance = tolerance
         self.sum_hidden = sum_hidden
         self.dtype = torch.promote_types(self.hidden.dtype, torch.float32)
@@ -141,27 +136,22 @@ class HeadSums:
         self.skipped_nan = nan if self.skipped_nan is None else self.skipped_nan + nan
 
     def add(
-        self,
-        rows: slice | Tensor,
-        h: Tensor,
-        d_logits: ChunkGradients,
-        count: int,
-        keep: Tensor | None,
+        self, rows: slice | Tensor, h: Tensor, part: ChunkGradients, count: int, keep: Tensor | None
     ) -> None:
         """Add the gradients of one chunk to the sums.
 
         Args:
             rows: the rows of `hidden` that predict the targets of the chunk.
             h: (padded C, H) these rows.
-            d_logits: the chunk's d-logits. The matrix may be overwritten.
+            part: the chunk's d-logits. The matrix may be overwritten.
             count: number of rows that are not padding.
             keep: (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits
                 of all other rows are exact zeros. If many rows have zeros, the GEMMs skip them.
         """
-        has_columns = d_logits.matrix.shape[1] > 0
+        has_columns = part.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
             return
-        d, by, _ = d_logits
+        d, by, _ = part
         if keep is not None and should_gather(keep, count):
             # 1. Use only the active rows if the smaller GEMMs save more time than the copy costs.
             # On a GPU, one copy of the rows is faster than moving them in blocks.
@@ -179,23 +169,19 @@ class HeadSums:
         d, weight, columns = self._filter(d, count, by)
         if by is None:
             if self.wanted.hidden:
-                self._add_hidden(matmul_d_hidden(d, weight)[:count], rows)
+                self._add_hidden(products.matmul_d_hidden(d, weight)[:count], rows)
             if self.wanted.weight:
                 self._add_weight(d, h, columns)
             if self.wanted.bias:
                 self._add_bias(d.sum(0, dtype=self.dtype), columns)
             return
-        # Use the GPU kernels only if no column was skipped, because they read all columns.
-        if columns is None and self.kernels is not None:
-            self._add_fused(d, by, h, count, rows)
-        else:
-            self._add_weighted(d, by, h, count, rows, weight, columns)
+        self._add_exponentials(d, by, h, count, rows, weight, columns)
         if self.wanted.bias:
-            self._add_bias(weighted_column_sum(d, by.by_row), columns)
+            self._add_bias(products.weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, by.by_target[:count])
 
-    def _add_weighted(
+    def _add_exponentials(
         self,
         d: Tensor,
         by: Coefficients,
@@ -205,50 +191,44 @@ class HeadSums:
         weight: Tensor,
         columns: Tensor | None,
     ) -> None:
-        """Add a chunk of exponentials to dH and dW.
+        """Add a chunk of exponentials to dH and dW, on a GPU or with the products of csrc.
 
         The coefficients scale the rows of (C, H) matrices, because scaling the larger matrix of
         exponentials would cost more. The contributions of the targets are added in fp32.
         """
-        target = by.by_target[:count]
-        if self.wanted.hidden:
-            added = AddedRows(target, self.weight, rows=by.target_ids)
-            errors = by.rounding_errors
-            if errors is not None:
-                # Drop the rounding errors of skipped columns, which are not part of the product.
-                errors = errors if columns is None else errors.of_columns(columns)
-                added = errors.added_to(added, by.by_row)
-            dh = weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype)
-            self._add_hidden(dh, rows)
-        if self.wanted.weight:
-            added = AddedRows(target, h[:count], ids=by.target_ids)
-            self._add_weight(d, h, columns, by.by_row, added)
-
-    def _add_fused(
-        self, d: Tensor, by: Coefficients, h: Tensor, count: int, rows: slice | Tensor
-    ) -> None:
-        """Add a chunk of exponentials to dH and dW, using GPU kernels."""
         scaled: Tensor | None = None
+        # 1. Compute dH. The weight rows of the targets are added to the product before it is
+        # rounded.
         if self.wanted.hidden:
-            product = matmul_d_hidden(d, self.weight)
-            shape = count, product.shape[1]
-            out = torch.empty(shape, dtype=self.hidden_dtype, device=product.device)
-            scaled = self.kernels.write_hidden_(
-                out, product, by.by_row, by.by_target, by.target_ids, self.weight,
-                h if self.wanted.weight else None,
-            )  # fmt: skip
-            del product  # free its memory before dW is computed
-            self._add_hidden(out, rows)
-        if self.wanted.weight:
+            dh = weight.new_empty((count, weight.shape[1]), dtype=self.hidden_dtype)
+            if self.kernels is None:
+                added = AddedRows(by.by_target[:count], self.weight, rows=by.target_ids)
+                errors = by.rounding_errors
+                if errors is not None:
+                    # Drop the rounding errors of skipped columns, which are not part of the
+                    # product.
+                    errors = errors if columns is None else errors.of_columns(columns)
+                    added = errors.added_to(added, by.by_row)
+                gemm.mm_(d[:count], weight, dh, out_scales=by.by_row[:count], added=added)
+            else:
+                product = products.matmul_d_hidden(d, weight)
+                scaled = self.kernels.write_hidden_(
+                    dh, product, by.by_row, by.by_target, by.target_ids, self.weight,
+                    h if self.wanted.weight else None,
+                )  # fmt: skip
+                del product  # free its memory before dW is computed
+            self._add_hidden(dh, rows)
+        # 2. Compute dW, and add the hidden states of the targets.
+        if self.wanted.weight and self.kernels is None:
+            added = AddedRows(by.by_target[:count], h[:count], ids=by.target_ids)
+            self._add_weight(d, h, columns, by.by_row, added)
+        elif self.wanted.weight:
             if scaled is None:
                 scaled = self.kernels.scaled_hidden(h, by.by_row, h.dtype)
             # Add the rows of an id in order, so that the sum is reproducible.
             ids, order = self.kernels.sorted_targets(by.target_ids)
-            total = accumulate_outer(
-                self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
-            )
-            self.kernels.add_targets_(total, ids, order, by.by_target, h, d, scaled)
-            self.d_weight = total
+            self._add_weight(d, scaled, columns)
+            self.kernels.add_targets_(self.d_weight, ids, order, by.by_target, h, d, scaled)
 
     def add_sets(self, d_logits: ChunkGradients, support: SupportRows, kernels: Any) -> None:
         """Add the gradients of the rows that have a token set.
@@ -312,19 +292,16 @@ class HeadSums:
         `columns` are the vocabulary ids of the columns of d, without duplicates; None: all ids.
         """
         if columns is None:
-            self.d_weight = accumulate_outer(
-                self.d_weight, d, h, self.weight, is_single_chunk=self.is_single_chunk,
-                scales=scales, added=added,
-            )  # fmt: skip
+            self.d_weight = products.accumulate_outer(
+                self.d_weight, d, h, final=self.final, scales=scales, added=added
+            )
             return
         if self.d_weight is None:
             self.d_weight = d.new_zeros(self.weight.shape, dtype=self.dtype)
-        own = h.new_empty((columns.shape[0], h.shape[1]), dtype=self.dtype)
-        self.d_weight.index_add_(
-            0, columns, accumulate_outer(None, d, h, own, is_single_chunk=True, scales=scales)
-        )
+        self.d_weight.index_add_(0, columns, products.accumulate_outer(None, d, h, scales=scales))
         if added is not None:
-            added.add_to_(self.d_weight)
+            assert added.ids is not None
+            add_rows_(self.d_weight, added.ids, scaled_rows(added.values, added.coefficients))
 
     def _add_bias(self, db: Tensor, columns: Tensor | None) -> None:
         """Add the bias gradient of some columns to the sum. `columns` is None for all columns."""
@@ -344,8 +321,8 @@ class HeadSums:
         if self.tolerance is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
-        masses = column_masses(d[:count], None if by is None else by.by_row[:count])
-        columns, dropped, total = heavy_columns(masses, self.tolerance)
+        masses = products.column_masses(d[:count], None if by is None else by.by_row[:count])
+        columns, dropped, total = products.heavy_columns(masses, self.tolerance)
         if by is not None:
             # Add the absolute target terms to the total, because the matrix contains 0 in the
             # targets' columns.
@@ -368,12 +345,10 @@ class HeadSums:
         """
         if self.tolerance is None:
             return None
-        dropped, total = torch.zeros(2, dtype=torch.float64, device=self.hidden.device)
-        for skipped, mass, _, _ in self.filtered:
-            dropped = dropped + skipped
-            total = total + mass
-        elements = sum(x[3] for x in self.filtered)
-        stayed = sum(x[2] for x in self.filtered) / elements if elements else 1.0
+        nothing = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
+        chunks = [(nothing, nothing, 0, 0), *self.filtered]
+        dropped, total, kept, elements = (sum(x) for x in zip(*chunks, strict=True))
+        stayed = kept / elements if elements else 1.0
         share = dropped / total.clamp(min=torch.finfo(torch.float64).tiny)
         return torch.stack([share, torch.full_like(share, stayed)]).float()
 

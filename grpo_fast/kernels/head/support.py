@@ -23,7 +23,7 @@ from grpo_fast.kernels.head.sources import Chunk, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.support import HeadRows
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowStats, pad_rows, padded
+from grpo_fast.kernels.types import ActiveRows, HeadInputs, HeadTensors, RowStats, pad_rows, padded
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
 
 # Time of a gathered logit, divided by the time of a logit in a dense product. On one core of an
@@ -54,7 +54,7 @@ class TokenSets(RowSource):
 
     def chunk(self, index: slice | Tensor, *, stores: bool = True) -> Chunk:
         """Return all rows. A target id is the position of the target in its set."""
-        return Chunk(index, self.support.places, self.rows.transform)
+        return Chunk(index, self.support.places)
 
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
         """Compute the logits at the ids of every set, and the statistics of every row.
@@ -62,39 +62,33 @@ class TokenSets(RowSource):
         This base class ignores `return_slopes` and computes no slopes.
         """
         raw = self.raw()
-        stats = self.kernels.row_logps(
-            raw[None], at.target_ids, at.transform, return_entropy=return_entropy,
-            offsets=self.offsets,
-        )  # fmt: skip
+        p = self.logit_rows(at, raw[None])
+        stats = self.kernels.row_logps(p, return_entropy=return_entropy)
         return HeadRows(raw, stats, None)
 
     def raw(self) -> Tensor:
         """Return the logits at the ids of every set, (nnz,)."""
         raise NotImplementedError
 
-    def logits(self, at: Chunk, *, cached: bool) -> Tensor:
-        if not cached or self._stored is None:
-            self._stored = self.head_rows(at, return_entropy=True, return_slopes=False)
+    def logits(self, at: Chunk) -> Tensor:
+        """Return the logits of `logps`, which precedes every gradient."""
+        assert self._stored is not None
         return self._stored.raw[None]
 
-    def logps(
-        self, at: Chunk, *, return_entropy: bool, stores: bool, cached: bool = False
-    ) -> RowStats:
-        if cached and self._stored is not None:
-            return self._stored.stats
+    def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         slopes = stores and not self.needs_d_logits
         found = self.head_rows(at, return_entropy=return_entropy, return_slopes=slopes)
         self._stored = found if stores else None
         return found.stats
 
     def gradients(
-        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
+        self, at: Chunk, known: RowStats, g: Tensor, g_entropy: Tensor | None
     ) -> ChunkGradients:
-        if not cached or self._stored is None:
+        if not at.cached or self._stored is None:
             wants_slopes = g_entropy is None and not self.needs_d_logits
             self._stored = self.head_rows(at, return_entropy=False, return_slopes=wants_slopes)
         slopes = self._stored.slopes
-        found = super().gradients(at, known, g, g_entropy, cached=True)
+        found = super().gradients(at, known, g, g_entropy)
         self._stored = None  # its logits were overwritten
         # With an entropy gradient, dH is not a multiple of d logp/d hidden.
         if slopes is None or g_entropy is not None:
@@ -115,10 +109,10 @@ class GatheredSets(TokenSets):
         self.module = kernel_module("support", route.backend)
 
     def head_rows(self, at: Chunk, *, return_entropy: bool, return_slopes: bool) -> HeadRows:
+        p = HeadInputs(*self.tensors, at.target_ids, self.rows.transform)
         found: HeadRows = self.module.head_rows(
-            self.tensors, self.support, at.transform, return_entropy=return_entropy,
-            return_slopes=return_slopes,
-        )  # fmt: skip
+            p, self.support, return_entropy=return_entropy, return_slopes=return_slopes
+        )
         return found
 
     def add(self, sums: HeadSums, at: Chunk, d_logits: ChunkGradients, keep: Tensor | None) -> None:

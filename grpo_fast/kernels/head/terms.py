@@ -68,7 +68,7 @@ class RowTerm:
         """
         return None
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute the values of a chunk and its d-logits."""
         raise NotImplementedError
 
@@ -111,13 +111,11 @@ class TokenLevel(RowTerm):
             return None
         return torch.logical_and(terms.advantages, terms.policy_weights)
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute statistics, losses and d-logits of a chunk."""
         assert isinstance(at.rows, slice)
         here = RowTerms(*pick(at.rows, *self.terms))
-        d, part = source.loss(
-            at, here, self.config, return_entropy=self.config.needs_entropy, cached=cached
-        )
+        d, part = source.loss(at, here, self.config)
         self.parts.append(part)
         return Step(d, part.grad_logps, here.grad_entropy)
 
@@ -144,9 +142,9 @@ class Known(RowTerm):
         self.counts_on_gpu = counts_on_gpu
 
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Known:
-        values = self.g, self.g_entropy, *self.stats
-        g, g_entropy, lse, logps, entropy = (None if x is None else select(x) for x in values)
-        assert g is not None and lse is not None and logps is not None
+        g, lse, logps = map(select, (self.g, *self.stats[:2]))
+        optional = self.g_entropy, self.stats[2]
+        g_entropy, entropy = (None if x is None else select(x) for x in optional)
         return Known(g, g_entropy, (lse, logps, entropy), counts_on_gpu=self.counts_on_gpu)
 
     def mask(self, flops: float) -> Tensor | None:
@@ -155,11 +153,11 @@ class Known(RowTerm):
             return None
         return active_rows(self.g, self.g_entropy)
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute the d-logits of a chunk from the known statistics."""
         g, g_entropy = pick(at.rows, self.g, self.g_entropy)
         known = pick(at.rows, *self.stats)
-        d = source.gradients(at, known, g, g_entropy, cached=cached)
+        d = source.gradients(at, known, g, g_entropy)
         return Step(d, g, g_entropy)
 
 
@@ -178,13 +176,13 @@ class Sum(RowTerm):
     def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Sum:
         return Sum(self.first.map(select, source), self.second.map(select, source))
 
-    def step(self, source: RowSource, at: Chunk, *, cached: bool) -> Step:
+    def step(self, source: RowSource, at: Chunk) -> Step:
         """Add the d-logits of both terms."""
-        a = self.first.step(source, at, cached=cached)
-        b = self.second.step(source, at, cached=True)
+        a = self.first.step(source, at)
+        b = self.second.step(source, at._replace(cached=True))
         if a.d_logits is None or b.d_logits is None:
             return b if a.d_logits is None else a
-        count = len(at.target_ids) if a.d_logits.matrix.dim() == 2 else len(a.d_logits.matrix)
+        count = len(at.target_ids)
         a.d_logits.matrix[:count] += b.d_logits.matrix[:count]
         g = (a.active() | b.active()).float()
         return Step(a.d_logits, g)

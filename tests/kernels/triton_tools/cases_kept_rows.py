@@ -7,12 +7,10 @@ import torch
 
 from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
 from grpo_fast.kernels import reference
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import LogitRows, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from tests.kernels.triton_tools.interpreter import only_memory_of
-
-PLAIN = LogitTransform(1.0, None, 1.0)
 
 
 @pytest.mark.parametrize("kept", [0, 2, 7])
@@ -27,16 +25,16 @@ def test_kept_rows(kept, given):
     advantages, weights = (torch.randn(5, generator=generator) for _ in range(2))
     config = LossConfig(loss_type="dapo")
     expected = torch.empty(5, 1002, dtype=torch.float64)
-    stats = reference.row_logps(logits.double(), target, PLAIN, return_entropy=False)
+    exact = LogitRows(logits.double(), target, LogitTransform())
+    stats = reference.row_logps(exact, return_entropy=False)
     old = stats[1].float() + 0.1 * torch.randn(5, generator=generator)
     terms = RowTerms(advantages, weights.abs(), old_logps=old)
     wide = terms.map(torch.Tensor.double)
-    given_to = logits.double(), expected, target, wide, config, PLAIN
-    right = reference.row_loss_(*given_to, return_entropy=False)
+    right = reference.row_loss_(exact, expected, wide, config, return_entropy=False)
     out = torch.full_like(logits, float("nan"))
     with only_memory_of(logits, out, target, advantages, terms.policy_weights, old):
         found = kept_row_loss_(
-            KeptRows(64, 1, kept, 2, given), logits, out, target, terms, config, PLAIN,
+            KeptRows(64, 1, kept, 2, given), exact._replace(logits=logits), out, terms, config,
             return_entropy=False,
         )  # fmt: skip
     for x, y in ((found.lse, right.lse), (found.logps, right.logps), (found.losses, right.losses)):

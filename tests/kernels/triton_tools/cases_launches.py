@@ -14,7 +14,7 @@ from grpo_fast import LossConfig, Support
 from grpo_fast.kernels.gpu import exponentials, gradients, linear, rows, support
 from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head import support as head_support
-from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.kernels.types import LogitRows, LogitTransform
 from grpo_fast.loss.call import Call
 from grpo_fast.objective.coefficients import RowTerms
 from tests.loss_cases import make_case, options_for, run
@@ -50,9 +50,8 @@ def test_programs_for_several_rows_change_no_bit(monkeypatch):
 
     def results():
         out = torch.full_like(logits, torch.nan)  # a row that is not written stays NaN
-        found = rows.row_loss_(
-            logits, out, targets, terms, LossConfig("dapo"), LogitTransform(), return_entropy=True
-        )
+        p = LogitRows(logits, targets, LogitTransform())
+        found = rows.row_loss_(p, out, terms, LossConfig("dapo"), return_entropy=True)
         return [out, *found]
 
     expected = results()

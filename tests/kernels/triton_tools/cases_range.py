@@ -9,7 +9,7 @@ import torch
 
 from grpo_fast.kernels.gpu import exponentials, gradients, linear, support
 from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import HeadInputs, HeadTensors, LogitTransform
+from grpo_fast.kernels.types import HeadInputs, LogitTransform
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
 
@@ -46,9 +46,8 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     # Use rows of W as `hidden`, so that the offsets of its columns also exceed 2^31.
     rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
     with only_memory_of(*tensors, *(x for x in rows if x is not None)):
-        tensors = HeadTensors(weight[5:8:2], weight, None)
-        options = {"return_entropy": False, "return_slopes": False}
-        found = support.head_rows(tensors, rows, LogitTransform(), **options)
+        p = HeadInputs(weight[5:8:2], weight, None, rows.places, LogitTransform())
+        found = support.head_rows(p, rows, return_entropy=False, return_slopes=False)
         back = support.head_hidden(factors, weight, rows)
     own = (wide[[0, 0, 1]] * wide).sum(1)
     assert (found.raw - own).abs().max() <= 1e-5 * own.abs().max()

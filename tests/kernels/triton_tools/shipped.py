@@ -23,7 +23,7 @@ from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import Exponentials, HeadInputs, HeadTensors, LogitTransform
+from grpo_fast.kernels.types import Exponentials, HeadInputs, LogitRows, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -87,19 +87,15 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
     """Compile the three row kernels with every option that adds code."""
     logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
     v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
-    transform = LogitTransform(1.0, 30.0)
-    rows_triton.row_logps(logits, target, transform, return_entropy=True)
-    rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform)
+    p, terms = LogitRows(logits, target, LogitTransform(1.0, 30.0)), RowTerms(v, v, v, v, v, v)
+    rows_triton.row_logps(p, return_entropy=True)
+    rows_triton.row_grad_(p, (v, v, v), v, v)
     if dtype == torch.float32:
         # Also compile the kernels for fp32 logits with a 16-bit gradient.
         out = torch.empty(4, vocab, dtype=torch.bfloat16)
-        rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform, out=out)
-        rows_triton.row_loss_(
-            logits, out, target, RowTerms(v, v, v, v, v, v), config, transform, return_entropy=True
-        )
-    rows_triton.row_loss_(
-        logits, logits, target, RowTerms(v, v, v, v, v, v), config, transform, return_entropy=True
-    )
+        rows_triton.row_grad_(p, (v, v, v), v, v, out=out)
+        rows_triton.row_loss_(p, out, terms, config, return_entropy=True)
+    rows_triton.row_loss_(p, logits, terms, config, return_entropy=True)
 
 
 def scaled(dtype: torch.dtype) -> None:
@@ -135,19 +131,14 @@ def around_calls() -> None:
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
     """Compile the kernels for token sets. See `problem` for the meaning of `options`."""
-    (hidden, weight, bias, ids, transform, _), has_entropy = problem(
-        dtype, 1000, hidden_size, options
-    )
+    p, has_entropy = problem(dtype, 1000, hidden_size, options)
+    hidden, weight, _, ids, transform, _ = p
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids, index)
-    tensors = HeadTensors(hidden, weight, bias)
-    support_triton.head_rows(
-        tensors, rows, transform, return_entropy=has_entropy, return_slopes=True
-    )
-    ends = torch.arange(ROWS + 1)
-    rows_triton.row_logps(v[None], ids, transform, return_entropy=has_entropy, offsets=ends)
-    of_entropy = v if has_entropy else None
-    rows_triton.row_grad_(v[None], ids, (v, v, v), v, of_entropy, transform, offsets=ends)
+    support_triton.head_rows(p, rows, return_entropy=has_entropy, return_slopes=True)
+    of_rows = LogitRows(v[None], ids, transform, torch.arange(ROWS + 1))
+    rows_triton.row_logps(of_rows, return_entropy=has_entropy)
+    rows_triton.row_grad_(of_rows, (v, v, v), v, v if has_entropy else None)
     support_triton.head_weight(v, hidden, rows, weight, add=False)
     if has_entropy:
         support_triton.head_hidden(v, weight, rows)
@@ -162,20 +153,20 @@ def compared(kind: str, vocab: int) -> None:
     of the vocabulary.
     """
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
-    transforms = LogitTransform(1.0, 30.0), LogitTransform(1.0, 30.0)
     term = DivergenceTerm(TeacherHead(z, y), kind)
-    given = z, y, w, term, *transforms
-    found = divergence_triton.row_divergence_(*given, out=y)
-    divergence_triton.row_divergence_(z, y, w, term, LogitTransform(), LogitTransform())
-    divergence_triton.row_divergence_(*given, out=y, known=found)
+
+    def rows(softcap: float | None) -> list[LogitRows]:
+        return [LogitRows(x, w.long(), LogitTransform(1.0, softcap)) for x in (z, y)]
+
+    found = divergence_triton.row_divergence_(*rows(30.0), w, term, out=y)
+    divergence_triton.row_divergence_(*rows(None), w, term)
+    divergence_triton.row_divergence_(*rows(30.0), w, term, out=y, known=found)
 
 
 def loss(config: LossConfig) -> None:
     logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
-    transform = LogitTransform(1.0, None, 1.0)
-    rows_triton.row_loss_(
-        logits, logits, target, RowTerms(v, v, v, v, v), config, transform, return_entropy=False
-    )
+    p = LogitRows(logits, target, LogitTransform())
+    rows_triton.row_loss_(p, logits, RowTerms(v, v, v, v, v), config, return_entropy=False)
     coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
 
 
@@ -183,8 +174,8 @@ def kept(sizes: KeptRows) -> None:
     """Compile a candidate of the row kernel."""
     logits, target = torch.empty(4, 151936, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
     terms, config = RowTerms(*[torch.ones(4)] * 2, None, torch.ones(4)), LossConfig("dapo")
-    given = logits, logits, target, terms, config, LogitTransform(1.0, None, 1.0)
-    kept_row_loss_(sizes, *given, return_entropy=False)
+    p = LogitRows(logits, target, LogitTransform())
+    kept_row_loss_(sizes, p, logits, terms, config, return_entropy=False)
 
 
 def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:

@@ -31,11 +31,11 @@ LIBRARY = {name: module for module in (*NAMED, "math")
 LIBRARY |= {"deepcopy": "copy", "allclose": "numpy", "array_equal": "numpy"}
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case)  # parts of a statement
 # Statements and expressions that pass a value on without reading it. A call counts as such, unless
-# it calls the answer or a builtin in LOOKS, such as `len`, which reads its argument.
+# it calls the answer or a builtin in READERS, such as `len`, which reads its argument.
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
 LITERALS = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.Dict, ast.Set)  # -1 is a UnaryOp
-LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}
+READERS = vars(builtins).keys() - {"callable", "filter", "map", "print"}
 # What messages about refused tests expect. The summary of a data set counts rows by these texts.
 ASSERTS = "`assert CONDITION` (no `raise`, and no failure outside of a `try`)"
 CALLS = "calls such as `f(1)`, `check(f)` and `Stack().push(1)` (is a module not imported?)"
@@ -161,7 +161,9 @@ class Tests(ast.NodeTransformer):
         self.names |= {name: name for name in own}
         imports = [f"from {LIBRARY[name]} import {name}" for name in sorted(known - own)]
         self.tree.body[:0] = ast.parse("\n".join(imports)).body
-        # 3. Find the variables that hold results of the answer.
+        # 3. Find the variables that store results of the answer, and the function that each result
+        # comes from. This function is a class if its name begins with a capital letter, and no
+        # test compares its result with a literal. Its results are then objects.
         self.nodes = list(ast.walk(self.tree))
         self.parents = {x: node for node in self.nodes for x in ast.iter_child_nodes(node)}
         stores = [node for node in self.nodes
@@ -228,15 +230,15 @@ class Tests(ast.NodeTransformer):
                 given = [*values, *(x.value for x in keywords)]
                 names = {getattr(x, "id", "") for x in given}
                 is_plain = self.functions.isdisjoint(names) and ast.Lambda not in map(type, given)
-                is_read = is_base or self.passes(node) or called(node) not in self.classes
-                return is_plain and is_read and not (is_called or isinstance(outer, ast.withitem))
+                fits = is_base or self.passes(node) or called(node) not in self.classes
+                return is_plain and fits and not (is_called or isinstance(outer, ast.withitem))
             # An attribute such as `s.push`. It must be called or passed on. The judge can call no
             # method of an object that a method returns, so `s.pop().x` is refused.
             case ast.Attribute(value, _, context) if is_own or root(node) in self.results:
                 is_object = root(node) in self.classes | self.objects
                 is_result = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-                is_read = isinstance(context, ast.Load) and not (is_object and is_result)
-                return is_read and (is_called or self.passes(node))
+                fits = isinstance(context, ast.Load) and not (is_object and is_result)
+                return fits and (is_called or self.passes(node))
             # A name such as `f` or `s`. It must be called, or be the object of a method, or be
             # passed on.
             case ast.Name(name, ast.Load()) if is_own:
@@ -250,8 +252,8 @@ class Tests(ast.NodeTransformer):
     def passes(self, node: ast.AST) -> bool:
         """Return True if the parent of a value passes it on without reading it."""
         outer = self.parents[node]
-        looks = isinstance(outer, ast.Call) and (self.is_own(outer) or called(outer) in LOOKS)
-        return isinstance(outer, PASSES) and not looks
+        is_read = isinstance(outer, ast.Call) and (self.is_own(outer) or called(outer) in READERS)
+        return isinstance(outer, PASSES) and not is_read
 
     # ----------------------------------------------------------------------------------- marks
     def is_assertion(self, node: Any) -> bool:

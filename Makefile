@@ -227,8 +227,8 @@ unit: $(SETUP) csrc
 	@$(STEP) 'pytest'
 	@$(PYTEST) --ignore=tests/integrations
 
-# After a change of a Triton kernel: all architectures (`make test` compiles for one), and what the oldest compiler
-# makes of it. `make test-floor` has this triton, too.
+# After a change of a Triton kernel: compile it for all architectures (`make test` compiles for one), and with the
+# oldest supported Triton, which `make test-floor` also uses.
 TRITON_TESTS := $(addprefix tests/kernels/test_triton_,compile.py interpreter.py)
 test-compile: $(SETUP) csrc $(OLD_TRITON)
 	@$(STEP) 'the Triton kernels on triton 3.6, too'

@@ -123,13 +123,15 @@ def _last_box(text: str) -> tuple[int, str] | None:
 
     If several boxes are linked, as in `\boxed{2} or \boxed{3}`, the content lists them all.
     """
-    opened: list[re.Match[str]] = []
-    boxes: list[tuple[re.Match[str], re.Match[str]]] = []
+    opened: list[re.Match[str]] = []  # the braces that are still open, with the \boxed before them
+    boxes: list[tuple[re.Match[str], re.Match[str]]] = []  # the start and end of each box
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(brace)
-        elif opened and (start := opened.pop())[0] != "{":
-            boxes.append((start, brace))
+        elif opened:
+            start = opened.pop()
+            if start[0] != "{":
+                boxes.append((start, brace))
     contents: list[str] = []
     place = len(text)
     for start, end in reversed(boxes):

@@ -113,7 +113,7 @@ class Form(NamedTuple):
 
 
 class Shots:
-    """Worked examples, of which a prompt gets as many as fit into a budget of tokens.
+    """Worked examples (shots) to insert before questions, up to a number of tokens per prompt.
 
     Args:
         pool: the worked examples to choose from, all from the training split.
@@ -138,10 +138,16 @@ class Shots:
             raise ValueError(f"data.shots_tokens: {none_fits}")
 
     def draw(self, prompt: Prompt, seed: str) -> list[int]:
-        """Return the `pool` indices of a prompt's shots, drawn until the next one does not fit.
+        """Draw the shots of a prompt at random, until the next shot does not fit into the budget.
 
-        No question occurs twice, where questions that differ only in case and whitespace count as
-        equal.
+        No question occurs twice. Questions that differ only in case and whitespace count as equal.
+
+        Args:
+            prompt: the question, which must not be one of the shots.
+            seed: seed of the random choice.
+
+        Returns:
+            Indices of the shots in `pool`, in prompt order.
         """
         chosen: list[int] = []
         seen = {question_key(prompt)}
@@ -159,7 +165,9 @@ class Shots:
 
 
 class ShotPrompts(LazySequence[Example]):
-    """Examples whose prompts begin with shots. Those of example i depend only on the seed and i.
+    """Examples whose prompts begin with shots, chosen at random.
+
+    The shots of example i depend only on the seed and on i.
 
     Args:
         examples: the examples to extend.

@@ -20,7 +20,7 @@ from grpo_fast.errors import nearest_hint, reason, require
 
 Row = tuple[str, Any]  # (location such as "file:line", fields)
 Rows = list[Row]
-Splits = dict[str, Iterator[Row]]  # the rows are read when they are needed
+Splits = dict[str, Iterator[Row]]  # reading starts when the first row is requested
 
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (".jsonl", ".json", ".csv", ".tsv", *ARROW)
@@ -31,12 +31,13 @@ SPLITS = ("train", *TEST_SPLITS)
 
 
 def read_source(data: Any) -> tuple[Rows, Rows | None]:
-    """Return the training rows and the test rows of a source.
-
-    The test rows are None if the source has no test split.
+    """Read the rows of a source.
 
     Args:
         data: the section `data` of a configuration.
+
+    Returns:
+        The training rows, and the test rows, which are None if the source has no test split.
 
     Raises:
         ValueError: the source does not exist, is damaged, or has no data.

@@ -36,7 +36,7 @@ _MESSAGES_AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s
 
 
 class EmptyPrompt(ValueError):
-    """A row whose prompt is empty. The setting `data.drop_unusable` skips such rows."""
+    """Error for a row whose prompt is empty. `data.drop_unusable=true` skips such rows."""
 
 
 def parse_record(where: str, fields: Any, data: Any) -> Example:
@@ -77,7 +77,8 @@ def parse_record(where: str, fields: Any, data: Any) -> Example:
     others = {key: value for key, value in fields.items() if key != "prompt"}
     if "tests" in columns:
         others["tests"] = column_of(fields, names["tests"])
-    # 3. If the answer column contains a full solution, extract the gold answer from it.
+    # 3. If the answer column contains a full solution, extract the gold answer from it. With
+    # data.task=gsm8k, every answer must have the form of such a solution.
     is_gsm8k = data.task == "gsm8k"
     content = marked_content(answer or "", (HASHES,)) or ""
     fits = not is_gsm8k or parse_number(content) is not None
@@ -115,7 +116,7 @@ def _value(fields: Fields, name: str) -> Any:
             value = value[int(part)] if int(part) < len(value) else None
         else:
             value = value.get(part) if isinstance(value, Mapping) else None
-    # Tables have NaN or an empty text in place of a missing value.
+    # Tables have NaN or an empty text in place of a missing value. Only NaN differs from itself.
     is_empty = value != value or (isinstance(value, str) and not value.strip())
     return None if is_empty else value
 
@@ -171,7 +172,7 @@ def _answer_text(answer: Any, where: str) -> str | None:
     if answer is None or isinstance(answer, (dict, list)):
         return None
     if isinstance(answer, (int, float)):
-        return str(answer).removesuffix(".0")  # tables write integers with missing values so
+        return str(answer).removesuffix(".0")  # integers, in tables with missing values
     # Skywork-OR1 writes answers as '["4"]'. No completion would equal this text.
     text = answer.strip()
     is_list = text.endswith("]") and text[:1] == "[" and text[1:].lstrip().startswith('"')

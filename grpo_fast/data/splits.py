@@ -43,8 +43,8 @@ class Splits:
             that runs can be compared.
         usable: function that receives the examples of a file and returns the usable ones. It may
             raise a ValueError.
-        whole: if True, all rows of the file `data.path` are test examples, whatever `data.n_test`
-            is.
+        whole: if True, all rows of the file `data.path` are test examples, and `data.n_test` is
+            ignored.
 
     Attributes:
         train: training examples with prompts, in the order of training.
@@ -111,7 +111,7 @@ class Splits:
     def listed(self) -> Sequence[Example]:
         """Return the training examples to check before a run.
 
-        For a data file, these are all its examples; for the sorting task, a single one.
+        These are all examples, or only the first if the examples are built on demand.
         """
         return self.train if isinstance(self.train, list) else self.train[:1]
 
@@ -163,7 +163,7 @@ def read_questions(data: Any, usable: Usable = list) -> tuple[list[Example], lis
     if not different:
         log.warning("data: every training prompt is also a test prompt, so nothing is held out")
     elif len(different) < len(train):
-        text = "data: %d training rows are skipped, as their prompts are in the test"
+        text = "data: %d training rows are skipped, as their prompts are in the test split"
         log.warning(text, len(train) - len(different))
     return different or train, test[: data.n_test]
 

@@ -84,7 +84,7 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings | None]:
     require(len(models) <= 1, "model", "one at most", ", ".join(models))
     recipe = recipe_in(settings)
     if not models and recipe is None:
-        expected = "a folder, a hub id or recipe=NAME with other words"
+        expected = "a folder, a hub id or recipe=NAME together with the other arguments"
         require(not words, "model", expected, " ".join(words))
         return None, None
     # 2. Read prompts and sampling settings from the recipe. Without a recipe, read them from the

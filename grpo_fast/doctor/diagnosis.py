@@ -236,6 +236,7 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
         Log-probabilities in fp32 on the CPU, shape (R,).
     """
     table = dataclasses.replace(samples, advantages=torch.zeros(len(samples)))
+    # Limit a packed row to 8192 tokens, which bounds the memory of a forward pass.
     batch = StepBatch(table, budget=8192, device=policy.device, shared=policy.unshared is None)
     precompute(batch, policy, LossConfig(temperature=temperature), keep_old=True)
     assert batch.samples.old_logps is not None
@@ -244,7 +245,7 @@ def trainer_logps(policy: Policy, samples: Samples, temperature: float) -> Tenso
 
 # ----------------------------------------------------------------------- From a run's configuration
 class DoctorSettings(RunConfig):
-    """Settings of the doctor: the settings of a run, and further ones.
+    """Settings of the doctor, in addition to the settings of a run.
 
     Attributes:
         recipe: Recipe (name or YAML file) with data, sampling and model.

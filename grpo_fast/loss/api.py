@@ -208,8 +208,8 @@ def grpo_loss(
         entropy: the shape of logps, float. Required when `config.entropy_coef` is not 0 or
             `config.top_entropy_quantile` is below 1.
         num_items_in_batch: number of active tokens in the whole optimizer step, over all
-            micro-batches and ranks. A number, or a tensor with one element. None: the
-            tokens of this call.
+            micro-batches and ranks. A number, or a tensor with one element. None: the tokens of
+            this call.
         num_completions_in_batch: number of completions in the whole optimizer step, a number or a
             tensor with one element. None: the completions of this call.
 
@@ -309,8 +309,8 @@ def linear_grpo_loss(
             `config.corrections`; NaN marks a token that the sampler did not score. None: no
             correction.
         num_items_in_batch: number of active tokens in the whole optimizer step, over all
-            micro-batches and ranks. A number, or a tensor with one element. None: the
-            tokens of this call.
+            micro-batches and ranks. A number, or a tensor with one element. None: the tokens of
+            this call.
         num_completions_in_batch: number of completions in the whole optimizer step, a number or a
             tensor with one element. None: the completions of this call.
         hidden_rows: the shape of target_ids, int64 or int32. The row of `hidden` (R, H) that
@@ -422,8 +422,8 @@ def logits_grpo_loss(
             `config.corrections`; NaN marks a token that the sampler did not score. None: no
             correction.
         num_items_in_batch: number of active tokens in the whole optimizer step, over all
-            micro-batches and ranks. A number, or a tensor with one element. None: the
-            tokens of this call.
+            micro-batches and ranks. A number, or a tensor with one element. None: the tokens of
+            this call.
         num_completions_in_batch: number of completions in the whole optimizer step, a number or a
             tensor with one element. None: the completions of this call.
         support: the ids from which a truncating sampler drew each target (see `Support`). Not

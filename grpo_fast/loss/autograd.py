@@ -42,7 +42,7 @@ class LossResult(NamedTuple):
 
     loss: Tensor  # 0-d
     gradients: tuple[Tensor, ...]  # (0,) if not needed
-    logps: Tensor  # (N,); the divergences in `linear_divergence`
+    logps: Tensor  # (N,). A call of `linear_divergence` has the divergences here.
     entropy: Tensor | None = None  # (N,)
     # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of the vocabulary
     # columns that were kept

@@ -61,7 +61,8 @@ class Call:
             and `linear_divergence`.
         weights: (T,) weights of the rows of `linear_divergence`, set by `find_all_rows`.
         left_out: (T,) bool mask of kept rows whose results must be set to 0, or None.
-        outputs: logps, entropies, metrics of grad_filter and divergences of a loss.
+        outputs: results of a loss without a gradient, set by `LossFunction`: logps, entropies,
+            metrics of grad_filter, and divergences.
     """
 
     tensors: RowTensors

@@ -245,7 +245,12 @@ def _values(result: Any, count: int) -> list[Any]:
 
 
 def _checked(value: Any) -> tuple[Score | str, str]:
-    """Return the reward of a completion, or why it has none, and a description of a bad value."""
+    """Check one value that a reward function returned for a completion.
+
+    Returns:
+        The reward, or the reason why the completion has none, and a description of a bad value,
+        which is empty for a good value.
+    """
     if value is None:
         return None, ""
     if isinstance(value, BaseException):  # of a function that scores one completion

@@ -265,6 +265,7 @@ def _normal(text: str, loose: bool = False) -> str:
 
 def _is_shallow(text: str) -> bool:
     """Return True if all braces are closed, and no more than DEEPEST brackets are nested."""
+    # An opening bracket counts as 1, and a closing bracket as -1.
     steps = [(character in "([{") - (character in ")]}") for character in text]
     depths = list(itertools.accumulate(steps, initial=0))
     return depths[-1] == 0 and min(depths) >= 0 and max(depths) <= DEEPEST

@@ -298,7 +298,7 @@ def _gigabytes(value: Any) -> Any:
 
 
 class PlanSettings(RunConfig):
-    """Settings of the command `grpo-fast plan`: the settings of a run, and further ones.
+    """Settings of the command `grpo-fast plan`, in addition to the settings of a run.
 
     Attributes:
         gpu: GPU memory in GB; null uses the memory of this machine's GPU or its main memory.

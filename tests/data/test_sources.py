@@ -217,7 +217,7 @@ def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer, cap
     lines = invoke("data", str(tmp_path), *words).stdout.splitlines()
     assert lines[0] == f"{tmp_path}: 3 training and 1 test examples"
     assert "gold answers: 2 judged as numbers, 1 judged as texts, 1 judged as expressions" in lines
-    assert "1 training rows are skipped, as their prompts are in the test" in caplog.text
+    assert "1 training rows are skipped, as their prompts are in the test split" in caplog.text
     i = lines.index("prompt 2:")
     assert lines[i + 1 : i + 4] == ["  | [system!] S", "  | [user!] q1", "  | [assistant]"]
     assert lines[i + 4] == "  gold answer: '2 eggs' (judged as texts)"

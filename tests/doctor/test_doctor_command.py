@@ -89,8 +89,8 @@ def test_without_a_model_the_self_tests_decide(monkeypatch, is_ok):
     [
         (["recipe=sort", "n=0"], ["n:", "greater than or equal to 1"]),
         (["recipe=sort", "threshold=-1"], ["threshold:"]),
-        (["n=3"], ["model: expected a folder, a hub id or recipe=NAME with other words, got n=3"]),
-        (["http://x"], ["recipe=NAME with other words, got http://x"]),
+        (["n=3"], ["model: expected a folder, a hub id or recipe=NAME together with", "got n=3"]),
+        (["http://x"], ["recipe=NAME together with the other arguments, got http://x"]),
         (["a", "b"], ["model: expected one at most, got a, b"]),
         (["recipe=sortt"], ["recipe: expected one of", "sort"]),
         (["recipe=sort", "rollout.temprature=1"], ["temprature", "nearest: temperature"]),

@@ -41,7 +41,7 @@ def load_openrlhf_loss() -> Any:
 
 @contextmanager
 def skipping() -> Iterator[None]:
-    """Skip the test module that imports a trainer in a `with` block, if it is not installed."""
+    """Skip the test module if a trainer that is imported in the `with` block is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -24,7 +24,7 @@ two_ranks = importlib.import_module("tests.integrations.two_ranks")
 LOGS, WEIGHTS = 1e-4, 1e-5
 SINGLE = {"forward": "packed", "loss": "single pass", "rollouts": "ours"}
 TRL = [*two_trl.CASES, *two_trl.RESUMED, *two_trl.SAMPLED]
-# Metrics that must be nonzero in a run. Otherwise the run would not reach what it is about.
+# Metrics that must be nonzero in a run. Otherwise the run would not use the option that it tests.
 CLIPPED = "clip_ratio/region_mean"
 REACHED = {
     **dict.fromkeys(("grpo", "dr_grpo", "dapo", "gspo"), [CLIPPED]), "bnpo": [CLIPPED, "kl"],

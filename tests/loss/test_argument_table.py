@@ -50,8 +50,9 @@ TENSORS = {
     "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
 TEACHER = TeacherHead(rand(T, H, seed=9), rand(V, H, seed=10))
-# The arguments without a default value that are not in LEAVES, and further arguments of all losses.
+# Arguments without a default value, except those in LEAVES. A function gets the ones that it has.
 GIVEN = {"target_ids": IDS, "advantages": ADVANTAGES, "teacher": TEACHER, "kind": "jsd"}
+# Optional arguments of every function with a config.
 OF_LOSSES = {
     "cu_seqlens": torch.tensor([0, 2, 2, T]), "ref_logps": LOGPS - 0.1, "old_logps": LOGPS + 0.1
 }  # fmt: skip
@@ -97,21 +98,29 @@ class Call:
     """A public function with its base arguments and, if `name` is not empty, one more keyword."""
 
     def __init__(self, function: str, name: str = "", group=None) -> None:
-        self.function, self.name, self.drops = getattr(grpo_fast, function), name, True
+        self.function = getattr(grpo_fast, function)
+        self.name = name
+        self.drops = True
         parameters = inspect.signature(self.function).parameters
         self.is_loss = "return_entropy" not in parameters
-        self.leaves = [*LEAVES[function], *[name] * (name in TENSORS)]
+        self.leaves = list(LEAVES[function])
+        if name in TENSORS:
+            self.leaves.append(name)
         self.given = {x: value for x, value in GIVEN.items() if x in parameters}
         if not self.is_loss:  # a normal call skips this row, and a recorded call computes it
             self.given["target_ids"] = IDS.index_fill(0, torch.tensor(3), -100)
         if "config" in parameters:
             options = CONFIG | NEEDS.get(name, {})
-            options |= {"entropy_coef": 0.1} if name == "entropy" else {}
             option = name.removeprefix("config.")
-            options |= {option: IN_CONFIG[option]} if option != name else {}
+            if name == "entropy":
+                options["entropy_coef"] = 0.1
+            if option != name:
+                options[option] = IN_CONFIG[option]
             self.given |= {**OF_LOSSES, "config": LossConfig(**options)}
-        if name in VALUES or name == "group":
-            self.given[name] = {**VALUES, "group": group}[name]
+        if name in VALUES:
+            self.given[name] = VALUES[name]
+        if name == "group":
+            self.given[name] = group
 
     def __call__(self, *leaves):
         tensors = dict(zip(self.leaves, leaves, strict=True))

@@ -44,7 +44,7 @@ WAYS = [
 def test_values_and_gradients(
     backend, function, rule, sets, cost, workspace, repeats, V, monkeypatch
 ):
-    """Check logps, entropies, and the gradients of weighted sums of them, and the bits of a row.
+    """Check logps, entropies, gradients of their weighted sums, and that rows are independent.
 
     With `sets`, some or all rows have a `Support`, whose ids are gathered or part of a product of
     all logits (`cost`). With `repeats`, a row of `hidden` predicts several targets. Some rows have
@@ -79,7 +79,7 @@ def test_values_and_gradients(
         return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
 
     (exact, *true), (narrow, *torchs) = plain(torch.float64), plain(torch.float32)
-    # 3. Compare.
+    # 3. Compare the values.
     if not repeats:
         inputs[0] = torch.where(live[:, None], inputs[0], torch.nan)
     leaves = [x.requires_grad_() for x in inputs]

@@ -87,8 +87,8 @@ def test_sweeps(
 ):  # fmt: skip
     """Check every option of a loss, and that chunks do not mix up their rows and coefficients.
 
-    Some completions of the batch without masked tokens have advantages of 0. It has no KL and no
-    entropy term, so that the loss skips the rows of these completions.
+    With the mask "idle rows", some completions have advantages of 0, and the loss has no KL and no
+    entropy term. The loss then skips the rows of these completions.
     """
     # 1. Use chunks of 32 rows for hidden states, and blocks of 16 rows for given logits.
     monkeypatch.setattr(sources, "workspace_bytes", lambda *_: 32 * 23 * 4)

@@ -1,7 +1,8 @@
-"""Test `support=`, the ids from which a sampler chose: the form for a size, and 16-bit sums.
+"""Test which implementation of `support=` is used for which sizes, and its sums of 16-bit weights.
 
-An LM head has two implementations: one gathers rows of W, and one computes all logits. A third
-implementation is for given logits. test_logps.py and test_loss_parity.py test their values.
+`support` has the ids from which a sampler chose. An LM head has two implementations: one gathers
+rows of W, and one computes all logits. A third implementation is for given logits. test_logps.py
+and test_loss_parity.py test the values of all three.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ def accumulate_outer(
         h: (C, H).
         final: dtype to which the sum may be rounded, because there are no other chunks; None: the
             sum stays in fp32.
-        scales: (C,) fp32 factors of the rows of d, for products of csrc; a factor of 0 gives exact
-            zeros.
-        added: rows to add to the sum, for products of csrc.
+        scales: (C,) fp32 factors of the rows of d, or None. A factor of 0 gives exact zeros. Only
+            the GEMM of csrc supports them.
+        added: rows to add to the sum, or None. Only the GEMM of csrc supports them.
     """
     if uses_csrc_gemm(h):
         # The first chunk overwrites `total`, which is uninitialised. All later chunks are added to

@@ -20,21 +20,21 @@ from answer import Channel, NotPlain, encode
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
           and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
-# Names of methods whose argument may be the expected value of a test, such as `count`. In place of
-# a list, `Extract([1, 2])` may return an object. Therefore an object that was created with
-# arguments has these methods only after a call of a method that is not in CONTAINERS, such as
-# `record`.
+# Methods of texts, sets and floats by which a test may judge a result, such as `count` and
+# `is_integer`. In place of such a value, `Extract([1, 2])` may return an object whose methods
+# return what the test expects. Therefore an object that was created with arguments has these
+# methods only after a call of a method that is not in CONTAINERS, such as `record`.
 JUDGING = {*dir(str), *dir(frozenset), "is_integer"}
 CONTAINERS = {name for kind in (str, bytearray, list, dict, set, deque) for name in dir(kind)}
 
 
 def no_value(*_):
-    """Raise an error, because tests compared an object of the answer, or took its truth value."""
+    """Raise an error, because a test compares an object of the answer, or reads its truth value."""
     raise TypeError("code_tests: an object of the answer has no value")
 
 
 class Method(functools.partial):
-    """Method of an object of the answer. `assert f(1).done` must not take it for a true value."""
+    """Method of an object of the answer. It has no truth value, so `assert f(1).done` fails."""
 
     __eq__ = __ne__ = __bool__ = no_value
 

@@ -1,4 +1,4 @@
-"""Unit tests as Python source: what they may use of the answer, and their statements with marks.
+"""Analysis of unit tests in Python: whether they can be run, and which statements are tests.
 
 `check` refuses tests that are not supported, when the data are read. Otherwise such tests would
 give every answer the reward 0. The table in `rewards/README.md` lists what is supported.
@@ -30,13 +30,13 @@ LIBRARY = {name: module for module in (*NAMED, "math")
            for name in vars(importlib.import_module(module)) if name[0] != "_"}  # fmt: skip
 LIBRARY |= {"deepcopy": "copy", "allclose": "numpy", "array_equal": "numpy"}
 INNER = (ast.stmt, ast.ExceptHandler, ast.match_case)  # parts of a statement
-# Statements and expressions that pass a value on without looking into it. A call does, too, unless
-# it calls the answer or one of the builtin functions LOOKS.
+# Statements and expressions that pass a value on without reading it. A call counts as such, unless
+# it calls the answer or a builtin in READERS, such as `len`, which reads its argument.
 PASSES = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.List, ast.Tuple, ast.keyword,
           ast.ExceptHandler, ast.Call)  # fmt: skip
-LITERALS = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.Dict, ast.Set)
-LOOKS = vars(builtins).keys() - {"callable", "filter", "map", "print"}
-# What messages about refused tests expect. The data of a run are summarized by these texts.
+LITERALS = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.Dict, ast.Set)  # -1 is a UnaryOp
+READERS = vars(builtins).keys() - {"callable", "filter", "map", "print"}
+# What messages about refused tests expect. The summary of a data set counts rows by these texts.
 ASSERTS = "`assert CONDITION` (no `raise`, and no failure outside of a `try`)"
 CALLS = "calls such as `f(1)`, `check(f)` and `Stack().push(1)` (is a module not imported?)"
 IMPORTS = "imports from the standard library or pytest, without `*`, mocks, threads and processes"
@@ -103,31 +103,36 @@ def root(node: Any) -> str:
     return getattr(node, "id", "")
 
 
-def is_failure(leaf: Any) -> bool:
-    """Return True for a test that always fails: `assert False`, or a call such as `self.fail()`."""
-    if isinstance(leaf, ast.Assert):
-        return not getattr(leaf.test, "value", True)
-    function = getattr(getattr(leaf, "value", None), "func", None)
+def is_failure(node: Any) -> bool:
+    """Return True for a statement that always fails: `assert False`, or `self.fail()`."""
+    if isinstance(node, ast.Assert):
+        return not getattr(node.test, "value", True)
+    function = getattr(getattr(node, "value", None), "func", None)
     return "fail" in (getattr(function, "attr", ""), getattr(function, "id", ""))
 
 
 class Tests(ast.NodeTransformer):
-    """Syntax tree of Python tests, whose tests `visit` puts into blocks `with _test_:`.
+    """Syntax tree of Python tests. `refusal` checks a node, and `visit` marks assertions.
 
-    `_test_` notices a loop or `if` that skips all its tests, for example because the answer returns
-    an empty list. It also notices a failure that a `try` or `with` around the test swallows.
+    An assertion is an assert statement, a call such as `self.assertEqual(…)`, or a block
+    `with pytest.raises(…)`. `visit` puts each assertion into a block `with _test_:`. The judge's
+    object `_test_` notices a loop or `if` that skips all its assertions, for example because the
+    answer returns an empty list. It also notices a failed assertion whose error a `try` or `with`
+    around it swallows.
 
     Attributes:
         tree: syntax tree, in which imports of the answer are replaced.
         nodes: the nodes of the tree.
         parents: the parent of each node.
-        names: the names that the answer must define, each with its name in the answer.
-        classes: names that begin with a capital letter, and whose result is not compared with a
-            literal, as in `Find_Max([1, 2]) == 2`. Their results are objects.
-        objects: variables that hold an object of the answer.
-        results: variables that hold a result of the answer, such as an object.
+        names: the names that the answer must define. The keys are the names in the tests, and the
+            values are the names in the answer.
+        classes: the names of the answer that are taken for classes, whose results are objects.
+            They begin with a capital letter, and no test compares their result with a literal, as
+            `Find_Max([1, 2]) == 2` does.
+        objects: variables that store an object of the answer.
+        results: variables that store any result of the answer, objects included.
         functions: names of builtins, and of functions of the answer and the tests.
-        testers: names of functions that contain a test, or call such a function.
+        testers: names of functions that contain an assertion, or call such a function.
         guarded: nodes inside of a `try` or `with pytest.raises(…)`.
     """
 
@@ -138,10 +143,14 @@ class Tests(ast.NodeTransformer):
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ImportFrom) and node.module in SOLUTIONS:
                 self.names |= {x.asname or x.name: x.name for x in node.names if x.name != "*"}
-                vars(node).update(module="builtins", names=[ast.alias("object")], level=0)
-        # 2. Find the names that the tests do not define. Import those of a library. The others are
-        # the answer's. If there are no others, the answer's is the only name of a library or the
-        # only builtin, as in `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`.
+                # The judge cannot import the answer. Import something harmless instead.
+                node.module = "builtins"
+                node.names = [ast.alias("object")]
+                node.level = 0
+        # 2. Find the names that the tests use, but do not define. Names in LIBRARY are imported,
+        # and all others must be defined by the answer. If there are no others, the answer may have
+        # a function with the name of a library function or a builtin, as in
+        # `assert gcd(4, 6) == 2` or `assert sum(10, 15) == 25`. This must be the only such name.
         free = free_names(symtable.symtable(ast.unparse(self.tree), "<tests>", "exec"))
         used = free & vars(builtins).keys()
         undefined = free - used - self.names.keys()
@@ -152,34 +161,39 @@ class Tests(ast.NodeTransformer):
         self.names |= {name: name for name in own}
         imports = [f"from {LIBRARY[name]} import {name}" for name in sorted(known - own)]
         self.tree.body[:0] = ast.parse("\n".join(imports)).body
-        # 3. Find the variables that hold results of the answer.
+        # 3. Find the variables that store results of the answer, and the function that each result
+        # comes from. This function is a class if its name begins with a capital letter, and no
+        # test compares its result with a literal. Its results are then objects.
         self.nodes = list(ast.walk(self.tree))
         self.parents = {x: node for node in self.nodes for x in ast.iter_child_nodes(node)}
         stores = [node for node in self.nodes
                   if isinstance(node, ast.Assign) and called(node.value) in self.names]  # fmt: skip
-        held = {x.id: called(node.value) for node in stores for x in node.targets
-                if isinstance(x, ast.Name)}  # fmt: skip
+        called_for = {x.id: called(node.value) for node in stores for x in node.targets
+                      if isinstance(x, ast.Name)}  # fmt: skip
         pairs = [(x.left, x.comparators[0]) for x in self.nodes if isinstance(x, ast.Compare)]
         compared = {called(left) for left, right in pairs if isinstance(right, LITERALS)}
         self.classes = {name for name in self.names if name[0].isupper()} - compared
-        self.objects = {name for name, function in held.items() if function in self.classes}
-        self.results = held.keys()
-        # 4. Find the functions that contain a test, and what a `try` or `pytest.raises` contains.
+        self.objects = {name for name, function in called_for.items() if function in self.classes}
+        self.results = called_for.keys()
+        # 4. Find the functions that contain an assertion, and the nodes inside of a `try` or
+        # `pytest.raises`. A call of such a function is itself an assertion for `is_assertion`, so
+        # search until no function is added. `_run_` is the judge's function that runs a method of
+        # a test class.
         functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
         self.functions = used | self.names.keys() | {node.name for node in functions}
         self.testers = {"_run_"}
         before: set[str] = set()
         while before != self.testers:
             before = self.testers
-            found = {x.name for x in functions if any(map(self.is_leaf, ast.walk(x)))}
+            found = {x.name for x in functions if any(map(self.is_assertion, ast.walk(x)))}
             self.testers = before | found
         guards = [x for x in self.nodes if isinstance(x, ast.Try)
-                  or (isinstance(x, ast.With) and self.is_leaf(x))]  # fmt: skip
+                  or (isinstance(x, ast.With) and self.is_assertion(x))]  # fmt: skip
         self.guarded = {inner for guard in guards for inner in ast.walk(guard)}
 
     # ------------------------------------------------------------------- what is not supported
     def refusal(self, node: Any) -> str:
-        """Return what a message expects in place of a node, or "" if the node is supported."""
+        """Return what the tests must use instead of a node, or "" if the node is supported."""
         match node:
             case ast.Raise():
                 return ASSERTS
@@ -207,37 +221,43 @@ class Tests(ast.NodeTransformer):
         """Return False for an expression that uses the answer in a way that is not supported."""
         outer = self.parents[node]
         is_called = isinstance(outer, ast.Call) and outer.func is node
-        is_base = isinstance(outer, ast.Attribute)  # of a method
+        is_base = isinstance(outer, ast.Attribute)  # as `s` in `s.push`
         is_own = self.is_own(node)
         match node:
+            # A call such as `f(1)` or `s.push(1)`. Its arguments must be plain data. If it returns
+            # an object, the object must be stored or passed on, or a method of it called.
             case ast.Call(_, values, keywords) if is_own:
                 given = [*values, *(x.value for x in keywords)]
                 names = {getattr(x, "id", "") for x in given}
                 is_plain = self.functions.isdisjoint(names) and ast.Lambda not in map(type, given)
-                is_read = is_base or self.passes(node) or called(node) not in self.classes
-                return is_plain and is_read and not (is_called or isinstance(outer, ast.withitem))
+                fits = is_base or self.passes(node) or called(node) not in self.classes
+                return is_plain and fits and not (is_called or isinstance(outer, ast.withitem))
+            # An attribute such as `s.push`. It must be called or passed on. The judge can call no
+            # method of an object that a method returns, so `s.pop().x` is refused.
             case ast.Attribute(value, _, context) if is_own or root(node) in self.results:
                 is_object = root(node) in self.classes | self.objects
                 is_result = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-                is_read = isinstance(context, ast.Load) and not (is_object and is_result)
-                return is_read and (is_called or self.passes(node))
+                fits = isinstance(context, ast.Load) and not (is_object and is_result)
+                return fits and (is_called or self.passes(node))
+            # A name such as `f` or `s`. It must be called, or be the object of a method, or be
+            # passed on.
             case ast.Name(name, ast.Load()) if is_own:
                 return self.passes(node) or (is_base if name in self.objects else is_called)
         return True
 
     def is_own(self, node: ast.AST) -> bool:
-        """Return True for a name of the answer, an object of it, and for their attributes."""
+        """Return True for an expression that begins with a name or an object of the answer."""
         return root(node) in self.names.keys() | self.objects
 
     def passes(self, node: ast.AST) -> bool:
-        """Return True if the statement or call around a value passes it on."""
+        """Return True if the parent of a value passes it on without reading it."""
         outer = self.parents[node]
-        looks = isinstance(outer, ast.Call) and (self.is_own(outer) or called(outer) in LOOKS)
-        return isinstance(outer, PASSES) and not looks
+        is_read = isinstance(outer, ast.Call) and (self.is_own(outer) or called(outer) in READERS)
+        return isinstance(outer, PASSES) and not is_read
 
     # ----------------------------------------------------------------------------------- marks
-    def is_leaf(self, node: Any) -> bool:
-        """Return True for an assert, a call such as `check(f)`, and `with pytest.raises(…)`."""
+    def is_assertion(self, node: Any) -> bool:
+        """Return True for an assertion, and for a call of a function that contains one."""
         values = [node.value] if isinstance(node, ast.Expr) else []
         values += [x.context_expr for x in node.items] if isinstance(node, ast.With) else []
         calls = [x for x in values if isinstance(x, ast.Call) and not self.is_own(x)]
@@ -247,14 +267,17 @@ class Tests(ast.NodeTransformer):
         return is_call or is_assert or isinstance(node, ast.Assert)
 
     def is_test(self, node: ast.AST) -> bool:
-        """Return True for a statement that is a test, or contains one."""
+        """Return True for a statement that runs an assertion. A definition runs none."""
         inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, INNER)]
-        is_test = self.is_leaf(node) or any(map(self.is_test, inner))
+        is_test = self.is_assertion(node) or any(map(self.is_test, inner))
         return is_test and not isinstance(node, (ast.FunctionDef, ast.ClassDef))
 
     def mark(self, node: Any) -> Any:
-        """Put a test into a block. The call of a function with tests has blocks in the function."""
-        if not self.is_leaf(node) or called(getattr(node, "value", node)) in self.testers:
+        """Put an assertion into a block `with _test_:`.
+
+        A call of a function that contains assertions gets no block, because they have blocks.
+        """
+        if not self.is_assertion(node) or called(getattr(node, "value", node)) in self.testers:
             return self.generic_visit(node)
         block = ast.parse("with _test_: pass").body[0]
         block.body = [node]  # type: ignore[attr-defined]
@@ -263,9 +286,9 @@ class Tests(ast.NodeTransformer):
     visit_Assert = visit_Expr = visit_With = mark
 
     def visit_Try(self, node: ast.Try) -> ast.Try:
-        """Count a `try` with a test as reached when its body starts.
+        """Count a `try` with an assertion as reached when its body starts.
 
-        With a right answer, its `assert False` does not run, because of the expected error.
+        In `try: f(-1); assert False`, the right answer raises an error before the assertion.
         """
         self.generic_visit(node)
         if self.is_test(node):
@@ -275,7 +298,13 @@ class Tests(ast.NodeTransformer):
 
 @functools.lru_cache(maxsize=64)
 def prepared(text: str) -> dict[str, Any]:
-    """Return what the judge needs: the statements of the tests with marks, and their names.
+    """Return what the judge needs to run tests.
+
+    Returns:
+        A dict with the keys "units", "count" and "names". The units are one tuple for each
+        statement: whether it is a test, the names that it assigns, and its source with marks. The
+        count is the number of units that are tests. The names are those that the answer must
+        define, see `Tests`.
 
     Raises:
         ValueError: see `check`.
@@ -291,7 +320,7 @@ def prepared(text: str) -> dict[str, Any]:
                 node = tests.parents[node]
             raise ValueError(f"tests: expected {expected}, got {ast.unparse(node)[:80]!r}")
     # 2. Call the test functions that the tests do not call, and the methods of test classes. A
-    # function without a test is not called.
+    # function without an assertion is not called.
     body: list[Any] = tests.tree.body
     unused = tests.testers - {called(node) for node in tests.nodes}
     for node in [*body]:
@@ -300,7 +329,7 @@ def prepared(text: str) -> dict[str, Any]:
             if name.startswith("test") and name in unused:
                 call = f"_run_({node.name}, {name!r})" if is_class else f"{name}()"
                 body += ast.parse(call).body
-    # 3. Mark the tests in the statements one by one.
+    # 3. Mark the assertions in the statements one by one.
     units = []
     for node in body:
         stored = [x.id for x in ast.walk(node) if isinstance(x, ast.Name)

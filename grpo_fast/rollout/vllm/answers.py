@@ -55,7 +55,7 @@ class VLLMRequest(NamedTuple):
         policy: the policy whose weights vLLM must use.
         request: the engine's request.
         version: version number of the weights.
-        label: name of vLLM's weights.
+        label: name of these weights, which vLLM reports with each completion.
     """
 
     policy: SampledModel

@@ -236,8 +236,9 @@ class Server:
     async def receive(self, name: str, weights: Mapping[str, Tensor], policy: SampledModel) -> None:
         """Send the weights of a policy to the server, and give them a name.
 
-        A server without a group, or with unknown weights, is checked before it is changed. The
-        server does not sample while it receives weights.
+        A new server is checked before it is changed, and so is a server that reports other weights
+        than it received last, for example after a restart. The server does not sample while it
+        receives weights.
         """
         self.deadline = time.monotonic() + self.options.timeout
         post = partial(self.call, "POST")
@@ -335,7 +336,6 @@ class VLLMServers(Engine):
     Args:
         policy: the `Policy` whose weights are sent.
         options: the section `rollout` of a configuration.
-
     """
 
     is_apart = True
@@ -349,7 +349,7 @@ class VLLMServers(Engine):
         self.run = secrets.token_hex(4)
         self.version = 0
         self.name = ""  # name of the current weights; other runs use other names
-        self.count = 0  # number of changes to the weights of a different model
+        self.count = 0  # number of times that `update` received a different model than before
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
             number = torch.tensor([int(self.run, 16)], device=policy.device)

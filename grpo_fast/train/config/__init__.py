@@ -264,10 +264,10 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
-        is_own = ":" in self.name  # package.module:function or file.py:function
-        none = f"none for the built-in reward {self.name}"
-        require(is_own or self.convention is None, "convention", none, self.convention)
-        require(is_own or not self.in_process, "in_process", none, "true")
+        is_custom = ":" in self.name  # package.module:function or file.py:function
+        expected = f"none for the built-in reward {self.name}"
+        require(is_custom or self.convention is None, "convention", expected, self.convention)
+        require(is_custom or not self.in_process, "in_process", expected, "true")
         return self
 
 

@@ -92,6 +92,8 @@ def save_config(config: BaseModel, path: str | Path) -> None:
 
     The file is replaced atomically, so that no reader sees a partial file.
     """
+    # `model_dump` returns new containers. If one occurred twice, PyYAML would write an alias, which
+    # the loader rejects.
     settings = config.model_dump(mode="json")
     text = yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     part = Path(f"{path}.tmp")
@@ -159,7 +161,7 @@ def apply_words(settings: dict[str, Any], words: Iterable[str]) -> None:
     """
     if "rewards" in settings:
         settings["rewards"] = reward_sections(settings["rewards"])
-    # `data=reasoning_gym:NAME` sets a reward, which the other words may replace.
+    # Apply `data=reasoning_gym:NAME` first. It sets a reward, which the other words may replace.
     for word in sorted(words, key=lambda word: not word.startswith(f"data={GYM}")):
         key, text = split_word(word)
         value = read_yaml(text, quoted(key, str))

@@ -28,10 +28,10 @@ SHORT: dict[str, type[Section]] = {"eval": EvalConfig, "data": DataConfig, "mode
 
 
 class EvalSettings(RunConfig):
-    """Settings of `grpo-fast eval`: the settings of a run, and further ones.
+    """Settings of `grpo-fast eval`, in addition to the settings of a run.
 
-    The keys of the sections in SHORT can be written
-    without the section, for example n=100 for eval.n or task=sort for data.task.
+    Keys of the sections in SHORT can be written without the section, for example n=100 for eval.n,
+    or task=sort for data.task.
 
     Attributes:
         recipe: Name of a recipe or path of a YAML file; null uses the settings of the evaluated
@@ -130,8 +130,6 @@ def _with_section(word: str) -> str:
 
 
 # -------------------------------------------------------------------------------------- The command
-
-
 def run_eval(
     model: str,
     words: Sequence[str] = (),
@@ -193,7 +191,7 @@ def _passes(config: RunConfig) -> dict[str, EvalConfig]:
     asked = config.eval.model_copy(update={"max_new_tokens": length})
     modes = {"greedy": asked.model_copy(update={"samples": 1, "temperature": 0.0})}
     if asked.samples > 1 or asked.temperature > 0:
-        temperature = asked.temperature or 0.7
+        temperature = asked.temperature or 0.7  # greedy samples would all be equal
         modes["sampled"] = asked.model_copy(update={"temperature": temperature})
     return modes
 

@@ -29,7 +29,7 @@ REFUSED = "with tests that code_tests refuses"
 
 
 class ViewSettings(DataConfig):
-    """Settings of `grpo-fast data`: the keys of the section `data`, and a model.
+    """Settings of `grpo-fast data`, in addition to the keys of the section `data`.
 
     Attributes:
         model: Model whose tokenizer and chat template format the prompts; null shows them

@@ -99,7 +99,6 @@ def claimed_gpu() -> Iterator[None]:
         make = zeros if options.get("dtype") is torch.int64 else empty
         return make(*shape, **options)
 
-    runs_here = {"unavailable": lambda *args: None}
     with contextlib.ExitStack() as stack:
         for place, changes in (
             (Tensor, {"is_cuda": True, "is_cpu": False, "get_device": lambda x: 0}),
@@ -109,7 +108,7 @@ def claimed_gpu() -> Iterator[None]:
             (torch.cuda, {"_maybe_exchange_device": lambda i: 0, "current_device": lambda: 0}),
             (torch.cuda, {"is_current_stream_capturing": lambda: False}),
             (workspace, {"gpu_bytes": lambda device: 141 << 30}),
-            (route, runs_here),
+            (route, {"unavailable": lambda *args: None}),
             (checks.LateChecks, {"messages": judged}),
         ):
             stack.enter_context(mock.patch.multiple(place, **changes))
@@ -130,8 +129,7 @@ def cases() -> dict[str, Callable[[], object]]:
     )  # fmt: skip
 
     def loss(loss_type: str) -> None:
-        config = CONFIGS[loss_type]
-        out = linear_grpo_loss(hidden, weight, ids, advantages, config, **options)
+        out = linear_grpo_loss(hidden, weight, ids, advantages, CONFIGS[loss_type], **options)
         out.loss.backward()
         hidden.grad = weight.grad = None
 

@@ -43,9 +43,6 @@ class Context(SimpleNamespace):
     def set_materialize_grads(self, on: bool) -> None:
         pass
 
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
-
 
 class Case(NamedTuple):
     """A call in bf16 on eight packed completions.

@@ -140,12 +140,6 @@ def logps(
 
 
 @torch.no_grad()
-def logits_lse(logits: Tensor) -> Tensor:
-    """Return the log-sum-exp of every row of logits (R, V), as (R,) in fp64."""
-    return torch.cat([logits[rows].double().logsumexp(-1) for rows in blocks(logits)])
-
-
-@torch.no_grad()
 def logits_gradient(logits: Tensor, target_ids: Tensor, lse: Tensor, slope: Tensor) -> Tensor:
     """Return the gradient of Σ slope·logp with respect to logits (R, V), rounded to fp32.
 

@@ -44,7 +44,7 @@ from grpo_fast.train.run import Run
 
 VOCABULARY = 1024
 BUDGET, ROUNDS = (60.0, 5.0), (7, 3)  # without --quick, with --quick
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 class Shape(NamedTuple):
@@ -180,11 +180,7 @@ def our_step(subject: Subject, shape: Shape) -> Step:
     examples = [Example(text, None, None) for text in subject.texts]
     run = make_run(config, policy, build_engine(policy, config.rollout), examples)
     numbers = itertools.count(1)
-
-    def one_step() -> None:
-        make_step(next(numbers), run)
-
-    return one_step
+    return lambda: make_step(next(numbers), run)
 
 
 def make_trainer(

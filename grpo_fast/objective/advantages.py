@@ -117,14 +117,6 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     return a / torch.where(are_equal | (known < 2), 1.0, std + eps)
 
 
-def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
-    """Set the advantages of a group to 0 if all its rewards are equal."""
-    lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
-    # Compare the rewards and not the advantages. If the mean of equal rewards is rounded, the
-    # advantages are tiny but not 0, and the division by eps amplifies them.
-    return torch.where(lowest == highest(r), 0.0, a)
-
-
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Compute A = r - mean of the group, and whiten A over the batch.
 
@@ -266,7 +258,11 @@ def group_advantages(
         return torch.zeros(count, device=rewards.device)
     advantages = function(grouped, **options)
     if mode not in WITHOUT_GROUPS:
-        advantages = _zero_equal_groups(advantages, grouped)
+        # Set the advantages of a group to 0 if its rewards are equal. Compare the rewards and not
+        # the advantages. If the mean of equal rewards is rounded, the advantages are tiny but not
+        # 0, and the division by eps amplifies them.
+        lowest = grouped.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
+        advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
     # 3. Set the advantages of completions without a reward to 0, apply the bounds, and reject
     # advantages that fp32 cannot represent.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()

@@ -115,23 +115,19 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     is_corrected = any(x.is_active(tokens) for x in config.corrections)
     if not config.is_token_local or (is_corrected and tokens.old_logps is None):
         return None
-    has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
         # Pass old_logps in place of the logps, which are not known yet. In a token-level loss, all
         # corrections use the ratio "old/sampling", which does not depend on the logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
-    grad_entropy = None
+    terms = RowTerms(tokens.advantages, weights, old_logps=tokens.old_logps)
+    if config.uses_reference:
+        kl_weights = tokens.token_weights * config.beta
+        terms = terms._replace(kl_weights=kl_weights, ref_logps=tokens.ref_logps)
     if config.entropy_coef:
         grad_entropy = -config.entropy_coef * entropy_share(None, tokens)
-    return RowTerms(
-        tokens.advantages,
-        weights,
-        tokens.token_weights * config.beta if has_kl else None,
-        tokens.old_logps,
-        tokens.ref_logps if has_kl else None,
-        grad_entropy,
-    )
+        terms = terms._replace(grad_entropy=grad_entropy)
+    return terms
 
 
 def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -148,9 +144,8 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
     advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
     log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
     log_ratio = log_ratio.clamp(max=LOG_RATIO_MAX)
-    loss, slope = OBJECTIVES[config.loss_type].function(
-        logps, log_ratio, advantages, *config.params
-    )
+    function = OBJECTIVES[config.loss_type].function
+    loss, slope = function(logps, log_ratio, advantages, *config.params)
     # Use where() instead of a product, because an infinite loss times a weight of 0 would be NaN.
     losses = torch.where(weights == 0, 0.0, weights * loss)
     grad = torch.where(weights == 0, 0.0, weights * slope)

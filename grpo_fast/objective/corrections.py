@@ -155,12 +155,9 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
     # 2. Build Corrections from dictionaries of their fields.
     corrections: list[Correction] = []
     for x in listed:
-        if isinstance(x, Correction):
-            corrections.append(x)
-        elif isinstance(x, Mapping) and set(x) <= names:
-            corrections.append(Correction(**x))
-        else:
-            raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
+        fits = isinstance(x, Correction) or (isinstance(x, Mapping) and set(x) <= names)
+        require(fits, "corrections", f"a Correction or its {sorted(names)}", repr(x))
+        corrections.append(x if isinstance(x, Correction) else Correction(**x))
     # 3. Reject two importance weights, which would correct for the same difference twice.
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"

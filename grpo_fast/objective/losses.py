@@ -197,7 +197,6 @@ CISPO = Objective(
     cispo, ("ratio_min", "ratio_max"), "token_mean_global", slope_of="logp", clips="cispo",
     raw_epsilon_high=5.0,
 )  # fmt: skip
-SAPO = Objective(sapo, ("sapo_temperature_pos", "sapo_temperature_neg"))
 VESPO_PARAMS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 KIMI = Objective(
     kimi, ("beta",), "token_mean_global", slope_of="logp", levels=("token",), reference=False,
@@ -214,7 +213,7 @@ OBJECTIVES: dict[str, Objective] = {
     "luspo": PPO._replace(aggregation="sequence_sum"),
     "dual_clip": Objective(dual_clip, (*CLIP, "dual_clip_c"), clips="ppo"),
     "cispo": CISPO,
-    "sapo": SAPO,
+    "sapo": Objective(sapo, ("sapo_temperature_pos", "sapo_temperature_neg")),
     "vespo": Objective(
         vespo, VESPO_PARAMS, "token_mean_global", "sum", "logp", ("token",), "vespo"
     ),

@@ -24,9 +24,7 @@ from grpo_fast.rollout.samples import ranges, select_support
 from grpo_fast.train import ranks
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
-FIXED = (
-    "old_logps", "ref_logps", "ref_hidden", "values", "returns", "token_advantages",
-)  # fmt: skip
+FIXED = ("old_logps", "ref_logps", "ref_hidden", "values", "returns", "token_advantages")
 
 
 class Totals(NamedTuple):
@@ -139,11 +137,6 @@ class StepBatch:
         return sum(each.trunk_tokens for each in self.totals)
 
     @property
-    def largest(self) -> int:
-        """Number of trunk tokens in this rank's largest micro-batch."""
-        return max(batch.trunk_tokens for batch in self.micro_batches)
-
-    @property
     def completion_mask(self) -> Tensor:
         """Mask of the completion tokens that contribute to the loss, bool (R,) on the CPU."""
         lengths = torch.tensor(self.samples.lengths)
@@ -159,10 +152,9 @@ class StepBatch:
             # sample.
             self.exchange(FIXED)
         size = len(order) // self.updates
-        parts = [order[first : first + size] for first in range(0, len(order), size)]
         # Sort the samples of each minibatch, so that samples with the same prompt are adjacent and
         # can share the prompt.
-        self.parts = [sorted(part) for part in parts]
+        self.parts = [sorted(order[first : first + size]) for first in range(0, len(order), size)]
         packed = [self._pack_part(part) for part in self.parts]
         self.minibatches = [micro_batches for micro_batches, _ in packed]
         self.totals = [totals for _, totals in packed]
@@ -284,8 +276,9 @@ def explained_memory(batch: StepBatch) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         why = str(error).splitlines()[0]
+        largest = max(micro.trunk_tokens for micro in batch.micro_batches)
         raise ValueError(
-            f"tokens_per_microbatch: memory ran out with {batch.largest} tokens ({why}); continue "
+            f"tokens_per_microbatch: memory ran out with {largest} tokens ({why}); continue "
             "with resume=auto and fewer tokens; `grpo-fast plan` shows what "
             "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
         ) from error

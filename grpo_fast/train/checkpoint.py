@@ -418,9 +418,8 @@ def export(source: str | Path, out: str | Path) -> Path:
     checkpoint = next(iter(folder.checkpoints_in(path)), path)
     trained = f"; its trained model is {path / 'model'}" if (path / "model").is_dir() else ""
     came = f"{path}, which has no {STATE}{trained}"
-    require(
-        (checkpoint / STATE).exists(), "export", "a run with a checkpoint, or a checkpoint", came
-    )
+    fits = (checkpoint / STATE).exists()
+    require(fits, "export", "a run with a checkpoint, or a checkpoint", came)
     with folder.locked(out) as target:
         require(not folder.is_occupied(target), "OUT", "a new or empty folder", target)
         # 2. Build the model and load its weights.

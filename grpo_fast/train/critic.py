@@ -88,11 +88,10 @@ class Critic:
         returns = batch.column("returns")
         assert old is not None and returns is not None
         values = self.values(batch.packed, hidden)
-        losses, clipped = value_losses(
-            values, old, returns, self.config.loss, epsilon=self.config.epsilon
-        )  # fmt: skip
+        config = self.config
+        losses, clipped = value_losses(values, old, returns, config.loss, epsilon=config.epsilon)
         value_loss = losses[batch.completion_mask].sum() / items
-        weighted = self.config.coef * value_loss
+        weighted = config.coef * value_loss
         total = policy_loss.detach() + weighted
         (policy_loss + weighted if self.is_shared else weighted).backward()
         fraction = clipped[batch.completion_mask].float().sum() / max(batch.active_tokens, 1)
@@ -123,9 +122,13 @@ class Critic:
 
         counts = by_sample(batch.completion_mask)
         values = by_sample(samples.values)
-        rewards = by_sample(rewards_with_kl(batch, beta, estimator))
+        rewards = token_rewards(samples).to(batch.device)
+        if beta is not None:
+            assert samples.ref_logps is not None and samples.old_logps is not None
+            kl, _ = KL_ESTIMATORS[estimator](samples.ref_logps - samples.old_logps)
+            rewards = rewards - beta * kl
         # 2. Compute the advantages and the returns.
-        advantages = gae(rewards, values, config.gamma, config.lam, mask=counts)
+        advantages = gae(by_sample(rewards), values, config.gamma, config.lam, mask=counts)
         returns = advantages + torch.where(counts, values, 0.0)
         # 3. Whiten the advantages over the step. Convert advantages and returns to flat columns.
         if config.whiten and counts.any():
@@ -144,23 +147,6 @@ class Critic:
         head = {f"head.{name}": tensor for name, tensor in self.head.named_parameters()}
         trunk = {} if self.is_shared else self.trunk.weights()
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
-
-
-def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Tensor:
-    """Return the reward of each token minus its weighted KL divergence, shape (R,).
-
-    Args:
-        batch: the samples of the step with their rewards.
-        beta: weight of the KL divergence. If it is None, nothing is subtracted.
-        estimator: estimator of the KL divergence.
-    """
-    samples = batch.samples
-    rewards = token_rewards(samples).to(batch.device)
-    if beta is None:
-        return rewards
-    assert samples.ref_logps is not None and samples.old_logps is not None
-    kl, _ = KL_ESTIMATORS[estimator](samples.ref_logps - samples.old_logps)
-    return rewards - beta * kl
 
 
 def token_rewards(samples: Samples) -> Tensor:

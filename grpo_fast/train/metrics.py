@@ -189,11 +189,9 @@ class LossMetrics:
     @classmethod
     def merged(cls, updates: Sequence[LossMetrics]) -> LossMetrics:
         """Merge the losses of several optimizer steps."""
-        return cls(
-            [part for each in updates for part in each.parts],
-            [pair for each in updates for pair in each.logps],
-            len(updates),
-        )
+        parts = [part for each in updates for part in each.parts]
+        logps = [pair for each in updates for pair in each.logps]
+        return cls(parts, logps, len(updates))
 
     def add(self, metrics: Mapping[str, Tensor], tokens: int) -> None:
         """Add the metrics of a micro-batch, weighted by its number of tokens."""
@@ -204,15 +202,13 @@ class LossMetrics:
         """Gather the metrics of the micro-batches of all ranks."""
         if ranks.size() == 1:
             return self
-        every = LossMetrics(optimizer_steps=self.optimizer_steps)
         parts = []
         for part, tokens in self.parts:
             values = torch.stack(list(part.values())).cpu()  # copies all values with one GPU sync
             parts.append((dict(zip(part, values, strict=True)), tokens))
         logps = [(own.cpu(), theirs.cpu()) for own, theirs in self.logps]
-        for of_rank in ranks.gather((parts, logps)):
-            every.parts += of_rank[0]
-            every.logps += of_rank[1]
+        every = LossMetrics.merged(ranks.gather(LossMetrics(parts, logps)))
+        every.optimizer_steps = self.optimizer_steps  # the ranks take these steps together
         return every
 
     def result(self) -> dict[str, float]:

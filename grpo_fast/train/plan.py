@@ -69,8 +69,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 40  # number of tokens
-USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
-USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
+# Fraction of the memory that a step may use. On a GPU, fragmentation, rollouts and CUDA need the
+# rest. On the CPU, rollouts and other processes need the rest.
+USABLE = {"cuda": 0.9, "cpu": 0.5}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
@@ -196,11 +197,6 @@ def predict(shape: Shape, config: RunConfig, device: str, gpu: int | None = None
     return Memory(fixed, head, *_per_token(shape, model, activation, device == "cpu"))
 
 
-def usable_share(device: torch.device) -> float:
-    """Return the fraction of a device's memory that a step may use."""
-    return USABLE_GPU if device.type == "cuda" else USABLE_CPU
-
-
 def memory_of(device: torch.device) -> int:
     """Return the memory of a GPU or of this machine in bytes, within its container's limit."""
     if device.type == "cuda":
@@ -265,7 +261,7 @@ def token_budget(lm: PreTrainedModel, config: RunConfig) -> int:
         said = "the memory cannot be predicted (%s): set tokens_per_microbatch if memory runs out"
         log.warning(said, error)
         return UNLIMITED
-    limit = usable_share(device) * memory_of(device)
+    limit = USABLE[device.type] * memory_of(device)
     tokens = memory.tokens(limit)
     if tokens == 0:
         log.warning(
@@ -332,7 +328,7 @@ def plan(model: str, settings: Sequence[str]) -> list[str]:
     shape = Shape.of(lm)
     device = torch.device("cuda" if run.gpu or torch.cuda.is_available() else "cpu")
     total = run.gpu * 1e9 if run.gpu else memory_of(device)
-    usable = usable_share(device) * total
+    usable = USABLE[device.type] * total
     # 2. Check that a group fits into the positions of the model.
     length, size = run.rollout.max_new_tokens, run.rollout.group_size
     limit = positions(lm.config.get_text_config())

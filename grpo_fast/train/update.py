@@ -56,15 +56,13 @@ def precompute(
         if reference is not None and loss.kl_estimator in EXACT:
             micro.write("ref_hidden", reference.hidden(micro.packed))
         elif reference is not None:
-            logps = reference.logps(micro.packed, temperature, micro.support)
-            micro.write("ref_logps", logps)
+            micro.write("ref_logps", reference.logps(micro.packed, temperature, micro.support))
         # 2. Evaluate the policy. A shared critic uses the same hidden states.
         hidden = None
         if keep_old or (critic is not None and critic.is_shared):
             hidden = policy.hidden(micro.packed)
         if keep_old:
-            logps = policy.logps(micro.packed, temperature, hidden, micro.support)
-            micro.write("old_logps", logps)
+            micro.write("old_logps", policy.logps(micro.packed, temperature, hidden, micro.support))
         # 3. Evaluate the critic.
         if critic is not None:
             micro.write("values", critic.values(micro.packed, hidden))

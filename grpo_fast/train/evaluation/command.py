@@ -13,7 +13,7 @@ from typing import Any
 from grpo_fast.data import FILES
 from grpo_fast.data.splits import Splits
 from grpo_fast.errors import require
-from grpo_fast.rewards import RewardSet, build_rewards, check_examples
+from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rewards.columns import usable
 from grpo_fast.train import folder
 from grpo_fast.train.config import DataConfig, EvalConfig, ModelConfig, RunConfig, Section, UserPath
@@ -164,7 +164,11 @@ def run_eval(
     # 2. Load the questions and the rewards before the model, so that errors appear early.
     data = config.data
     rewards = build_rewards(config.rewards)
-    splits = _splits(config, rewards, words)
+    # If the user names a file, evaluate on all its examples. Otherwise use the test split.
+    is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
+    whole = is_named and data.path is not None and os.path.isfile(data.path)
+    can_use = partial(usable, rewards, data.drop_unusable)
+    splits = Splits(data, config.seed, usable=can_use, whole=whole)
     check_examples(rewards, splits.test[: config.eval.n], "test")
     # 3. Evaluate the model in each pass.
     policy = loading.load_policy(config.model)
@@ -208,12 +212,3 @@ def table(results: dict[str, dict[str, float]]) -> str:
                 shown = f" ± {error:.4f}" if math.isfinite(error) else ""
                 lines.append(f"  {name.removeprefix('eval_'):<28}{value:8.4f}{shown}")
     return "\n".join(lines)
-
-
-def _splits(config: RunConfig, rewards: RewardSet, words: Sequence[str]) -> Splits:
-    # If the user names a file, evaluate on all its examples. Otherwise use the test split.
-    data = config.data
-    is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
-    whole = is_named and data.path is not None and os.path.isfile(data.path)
-    can_use = partial(usable, rewards, data.drop_unusable)
-    return Splits(data, config.seed, usable=can_use, whole=whole)

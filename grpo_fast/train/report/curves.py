@@ -107,7 +107,8 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
         The path of the picture.
 
     Raises:
-        ValueError: the runs have logged no metric of PANELS, or `out` is not the path of a picture.
+        ValueError: the runs have logged no metric of PANELS, or `out` is a folder, has no suffix,
+            or has the suffix .pgf.
     """
     from matplotlib.lines import Line2D
 
@@ -115,7 +116,11 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
         first = Path(runs[0])
         folder = first if first.is_dir() else first.parent
         out = folder / "curves.png" if len(runs) == 1 else "curves.png"
-    path = picture_path(out)
+    path = Path(out)
+    # Without a suffix, matplotlib would append one and write to a different path. The format .pgf
+    # is excluded because it needs LaTeX.
+    fits = not path.is_dir() and path.suffix not in ("", ".pgf")
+    require(fits, "out", "a file such as curves.png", repr(str(out)))
     logged = [read_metrics(run) for run in runs]
     titles = [title for title in PANELS if is_drawn(title, logged)]
     require(titles, "runs", "metrics to draw", f"none in {', '.join(map(str, runs))}")
@@ -145,20 +150,6 @@ def is_drawn(title: str, logged: Sequence[Rows]) -> bool:
     lines = [series(rows, metric) for rows in logged for metric in PANELS[title]]
     changes = any(len({value for _, value in points}) > 1 for points in lines)
     return any(lines) and (changes or title in ALWAYS)
-
-
-def picture_path(out: str | Path) -> Path:
-    """Check the path of a picture and return it.
-
-    Raises:
-        ValueError: the path is a folder, has no suffix, or has the suffix .pgf.
-    """
-    path = Path(out)
-    # Without a suffix, matplotlib would append one and write to a different path. The format .pgf
-    # is excluded because it needs LaTeX.
-    fits = not path.is_dir() and path.suffix not in ("", ".pgf")
-    require(fits, "out", "a file such as curves.png", repr(str(out)))
-    return path
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def call_of(count: int, vocab: int, device: str) -> tuple[Callable[[], Tensor], 
     return lambda: rows.row_loss_(p, d_logits, terms, config, return_entropy=False).logps, d_logits
 
 
-def quack_row_loss_(p: LogitRows, out: Tensor, *unused: object, return_entropy: bool) -> RowLoss:
+def quack_row_loss_(rows: LogitRows, out: Tensor, *unused: object, return_entropy: bool) -> RowLoss:
     """Compute a cross entropy and its gradient with QuACK, in place of a GRPO loss.
 
     A cluster of blocks keeps a row in shared memory, so a row is read once and written once. A GRPO
@@ -83,7 +83,7 @@ def quack_row_loss_(p: LogitRows, out: Tensor, *unused: object, return_entropy: 
     from quack.cross_entropy import cross_entropy_fwd_out
 
     loss, lse = (torch.empty(len(out), device=out.device) for _ in range(2))
-    cross_entropy_fwd_out(p.logits, p.target_ids, None, loss, lse, out, None)
+    cross_entropy_fwd_out(rows.logits, rows.target_ids, None, loss, lse, out, None)
     return RowLoss(lse, -loss, None, loss, loss)
 
 

@@ -154,7 +154,7 @@ class KeptRows(NamedTuple):
 
 def kept_row_loss_(
     sizes: KeptRows,
-    p: LogitRows,
+    rows: LogitRows,
     out: Tensor,  # (C, V)
     terms: RowTerms,
     config: LossConfig,
@@ -167,7 +167,7 @@ def kept_row_loss_(
     target, and with `given` an old logp near the new one. A KL, entropies, and a transform of the
     logits are not supported.
     """
-    logits, target_ids, transform, _ = p
+    logits, target_ids, transform, _ = rows
     assert transform == (1.0, None, 1.0) and not return_entropy and terms.kl_weights is None
     vocab = logits.shape[1]
     assert vocab >= 2 * sizes.block * sizes.kept  # the kept blocks are loaded without a mask

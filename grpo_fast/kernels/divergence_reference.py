@@ -26,7 +26,7 @@ BLOCK_GPU = 1 << 24
 
 
 def row_divergence_(
-    p: LogitRows,
+    student: LogitRows,
     teacher: LogitRows,
     weights: Tensor,  # (C,)
     term: DivergenceTerm,
@@ -40,7 +40,7 @@ def row_divergence_(
     Columns where both logits are -inf contribute nothing.
 
     Args:
-        p: the student's logits, without `offsets`.
+        student: the student's logits, without `offsets`.
         teacher: the teacher's logits, in the same form.
         weights: (C,) weight of each row in the gradient.
         term: the kind of divergence and its parameter.
@@ -54,8 +54,8 @@ def row_divergence_(
     """
     # Use fp64, because a divergence close to 0 is a sum of terms that nearly cancel.
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
-    for rows in _blocks(p.logits):
-        z, chain = final_logits(p.logits[rows], p.transform)
+    for rows in _blocks(student.logits):
+        z, chain = final_logits(student.logits[rows], student.transform)
         y, _ = final_logits(teacher.logits[rows], teacher.transform)
         # A rank with a vocabulary shard has only a part of each row. Use the lse of the full row,
         # so that the probabilities are those of the full softmax.
@@ -77,7 +77,12 @@ def row_divergence_(
 
 
 def row_topk_divergence_(
-    p: LogitRows, teacher: TeacherTopK, weights: Tensor, term: DivergenceTerm, *, out: Tensor | None
+    student: LogitRows,
+    teacher: TeacherTopK,  # of C rows
+    weights: Tensor,  # (C,)
+    term: DivergenceTerm,
+    *,
+    out: Tensor | None,  # (C, V)
 ) -> Tensor:
     """Compute divergences from a teacher's top-k log-probabilities in fp64. All backends use this.
 
@@ -87,7 +92,7 @@ def row_topk_divergence_(
     their probabilities.
 
     Args:
-        p: the student's logits, without `offsets`.
+        student: the student's logits, without `offsets`.
         teacher: ids and logps of the C rows.
         weights: (C,) weight of each row in the gradient.
         term: the kind of divergence and its parameter.
@@ -97,9 +102,9 @@ def row_topk_divergence_(
         The divergence of every row, (C,) fp64.
     """
     values = []
-    for rows in _blocks(p.logits):
+    for rows in _blocks(student.logits):
         # 1. Separate the student's logits at the K ids from those of the tail, the other ids.
-        z, chain = final_logits(p.logits[rows], p.transform)
+        z, chain = final_logits(student.logits[rows], student.transform)
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf

@@ -35,7 +35,7 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
     return z, slope
 
 
-def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
+def row_logps(rows: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute the lse, the target's log-probability and the entropy of every row.
 
     The log-probability is computed as -log(1 + Σ_{j≠target} e^z_j / e^z_target), which is accurate
@@ -43,23 +43,23 @@ def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
     contains NaN or +inf, its lse and logp are NaN.
 
     Args:
-        p: the logits and the targets.
+        rows: the logits and the targets.
         return_entropy: also compute the entropy.
 
     Returns:
         lse, logps and entropy (or None), fp32 (C,) each.
     """
-    if p.offsets is not None:
-        sums = [p.logits.new_empty(len(p.target_ids), dtype=torch.float32) for _ in range(3)]
-        for here, at in rows_by_length(p.offsets):
-            part = LogitRows(p.logits[0, at], p.target_ids[here], p.transform)
+    if rows.offsets is not None:
+        sums = [rows.logits.new_empty(len(rows.target_ids), dtype=torch.float32) for _ in range(3)]
+        for here, at in rows_by_length(rows.offsets):
+            part = LogitRows(rows.logits[0, at], rows.target_ids[here], rows.transform)
             stats = row_logps(part, return_entropy=return_entropy)
             for to, x in zip(sums, stats, strict=True):
                 if x is not None:
                     to[here] = x
         return sums[0], sums[1], sums[2] if return_entropy else None
-    z, _ = final_logits(p.logits, p.transform)
-    lse, logps, entropy = row_statistics(z, p.target_ids, return_entropy=return_entropy)
+    z, _ = final_logits(rows.logits, rows.transform)
+    lse, logps, entropy = row_statistics(z, rows.target_ids, return_entropy=return_entropy)
     return lse.float(), logps.float(), None if entropy is None else entropy.float()
 
 
@@ -110,7 +110,7 @@ def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def row_grad_(
-    p: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
+    rows: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Write the gradient with respect to the raw logits to `out`, or in place.
 
@@ -120,7 +120,7 @@ def row_grad_(
     column of its row is treated as the target.
 
     Args:
-        p: the logits and the targets. With `offsets`, the gradient overwrites the logits.
+        rows: the logits and the targets. With `offsets`, the gradient overwrites the logits.
         stats: the result of `row_logps`.
         g: (C,) coefficients of the logps.
         g_entropy: (C,) coefficients of the entropies, or None.
@@ -130,7 +130,7 @@ def row_grad_(
         The tensor that contains the gradient.
     """
     # 1. Process rows of unequal length in groups of equal length.
-    logits, target_ids, transform, offsets = p
+    logits, target_ids, transform, offsets = rows
     if offsets is not None:
         for here, at in rows_by_length(offsets):
             own = pick(here, *stats)
@@ -165,7 +165,7 @@ def row_grad_(
 
 
 def row_loss_(
-    p: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
+    rows: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute a token-level loss and its gradient with respect to the raw logits.
 
@@ -173,9 +173,9 @@ def row_loss_(
     V) is excluded: its loss and gradient are 0, even if its logits or terms contain NaN.
 
     Args:
-        p: the logits and the targets, without `offsets`.
+        rows: the logits and the targets, without `offsets`.
         out: (C, V) destination of the gradient of Σ_t (losses_t + grad_entropy_t·entropy_t). It may
-            be the tensor `p.logits`.
+            be the tensor `rows.logits`.
         terms: the per-row inputs of the loss.
         config: the loss.
         return_entropy: also return the entropy.
@@ -183,15 +183,15 @@ def row_loss_(
     Returns:
         The statistics, losses and coefficients of every row, (C,) fp32 each.
     """
-    stats = row_logps(p, return_entropy=return_entropy)
+    stats = row_logps(rows, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
     # Exclude rows whose target was clamped. Set their results to 0 with torch.where, because they
     # may be NaN, and 0·NaN is NaN.
-    counts = p.target_ids == target_columns(p.target_ids, p.logits)
+    counts = rows.target_ids == target_columns(rows.target_ids, rows.logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)
     grad_entropy = (
         None if terms.grad_entropy is None else torch.where(counts, terms.grad_entropy, 0.0)
     )
-    row_grad_(p, stats, grad, grad_entropy, out)
+    row_grad_(rows, stats, grad, grad_entropy, out)
     return RowLoss(*stats, losses, grad)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.kernels.head import sums
+from grpo_fast.kernels.head import products
 from tests.loss_cases import BACKENDS, FUNCTIONS, call, leaves_of, make_case, options_for
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -46,7 +46,7 @@ def test_inplace_tells_autograd_that_the_logits_are_gone(backend):
 def test_a_frozen_input_costs_no_product(frozen, spied):
     """Check that no gradient is computed for a weight or `hidden` that does not require grad."""
     case = make_case(59, **options_for("grpo"))
-    of_weight, of_hidden = spied(sums, "accumulate_outer"), spied(sums, "matmul_d_hidden")
+    of_weight, of_hidden = spied(products, "accumulate_outer"), spied(products, "matmul_d_hidden")
     leaves = leaves_of("linear", case)
     for name, x in leaves.items():
         x.requires_grad_(name not in (frozen, "bias"))

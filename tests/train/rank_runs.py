@@ -36,7 +36,7 @@ CASES: dict[str, list[str]] = {
     "warm": ["warm_start={steps: 2, batch_size: 4}", SUMS, *KL,
              "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
     "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",
-              "shuffle=completions", "rollout.top_p=0.8"],
+              "shuffle=completions"],
     "divergence": [*KL, "loss.kl_estimator=exact_reference_first", "inner_iterations=2",
                    "minibatches=2", "shuffle=completions"],
     "hybrid": ["model.config={model_type: qwen3_5_text, hidden_size: 16, intermediate_size: 16, "

@@ -120,6 +120,8 @@ IN_REWARD = "advantages=gae critic.kl_in_reward=true"
           for word in ("loss.beta=0", "loss.kl_estimator=exact", "loss.loss_type=dro",
                        "loss.kl_times_ratio=true")),
         ("train", f"{IN_REWARD} loss.beta=0.1", "reference.kind=none conflicts with "),
+        ("train", "reference.kind=frozen loss.kl_estimator=exact rollout.top_p=0.9",
+         "loss.kl_estimator=exact conflicts with rollout.replay_support=auto"),
         ("train", "reference.kind=synced model.lora={}", "reference.kind=synced conflicts with"),
         ("train", "model.path=x", "model.path: expected a model, or config (model=PATH replaces"),
         ("train", "model.config=null", "model.path: expected a model, or config"),

@@ -34,32 +34,33 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
 
-def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
+def row_logps(rows: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute lse, logps and entropies of logits in C++, like `reference.row_logps`.
 
     The logits are fp32, bf16 or fp16 with any row stride. A target id outside [0, V) is never read,
     and its logp is NaN.
     """
     lse, logps, entropy = loader.operator("rows", "row_logps")(
-        detached(p.logits), p.target_ids.contiguous(), *p.transform, return_entropy, p.offsets
-    )
+        detached(rows.logits), rows.target_ids.contiguous(), *rows.transform, return_entropy,
+        rows.offsets,
+    )  # fmt: skip
     return lse, logps, entropy if return_entropy else None
 
 
 def row_grad_(
-    p: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
+    rows: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Write the gradient with respect to the logits in C++, like `reference.row_grad_`.
 
-    `out` has the dtype of the logits.
+    `g` and `g_entropy` are (C,). `out` is (C, V) and has the dtype of the logits.
     """
-    out = p.logits if out is None else out
+    out = rows.logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     # The kernel reads the entropies only to compute their gradient.
     entropy = None if g_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
-        detached(p.logits), detached(out), p.target_ids.contiguous(), lse, logps, entropy,
-        vector(g), vector(g_entropy), *p.transform, p.offsets,
+        detached(rows.logits), detached(out), rows.target_ids.contiguous(), lse, logps, entropy,
+        vector(g), vector(g_entropy), *rows.transform, rows.offsets,
     )  # fmt: skip
     return out
 
@@ -84,23 +85,23 @@ def loss_arguments(config: LossConfig) -> tuple[float, ...]:
 
 
 def row_loss_(
-    p: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
+    rows: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in C++, like `reference.row_loss_`.
 
-    `out` has the dtype of the logits. All steps of a row run while the row is in cache. The results
-    are bitwise equal to those of separate calls of `row_logps`, the loss function and `row_grad_`.
-    The loss function is generated C++ code, and runs in double precision.
+    `out` is (C, V) and has the dtype of the logits. All steps of a row run while the row is in
+    cache. The results are bitwise equal to those of separate calls of `row_logps`, the loss
+    function and `row_grad_`. The loss function is generated C++ code, and runs in double precision.
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
-        detached(p.logits), detached(out), p.target_ids.contiguous(), *map(vector, terms),
-        *loss_arguments(config), *p.transform, return_entropy,
+        detached(rows.logits), detached(out), rows.target_ids.contiguous(), *map(vector, terms),
+        *loss_arguments(config), *rows.transform, return_entropy,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy if return_entropy else None, losses, grad_logps)
 
 
 def row_divergence_(
-    p: LogitRows,
+    student: LogitRows,
     teacher: LogitRows,
     weights: Tensor,  # (C,)
     term: DivergenceTerm,
@@ -115,8 +116,8 @@ def row_divergence_(
     of_rows = None if known is None else torch.cat(known)
     kind = list(DIVERGENCES).index(term.kind)
     sums = loader.operator("divergence", "row_divergence_")(
-        p.logits, teacher.logits, out, vector(weights), of_rows, kind, term.beta,
-        *p.transform, *teacher.transform,
+        student.logits, teacher.logits, out, vector(weights), of_rows, kind, term.beta,
+        *student.transform, *teacher.transform,
     )  # fmt: skip
     return DivergenceRows(*sums.view(4, -1))
 

@@ -175,7 +175,7 @@ def row_divergence_kernel(
 
 
 def row_divergence_(
-    p: LogitRows,
+    student: LogitRows,
     teacher: LogitRows,
     weights: Tensor,  # (C,)
     term: DivergenceTerm,
@@ -187,13 +187,13 @@ def row_divergence_(
 
     The logits are fp32, without `offsets`. `out` must not be the student's logits.
     """
-    logits = p.logits
+    logits = student.logits
     count, vocab = logits.shape
     sums = torch.empty((4, count), dtype=torch.float64, device=logits.device)
     launch(
         row_divergence_kernel, count, logits, teacher.logits, out, vector(weights),
         None if known is None else torch.stack(known), sums, count, vocab, logits.stride(0),
-        teacher.logits.stride(0), 0 if out is None else out.stride(0), *p.transform,
+        teacher.logits.stride(0), 0 if out is None else out.stride(0), *student.transform,
         *teacher.transform, float(term.beta),
         DIVERGENCE=device_function(DIVERGENCES[term.kind]), BLOCK_V=BLOCK_V,
         num_warps=WARPS,

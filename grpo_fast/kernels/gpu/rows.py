@@ -246,61 +246,61 @@ def row_loss_kernel(
         )  # fmt: skip
 
 
-def row_logps(p: LogitRows, *, return_entropy: bool) -> RowStats:
+def row_logps(rows: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute lse, logps and entropies of logits in Triton, like `reference.row_logps`.
 
     The logits are fp32, bf16 or fp16 with any row stride and a contiguous last dimension. If a
     target id is outside [0, V), its raw logit counts as 0, and nothing is read.
     """
-    lse, logps, entropy = outputs(p.target_ids, return_entropy)
-    logits = p.logits
-    block_v, num_warps, *_ = row_config(logits.shape[1]) if p.offsets is None else RAGGED
+    lse, logps, entropy = outputs(rows.target_ids, return_entropy)
+    logits = rows.logits
+    block_v, num_warps, *_ = row_config(logits.shape[1]) if rows.offsets is None else RAGGED
     launch(
-        row_logps_kernel, len(p.target_ids), logits, p.target_ids.contiguous(), p.offsets,
-        lse, logps, entropy, logits.shape[1], logits.stride(0), *p.transform,
+        row_logps_kernel, len(rows.target_ids), logits, rows.target_ids.contiguous(), rows.offsets,
+        lse, logps, entropy, logits.shape[1], logits.stride(0), *rows.transform,
         BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return lse, logps, entropy
 
 
 def row_grad_(
-    p: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
+    rows: LogitRows, stats: RowStats, g: Tensor, g_entropy: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Write the gradient with respect to the logits in Triton, like `reference.row_grad_`.
 
-    `out` must be the tensor `p.logits` itself, or must not overlap it.
+    `out`, (C, V), must be the tensor `rows.logits` itself, or must not overlap it.
     """
-    logits = p.logits
+    logits = rows.logits
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
-    block_v, num_warps, *_ = row_config(logits.shape[1]) if p.offsets is None else RAGGED
+    block_v, num_warps, *_ = row_config(logits.shape[1]) if rows.offsets is None else RAGGED
     launch(
-        row_grad_kernel, len(p.target_ids), logits, out, p.target_ids.contiguous(), p.offsets,
-        lse, logps, None if g_entropy is None else entropy, vector(g), vector(g_entropy),
-        logits.shape[1], logits.stride(0), out.stride(0), *p.transform, BLOCK_V=block_v,
-        num_warps=num_warps,
+        row_grad_kernel, len(rows.target_ids), logits, out, rows.target_ids.contiguous(),
+        rows.offsets, lse, logps, None if g_entropy is None else entropy, vector(g),
+        vector(g_entropy), logits.shape[1], logits.stride(0), out.stride(0), *rows.transform,
+        BLOCK_V=block_v, num_warps=num_warps,
     )  # fmt: skip
     return out
 
 
 def row_loss_(
-    p: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
+    rows: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in Triton, like `reference.row_loss_`.
 
     The lse, logps and entropy are bitwise equal to the results of `row_logps`.
     """
-    lse, logps, entropy = outputs(p.target_ids, return_entropy)
+    lse, logps, entropy = outputs(rows.target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
     *of_rows, grad_entropy = (vector(x) for x in terms)
     numbers, constants = loss_arguments(config)
-    rows, vocab = p.logits.shape
+    count, vocab = rows.logits.shape
     block_v, num_warps, per_sm, store_policy = row_config(vocab)
-    programs = min(rows, per_sm * multiprocessors(p.logits.device)) if per_sm else rows
+    programs = min(count, per_sm * multiprocessors(rows.logits.device)) if per_sm else count
     launch(
-        row_loss_kernel, programs, p.logits, out, p.target_ids.contiguous(),
-        *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps, rows,
-        vocab, p.logits.stride(0), out.stride(0), *p.transform, *numbers,
+        row_loss_kernel, programs, rows.logits, out, rows.target_ids.contiguous(),
+        *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps, count,
+        vocab, rows.logits.stride(0), out.stride(0), *rows.transform, *numbers,
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v,
         STORE_POLICY=store_policy, num_warps=num_warps, **constants,
     )  # fmt: skip

@@ -73,7 +73,7 @@ class Divergences(RowTerm):
             an LM head, the buffer first contains the teacher's logits. If there is only one buffer,
             the d-logits overwrite the student's logits.
         """
-        p = source.logit_rows(at, source.logits(at))
+        student = source.logit_rows(at, source.logits(at))
         count = len(at.target_ids)
         index = source.rows.active_index
         teacher = self.teacher.rows(at.rows if index is None else index[at.rows])
@@ -81,36 +81,38 @@ class Divergences(RowTerm):
         to = out[:count] if self.has_gradient else None
         if not isinstance(teacher, TeacherHead):
             # A top-k teacher has no logits that a kernel could read, so all backends use torch.
-            values = divergence_reference.row_topk_divergence_(p, teacher, w, self.term, out=to)
-            return values, out
+            of_rows = student, teacher, w, self.term
+            return divergence_reference.row_topk_divergence_(*of_rows, out=to), out
         _teacher_logits(teacher, out)
-        q = p._replace(logits=out[:count], transform=teacher.transform)
-        given = p, q, w, self.term
+        other = student._replace(logits=out[:count], transform=teacher.transform)
+        given = student, other, w, self.term
         joined = None
         if isinstance(source, ShardedHead):
             joined = self._join_ranks(source, *given)
-            if to is None or not p.logits.shape[1]:
+            if to is None or not student.logits.shape[1]:
                 return joined.values, out
         found = self.kernels.row_divergence_(*given, out=to, known=joined)
         return (joined or found).values, out
 
-    def _join_ranks(self, source: ShardedHead, p: LogitRows, *given: object) -> DivergenceRows:
+    def _join_ranks(
+        self, source: ShardedHead, student: LogitRows, *given: object
+    ) -> DivergenceRows:
         """Compute values, centers and lse of full rows if the vocabulary is sharded.
 
         Two all-gathers exchange the sums of the shards.
         """
-        has_columns = p.logits.shape[1] > 0
-        nothing = p.logits.new_zeros(len(p.logits), dtype=torch.float64)
+        has_columns = student.logits.shape[1] > 0
+        nothing = student.logits.new_zeros(len(student.logits), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
         group = source.shard.group
         # 1. Process the columns of this rank, and combine the lse values of all ranks into the lse
         # of the full rows.
-        own = self.kernels.row_divergence_(p, *given) if has_columns else none
+        own = self.kernels.row_divergence_(student, *given) if has_columns else none
         lses = gathered(torch.stack([own.lse, own.teacher_lse]), group).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)
         # 2. Compute this rank's values and centers with the lse of the full rows, and sum them over
         # all ranks.
-        own = self.kernels.row_divergence_(p, *given, known=full) if has_columns else none
+        own = self.kernels.row_divergence_(student, *given, known=full) if has_columns else none
         sums = gathered(torch.stack([own.values, own.centers]), group).sum(0)
         return DivergenceRows(*sums, *lses)
 

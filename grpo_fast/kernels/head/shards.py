@@ -95,14 +95,15 @@ def gathered(x: Tensor, group: distributed.ProcessGroup) -> Tensor:
     return everyone
 
 
-def unrounded_statistics(p: LogitRows, *, return_entropy: bool) -> RowStats:
+def unrounded_statistics(rows: LogitRows, *, return_entropy: bool) -> RowStats:
     """Compute the same as `reference.row_logps`, but without the final rounding to fp32.
 
     If all columns of a row are -inf, its lse is -inf. The row then contributes nothing when the
     statistics of all shards are combined.
     """
-    z, _ = reference.final_logits(p.logits, p.transform)
-    lse, logps, entropy = reference.row_statistics(z, p.target_ids, return_entropy=return_entropy)
+    z, _ = reference.final_logits(rows.logits, rows.transform)
+    ids = rows.target_ids
+    lse, logps, entropy = reference.row_statistics(z, ids, return_entropy=return_entropy)
     return lse.masked_fill(z.amax(-1) == -torch.inf, -torch.inf), logps, entropy
 
 
@@ -136,8 +137,8 @@ class ShardedHead(DenseHead):
         z = self.logits(at)
         own = self.shard.own(at.target_ids)
         if z.shape[1]:
-            p = LogitRows(z, own, self.rows.transform)
-            stats = self.row_logps(p, return_entropy=return_entropy)
+            rows = LogitRows(z, own, self.rows.transform)
+            stats = self.row_logps(rows, return_entropy=return_entropy)
         else:
             # A shard without columns has the lse log 0 = -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)

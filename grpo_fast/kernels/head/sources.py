@@ -140,8 +140,8 @@ class RowSource:
 
     def logps(self, at: Chunk, *, return_entropy: bool, stores: bool) -> RowStats:
         """Compute the statistics of a chunk. With `stores`, keep its logits for `gradients`."""
-        p = self.logit_rows(at, self.logits(at))
-        return self.kernels.row_logps(p, return_entropy=return_entropy)
+        rows = self.logit_rows(at, self.logits(at))
+        return self.kernels.row_logps(rows, return_entropy=return_entropy)
 
     def loss(
         self, at: Chunk, terms: RowTerms, config: LossConfig

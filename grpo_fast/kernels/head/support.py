@@ -62,8 +62,8 @@ class TokenSets(RowSource):
         This base class ignores `return_slopes` and computes no slopes.
         """
         raw = self.raw()
-        p = self.logit_rows(at, raw[None])
-        stats = self.kernels.row_logps(p, return_entropy=return_entropy)
+        rows = self.logit_rows(at, raw[None])
+        stats = self.kernels.row_logps(rows, return_entropy=return_entropy)
         return HeadRows(raw, stats, None)
 
     def raw(self) -> Tensor:

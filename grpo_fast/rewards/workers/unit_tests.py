@@ -123,11 +123,12 @@ class Tests(ast.NodeTransformer):
         parents: the parent of each node.
         names: the names that the answer must define, each with its name in the answer.
         classes: names that begin with a capital letter, and whose result is not compared with a
-            literal, as in `Find_Max([1, 2]) == 2`. Their results are objects.
+            literal by `==`, as in `Find_Max([1, 2]) == 2`. Their results are objects.
         objects: variables that hold an object of the answer.
         results: variables that hold a result of the answer, such as an object.
         functions: names of builtins, and of functions of the answer and the tests.
         testers: names of functions that contain a test, or call such a function.
+        methods: names of the methods of test classes.
         guarded: nodes inside of a `try` or `with pytest.raises(…)`.
     """
 
@@ -159,8 +160,8 @@ class Tests(ast.NodeTransformer):
                   if isinstance(node, ast.Assign) and called(node.value) in self.names]  # fmt: skip
         held = {x.id: called(node.value) for node in stores for x in node.targets
                 if isinstance(x, ast.Name)}  # fmt: skip
-        pairs = [(x.left, x.comparators[0]) for x in self.nodes if isinstance(x, ast.Compare)]
-        compared = {called(left) for left, right in pairs if isinstance(right, LITERALS)}
+        equal = [x for x in self.nodes if isinstance(x, ast.Compare) and type(x.ops[0]) is ast.Eq]
+        compared = {called(x.left) for x in equal if isinstance(x.comparators[0], LITERALS)}
         self.classes = {name for name in self.names if name[0].isupper()} - compared
         self.objects = {name for name, function in held.items() if function in self.classes}
         self.results = held.keys()
@@ -173,6 +174,8 @@ class Tests(ast.NodeTransformer):
             before = self.testers
             found = {x.name for x in functions if any(map(self.is_leaf, ast.walk(x)))}
             self.testers = before | found
+        classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        self.methods = {getattr(x, "name", "") for node in classes for x in node.body}
         guards = [x for x in self.nodes if isinstance(x, ast.Try)
                   or (isinstance(x, ast.With) and self.is_leaf(x))]  # fmt: skip
         self.guarded = {inner for guard in guards for inner in ast.walk(guard)}
@@ -183,8 +186,8 @@ class Tests(ast.NodeTransformer):
         match node:
             case ast.Raise():
                 return ASSERTS
-            case ast.Assert() | ast.Expr() if is_failure(node) and node not in self.guarded:
-                return ASSERTS
+            case ast.Assert() | ast.Expr() if is_failure(node) and self.is_leaf(node):
+                return "" if node in self.guarded else ASSERTS
             case ast.ClassDef(name, bases):
                 is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)
                 return "" if is_test else CLASSES
@@ -254,7 +257,11 @@ class Tests(ast.NodeTransformer):
 
     def mark(self, node: Any) -> Any:
         """Put a test into a block. The call of a function with tests has blocks in the function."""
-        if not self.is_leaf(node) or called(getattr(node, "value", node)) in self.testers:
+        call = getattr(node, "value", node)
+        name = called(call)
+        if root(call) == "self" and call.func.attr in self.methods:  # as in `self.check(f(1))`
+            name = call.func.attr
+        if not self.is_leaf(node) or name in self.testers:
             return self.generic_visit(node)
         block = ast.parse("with _test_: pass").body[0]
         block.body = [node]  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_fast.data import Example, Prompt
-from grpo_fast.errors import argument_error
+from grpo_fast.errors import argument_error, require
 from grpo_fast.rewards.conventions import OPENRLHF, OURS, SAMPLED, TRAINER_STATE, TRL, VERL
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 from grpo_fast.rewards.workers import unit_tests
@@ -55,8 +55,16 @@ def score(
         completions: N strings.
         completion_ids: N lists of token ids.
         prompt_texts: N prompts as the model received them, after the chat template was applied.
+
+    Raises:
+        ValueError: the lists differ in length.
     """
-    # 1. Collect the columns of the data, and what the model has sampled.
+    # 1. Check the lengths. Collect the columns of the data, and what the model has sampled.
+    given = {"completions": completions, "completion_ids": completion_ids,
+             "prompt_texts": prompt_texts}  # fmt: skip
+    for name, values in given.items():
+        count = len(examples) if values is None else len(values)
+        require(count == len(examples), name, f"{len(examples)}, one for each example", count)
     names = dict.fromkeys(name for e in examples for name in e.fields)
     columns: dict[str, Any] = {name: [e.fields.get(name) for e in examples] for name in names}
     needs = {name for reward in rewards.rewards for name in reward.function.signature.needs}
@@ -203,7 +211,7 @@ def tests_of(example: Example) -> Any:
     if isinstance(given.get("test"), str):
         prompt = _row_prompt(example)
         code = prompt if isinstance(prompt, str) else ""
-        return _with_entry_point(given["test"], given.get("entry_point", ""), code)
+        return _with_entry_point(given["test"], str(given.get("entry_point", "")), code)
     return given.get("test", given.get("input_output"))
 
 

@@ -328,8 +328,12 @@ def test_run_ends_above_the_threshold_only():
     [
         (lambda: build_rewards([spec("exact_match", math.nan)]), "finite weight for exact_match"),
         (lambda: own(REWARDS["exact_match"], max_failures=2), "max_failures"),
+        (
+            lambda: ask(build_rewards([spec("exact_match")]), ["p"], ["a", "b"], ["x"]),
+            "completions: expected 1, one for each example, got 2",
+        ),
     ],
-    ids=["weight", "failures"],
+    ids=["weight", "failures", "completions"],
 )  # fmt: skip
 def test_set_refuses_bad_arguments(call, said):
     with pytest.raises(ValueError, match=said):

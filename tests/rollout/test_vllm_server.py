@@ -1,6 +1,7 @@
 """Tests of the engine `vllm-server` with stand-in servers, including servers that fail."""
 
 import asyncio
+import socket
 import threading
 import time
 
@@ -52,6 +53,14 @@ def test_weights_arrive_and_old_ones_are_seen(policy, server):
     assert difference(policy, generate(policy, engine)) > 0.01
     engine.update(policy, 4)
     assert difference(policy, generate(policy, engine)) < 1e-5
+
+
+def test_the_store_of_a_group_listens_at_the_given_address_only(policy, server):
+    engine = engine_of(policy, server, version=0)
+    port = engine.servers[0].group.store.port
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
 
 
 def test_servers_that_do_not_answer_are_asked_in_parallel(policy, servers, monkeypatch):

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections import deque
+from decimal import Decimal
 
 import sandbox
 from answer import Channel, NotPlain, encode
@@ -20,21 +21,37 @@ from answer import Channel, NotPlain, encode
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 ERRORS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
           and issubclass(kind, BaseException) and not issubclass(kind, ENDS)}  # fmt: skip
-# Methods of texts, sets and floats by which a test may judge a result, such as `count` and
-# `is_integer`. In place of such a value, `Extract([1, 2])` may return an object whose methods
-# return what the test expects. Therefore an object that was created with arguments has these
-# methods only after a call of a method that is not in CONTAINERS, such as `record`.
-JUDGING = {*dir(str), *dir(frozenset), "is_integer"}
+# Methods of texts and sets by which a test may judge a result, such as `count`. In place of such a
+# value, `Extract([1, 2])` may return an object whose methods return what the test expects.
+# Therefore an object that was created with arguments has these methods only after a call of a
+# method that is not in CONTAINERS, such as `record`.
+JUDGING = {*dir(str), *dir(frozenset)}
 CONTAINERS = {name for kind in (str, bytearray, list, dict, set, deque) for name in dir(kind)}
+# Names of methods of numbers that return a truth value. Only an object of a class, whose name
+# begins with a capital letter, has them at once, as in `Rational(4, 2).is_integer()`.
+NUMBERS = {"is_integer", *(name for name in dir(Decimal) if name.startswith("is_"))}
+
+
+class NoValue(BaseException):
+    """Tests compared an object of the answer, or took its truth value.
+
+    It is not a TypeError, so that `with pytest.raises(TypeError)` does not expect it.
+    """
 
 
 def no_value(*_):
     """Raise an error, because a test compares an object of the answer, or reads its truth value."""
-    raise TypeError("code_tests: an object of the answer has no value")
+    raise NoValue
 
 
-class Method(functools.partial):
+class Method:
     """Method of an object of the answer. It has no truth value, so `assert f(1).done` fails."""
+
+    def __init__(self, call):
+        self.__call = call
+
+    def __call__(self, *args, **kwargs):
+        return self.__call(*args, **kwargs)
 
     __eq__ = __ne__ = __bool__ = no_value
 
@@ -44,20 +61,21 @@ class Object:
 
     Args:
         call: function that calls a method, given its name and arguments, or None.
-        is_new: True if the object was created without arguments.
+        judging: names of methods that the object does not have yet.
     """
 
-    def __init__(self, call, is_new):
-        self.__state = (call, is_new)
+    def __init__(self, call, judging):
+        self.__state = (call, judging)
 
     def __getattr__(self, name):
-        call, is_new = self.__state
-        if call is None or name.startswith("__") or (name in JUDGING and not is_new):
+        call, judging = self.__state
+        if call is None or name.startswith("__") or name in judging:
             raise AttributeError(f"code_tests: an object of the answer has no .{name}")
 
         def method(*args, **kwargs):
             result = call(name, *args, **kwargs)
-            self.__state = (call, is_new or name not in CONTAINERS)  # `hasattr` does not change it
+            # `hasattr` does not change this.
+            self.__state = (call, judging if name in CONTAINERS else ())
             return result
 
         return Method(method)
@@ -115,7 +133,8 @@ class Judge:
             self.apply_changes()
         # A method returns plain data. Of an object that it returns, no method can be called.
         methods = None if method else functools.partial(self.call, result)
-        return result if kind == "value" else Object(methods, is_new=not (args or kwargs))
+        judging = JUDGING if str(target)[0].isupper() else JUDGING | NUMBERS
+        return result if kind == "value" else Object(methods, judging if args or kwargs else ())
 
     def error_of(self, kinds, args):
         """Rebuild an exception that the answer has raised, from the names of its classes."""

@@ -127,12 +127,13 @@ class Tests(ast.NodeTransformer):
         names: the names that the answer must define. The keys are the names in the tests, and the
             values are the names in the answer.
         classes: the names of the answer that are taken for classes, whose results are objects.
-            They begin with a capital letter, and no test compares their result with a literal, as
-            `Find_Max([1, 2]) == 2` does.
+            They begin with a capital letter, and no test compares their result with a literal by
+            `==`, as `Find_Max([1, 2]) == 2` does.
         objects: variables that store an object of the answer.
         results: variables that store any result of the answer, objects included.
         functions: names of builtins, and of functions of the answer and the tests.
         testers: names of functions that contain an assertion, or call such a function.
+        methods: names of the methods of test classes.
         guarded: nodes inside of a `try` or `with pytest.raises(…)`.
     """
 
@@ -170,8 +171,8 @@ class Tests(ast.NodeTransformer):
                   if isinstance(node, ast.Assign) and called(node.value) in self.names]  # fmt: skip
         called_for = {x.id: called(node.value) for node in stores for x in node.targets
                       if isinstance(x, ast.Name)}  # fmt: skip
-        pairs = [(x.left, x.comparators[0]) for x in self.nodes if isinstance(x, ast.Compare)]
-        compared = {called(left) for left, right in pairs if isinstance(right, LITERALS)}
+        equal = [x for x in self.nodes if isinstance(x, ast.Compare) and type(x.ops[0]) is ast.Eq]
+        compared = {called(x.left) for x in equal if isinstance(x.comparators[0], LITERALS)}
         self.classes = {name for name in self.names if name[0].isupper()} - compared
         self.objects = {name for name, function in called_for.items() if function in self.classes}
         self.results = called_for.keys()
@@ -187,6 +188,8 @@ class Tests(ast.NodeTransformer):
             before = self.testers
             found = {x.name for x in functions if any(map(self.is_assertion, ast.walk(x)))}
             self.testers = before | found
+        classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        self.methods = {getattr(x, "name", "") for node in classes for x in node.body}
         guards = [x for x in self.nodes if isinstance(x, ast.Try)
                   or (isinstance(x, ast.With) and self.is_assertion(x))]  # fmt: skip
         self.guarded = {inner for guard in guards for inner in ast.walk(guard)}
@@ -197,8 +200,8 @@ class Tests(ast.NodeTransformer):
         match node:
             case ast.Raise():
                 return ASSERTS
-            case ast.Assert() | ast.Expr() if is_failure(node) and node not in self.guarded:
-                return ASSERTS
+            case ast.Assert() | ast.Expr() if is_failure(node) and self.is_leaf(node):
+                return "" if node in self.guarded else ASSERTS
             case ast.ClassDef(name, bases):
                 is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)
                 return "" if is_test else CLASSES
@@ -277,7 +280,11 @@ class Tests(ast.NodeTransformer):
 
         A call of a function that contains assertions gets no block, because they have blocks.
         """
-        if not self.is_assertion(node) or called(getattr(node, "value", node)) in self.testers:
+        call = getattr(node, "value", node)
+        name = called(call)
+        if root(call) == "self" and call.func.attr in self.methods:  # as in `self.check(f(1))`
+            name = call.func.attr
+        if not self.is_assertion(node) or name in self.testers:
             return self.generic_visit(node)
         block = ast.parse("with _test_: pass").body[0]
         block.body = [node]  # type: ignore[attr-defined]

@@ -293,22 +293,23 @@ class Server:
         fits = 0 < workers < 1 << 16
         require(fits, f"{self.url}/get_world_size", "a number of workers", workers, BadAnswer)
         try:
-            with socket.create_server((address, 0)) as free:
-                port = free.getsockname()[1]
+            listener = socket.create_server((address, 0))
         except OSError as error:
             expected = f"expected an IPv4 address or a name of this machine, got {address}"
             raise ValueError(f"rollout.vllm.address: {expected}: {reason(error)}") from error
-        place: dict[str, Any] = {"master_address": address, "master_port": port}
-        place["world_size"] = workers + 1
-        info = {**place, "rank_offset": 1}
+        port = listener.getsockname()[1]
+        place = {"master_address": address, "master_port": port, "world_size": workers + 1}
+        info: dict[str, Any] = {**place, "rank_offset": 1}
         # 2. Join the process group in a thread, because the server responds only after its workers
         #    have joined.
         kind = self.options.transfer
         if kind == "nccl" or (kind == "auto" and self.device.type == "cuda"):
+            listener.close()  # vLLM opens the socket itself
             joined = started(lambda: transfer.NCCLGroup(place, self.device))
         else:
             info["seconds"] = self.options.timeout
-            joined = started(lambda: transfer.GlooGroup(rank=0, **place, seconds=info["seconds"]))
+            own: dict[str, Any] = {"rank": 0, "seconds": self.options.timeout, "listener": listener}
+            joined = started(lambda: transfer.GlooGroup(**place, **own))
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
         async with asyncio.timeout_at(self.deadline):
             return await asyncio.shield(asyncio.wrap_future(joined))

@@ -109,18 +109,22 @@ class GlooGroup:
         world_size: number of processes, including the trainer.
         rank: rank of this process.
         seconds: timeout for joining the group and for each broadcast.
+        listener: rank 0's listening socket. None for other ranks.
 
     Raises:
         RuntimeError: a process has ended, or the timeout has passed.
     """
 
     def __init__(
-        self, master_address: str, master_port: int, world_size: int, rank: int, seconds: float
-    ) -> None:
+        self, master_address: str, master_port: int, world_size: int, rank: int, seconds: float,
+        listener: socket.socket | None = None,
+    ) -> None:  # fmt: skip
         limit = timedelta(seconds=seconds)
+        # Without a socket, the store would listen at all addresses of the trainer's machine.
         self.store = dist.TCPStore(
-            master_address, master_port, world_size, rank == 0, limit, wait_for_workers=False
-        )
+            master_address, master_port, world_size, rank == 0, limit, wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )  # fmt: skip
         # By default gloo uses the address of the host name, which other machines may not reach.
         # Connecting a UDP socket sends no packet, but it reveals the local address on the route
         # to the trainer.

@@ -35,8 +35,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _MESSAGES_AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
 
-class EmptyPrompt(ValueError):
-    """Error for a row whose prompt is empty. `data.drop_unusable=true` skips such rows."""
+class EmptyField(ValueError):
+    """A row without a prompt, or a row of GSM8K without an answer.
+
+    The setting `data.drop_unusable` skips such rows.
+    """
+
+    def __init__(self, where: str, expected: str, came: str) -> None:
+        remedy = "data.drop_unusable=true skips such rows"
+        super().__init__(f"{where}: expected {expected}, got {came}; {remedy}")
 
 
 def parse_record(where: str, fields: Any, data: Any) -> Example:
@@ -50,14 +57,14 @@ def parse_record(where: str, fields: Any, data: Any) -> Example:
             column, as in "reward_model.ground_truth" or "answers.0".
 
     Raises:
-        EmptyPrompt: the prompt is empty.
+        EmptyField: the prompt is empty, or with `data.task=gsm8k` the answer.
         ValueError: the row has no prompt, or a value that cannot be used.
     """
     # 1. Find the prompt, the answer and the solution.
     require(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     columns = data.columns
     for role, column in columns.items():
-        is_found = role == "solution" or column in fields or find(fields, [column]) is not None
+        is_found = role == "solution" or _has(fields, column)
         require(is_found, where, f"a field {column!r}", ", ".join(map(repr, fields)) or "none")
     usual = PROMPTS if find(fields, TESTS) is None else CODE_PROMPTS
     names = {"prompt": usual, "answer": ANSWERS, "solution": SOLUTIONS}
@@ -80,6 +87,8 @@ def parse_record(where: str, fields: Any, data: Any) -> Example:
     # 3. If the answer column contains a full solution, extract the gold answer from it. With
     # data.task=gsm8k, every answer must have the form of such a solution.
     is_gsm8k = data.task == "gsm8k"
+    if is_gsm8k and label is None:
+        raise EmptyField(where, "an answer", f"none in the fields {', '.join(map(repr, fields))}")
     content = marked_content(answer or "", (HASHES,)) or ""
     fits = not is_gsm8k or parse_number(content) is not None
     expected = f"'{HASHES} <number>' at its end, with at most {MAX_DIGITS} digits"
@@ -121,12 +130,19 @@ def _value(fields: Fields, name: str) -> Any:
     return None if is_empty else value
 
 
+def _has(fields: Fields, name: str) -> bool:
+    """Return whether the row has a column, or a key in it (`a.b`), which may be empty."""
+    above, _, last = name.rpartition(".")
+    parent = _value(fields, above)
+    is_key = isinstance(parent, Mapping) and last in parent
+    return name in fields or is_key or find(fields, [name]) is not None
+
+
 def _prompt(fields: Fields, names: Sequence[str], where: str) -> tuple[str, Prompt]:
     """Return the name of the column that contains the prompt, and the checked prompt."""
     name = find(fields, names)
     if name is None and {key.lower() for key in fields} & {key.lower() for key in names}:
-        remedy = "data.drop_unusable=true skips such rows"
-        raise EmptyPrompt(f"{where}: expected a prompt, got an empty field; {remedy}")
+        raise EmptyField(where, "a prompt", "an empty field")
     remedy = "say which column it is: data.columns={prompt: COLUMN, answer: COLUMN}"
     came = f"{', '.join(map(repr, fields)) or 'none'}; {remedy}"
     require(name is not None, where, "a field 'prompt' or 'question'", came)

@@ -17,7 +17,7 @@ from grpo_fast.data import FILES, Example, text_of
 from grpo_fast.data.generated import SortTask, open_examples
 from grpo_fast.data.prompts import Form, ShotPrompts, Shots
 from grpo_fast.data.readers import Rows, read_file, read_source
-from grpo_fast.data.records import TESTS, EmptyPrompt, column_of, find, parse_record
+from grpo_fast.data.records import TESTS, EmptyField, column_of, find, parse_record
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.errors import require
 
@@ -182,7 +182,7 @@ def _parsed(rows: Rows, data: Any) -> list[Example]:
     for place, row in rows:
         try:
             example = parse_record(place, row, data)
-        except EmptyPrompt:
+        except EmptyField:
             if not data.drop_unusable:
                 raise
             continue

@@ -70,16 +70,7 @@ def test_gold_answers_of_gsm8k():
     plain = ["1080", "-7", "12", "12", "0.5", "7", "-7", "12", "12", "12", "15/2", "1000"]
     assert [gold(f"so\n#### {text}").answer for text in texts] == plain
     assert gold("48/2 = <<48/2=24>>24\n#### 24").solution == "48/2 = 24\n#### 24"
-    for answer in (
-        "no marker",
-        "#### ",
-        "#### about 3",
-        "#### ١٨",
-        "#### " + "9" * 33,
-        7,
-        "",
-        None,
-    ):
+    for answer in ("no marker", "#### ", "#### about 3", "#### ١٨", "#### " + "9" * 33, 7):
         message = "f:1: answer: expected '#### <number>' at its end.*got .*data.task=jsonl reads"
         with pytest.raises(ValueError, match=message):
             gold(answer)

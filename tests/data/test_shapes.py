@@ -78,6 +78,8 @@ READ = [
     ("an empty answer", {"question": "q", "answer": " "}, "q", None),
     ("an empty text in a named column", {"question": "q", "truth": ""}, "q", None,
      {"columns": {"answer": "truth"}}),
+    ("an empty text in a named key", {"question": "q", "extra": {"truth": ""}}, "q", None,
+     {"columns": {"answer": "extra.truth"}}),
     ("an empty box", {"question": "q", "answer": r"\boxed{}"}, "q", r"\boxed{}"),
     ("a text that begins with a list", {"question": "q", "answer": '["a"] is first'}, "q",
      '["a"] is first'),
@@ -128,6 +130,11 @@ REFUSED = [
     ("an empty prompt", {"question": None, "answer": "1"}, "data.drop_unusable=true skips"),
     ("an empty text", {"Question": " ", "answer": "1"}, "expected a prompt, got an empty field"),
     ("a number as a prompt", {"prompt": 3.5}, "a non-empty text or a list of chat messages"),
+    ("an unknown key", {"question": "q", "extra": {"truth": ""}}, "expected a field 'extra.true'",
+     {"columns": {"answer": "extra.true"}}),
+    ("GSM8K without an answer", {"question": "q", "label": "#### 1"},
+     "expected an answer, got none in the fields 'question', 'label'; data.drop_unusable=true",
+     {"task": "gsm8k"}),
     ("an answer of GSM8K without its mark", {"question": "q", "answer": "18"},
      "answer: expected '#### <number>'", {"task": "gsm8k"}),
 ]  # fmt: skip
@@ -209,6 +216,9 @@ def test_rows_that_are_skipped_are_counted(tmp_path, caplog):
         f"{path}: 2 training and 1"
     )
     assert "3 rows without a prompt or an answer are skipped" in caplog.text
+    path.write_text("\n".join(json.dumps(row).replace('"4"', '"#### 4"') for row in rows[1:4] * 2))
+    shown = invoke("data", str(path), "task=gsm8k", "drop_unusable=true").stdout
+    assert "gold answers: 2 judged as numbers" in shown
     code = [{"question": f"q{i}", "tests": "assert f() == 1"} for i in range(3)]
     path.write_text("\n".join(map(json.dumps, code)))
     shown = invoke("data", str(path), "drop_unusable=true").stdout

@@ -10,7 +10,14 @@ from grpo_fast.errors import nearest_name
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.config.words import described, dotted_keys, other_names, quoted, save_config
+from grpo_fast.train.config.words import (
+    described,
+    dotted_keys,
+    other_names,
+    quoted,
+    recipe_in,
+    save_config,
+)
 from grpo_fast.train.evaluation.command import read_settings
 from grpo_fast.train.plan import plan
 from tests.command_line import invoke, refused
@@ -270,3 +277,8 @@ def test_every_name_of_another_library_has_a_key():
     keys = set(dotted_keys(RunConfig))
     for theirs, ours in other_names().items():
         assert ours.partition("=")[0] in keys, theirs
+
+
+def test_a_recipe_of_null_is_none():
+    assert recipe_in(["recipe=sort", "recipe=null"]) is None
+    assert recipe_in(["n=1", "recipe=sort"]) == "sort"

@@ -120,8 +120,9 @@ def read_words(kind: type[Config], words: Iterable[str], settings: dict[str, Any
 
 
 def recipe_in(words: Iterable[str]) -> str | None:
-    """Return the value of the last word `recipe=NAME`, or None if there is no such word."""
-    return dict(map(split_word, words)).get("recipe")
+    """Return the value of the last word `recipe=NAME`, or None if it is null or there is none."""
+    text = dict(map(split_word, words)).get("recipe")
+    return None if text is None or read_yaml(text, "recipe") is None else text
 
 
 def reward_sections(rewards: Any) -> Any:

@@ -200,7 +200,7 @@ class Tests(ast.NodeTransformer):
         match node:
             case ast.Raise():
                 return ASSERTS
-            case ast.Assert() | ast.Expr() if is_failure(node) and self.is_leaf(node):
+            case ast.Assert() | ast.Expr() if is_failure(node) and self.is_assertion(node):
                 return "" if node in self.guarded else ASSERTS
             case ast.ClassDef(name, bases):
                 is_test = name[:4] == "Test" or any("TestCase" in ast.unparse(x) for x in bases)

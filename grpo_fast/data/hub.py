@@ -1,10 +1,14 @@
-"""Checks of a model's config.json, whose fields must not load code from the hub."""
+"""Checks that a model's files are safe to load."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from grpo_fast.errors import require
+
+# Names that architectures use in config.json for the number of layers.
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+MOST_LAYERS = 10_000
 
 
 def check_fields(fields: Mapping[str, object], allow_code: bool = False) -> None:
@@ -15,9 +19,12 @@ def check_fields(fields: Mapping[str, object], allow_code: bool = False) -> None
         allow_code: if True, allow attention kernels from the hub, which execute code.
 
     Raises:
-        ValueError: a field names a kernel from the hub.
+        ValueError: the model has so many layers that they would fill the memory, or a field names a
+            kernel from the hub.
     """
     for name, value in fields.items():
+        if name in LAYERS and isinstance(value, int):
+            require(0 <= value <= MOST_LAYERS, name, f"0 to {MOST_LAYERS} layers", value)
         fits = allow_code or "_implementation" not in name or "/" not in str(value)
         require(fits, name, "one of transformers' implementations", repr(value))
         if isinstance(value, dict):

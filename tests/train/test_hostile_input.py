@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from grpo_fast.data.hub import MOST_LAYERS
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import loading
 from tests.command_line import invoke, refused, write_recipe
@@ -70,8 +71,11 @@ def config(model: Path, **fields) -> None:
 
 
 KERNEL = "expected one of transformers' implementations"
+LAYERS = f"num_hidden_layers: expected 0 to {MOST_LAYERS} layers, got "
 # For each change of a model's folder: a function that makes it, and a part of the message.
 MODELS = {
+    "many layers": (lambda model: config(model, num_hidden_layers=10**9), f"{LAYERS}{10**9}"),
+    "layers below 0": (lambda model: config(model, num_hidden_layers=-3), f"{LAYERS}-3"),
     "a kernel": (lambda model: config(model, attn_implementation="evil/kernel"), KERNEL),
     "a kernel of a part": (
         lambda model: config(model, _attn_implementation={"": "evil/kernel"}), KERNEL),
@@ -133,6 +137,7 @@ def test_a_device_of_this_machine_and_one_that_is_not_here(monkeypatch, gpus, na
 RECIPES = [
     ([CONFIG, "eval.max_new_tokens=32"], "max_new_tokens: expected at most 13"),
     (["rollout.max_new_tokens=1000000"], "max_new_tokens: expected at most 61 after a prompt"),
+    (["model.config={model_type: gpt2, n_layer: 1000000000}"], "n_layer: expected 0 to 10000"),
     (["model.config.attn_implementation=some/kernel"], KERNEL),
     (["model.config.vocab_size=5"], "tokenizer: expected token ids below 5, the rows of the model"),
     (["model.config.model_type=lama"], "model.config: lama"),

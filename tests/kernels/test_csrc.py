@@ -172,7 +172,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
             "CXX": " ".join([*command, f"-DGRPO_FAST_LANES={lanes}"]),
         }  # fmt: skip
         names = "numerics and cpu and not 151936 and not 5000 or every_layout or "
-        names += "beside_a_bf16 or values_against or a_head and cpu"
+        names += "beside_a_bf16 or values_against or a_head and cpu or no_other_row"
         files = [f"tests/kernels/test_{x}.py" for x in FILES]
         files += [DECODER] * (instruction_set == "avx2")  # the generic build lacks FMA
         options = ["-q", "-x", "-p", "no:cacheprovider", "-k", names]

@@ -8,7 +8,7 @@ import torch
 
 from grpo_fast.data.splits import Splits
 from grpo_fast.errors import NonFiniteGradient
-from grpo_fast.rewards import build_rewards
+from grpo_fast.rewards import build_rewards, score
 from grpo_fast.rollout import Completion
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
@@ -216,7 +216,7 @@ def test_the_notebooks_rewards_have_room(tmp_path):
     examples = Splits(config.data, 0).train
     assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)
     texts = ["the cat the CAT", "One two three.", "", "  "]
-    found = build_rewards(config.rewards)([""] * 4, texts, [None] * 4)
+    found = score(build_rewards(config.rewards), examples[:4], texts)
     assert found.total.tolist() == [0.5, 1.5, 0.0, 0.0] and not any(found.reasons.values())
     model = tiny_folder(tmp_path / "gpt2", "gpt2")
     settings = [f"model.path={model}", "steps=24", "optim.lr=3e-3", "rollout.max_new_tokens=8",

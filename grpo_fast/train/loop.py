@@ -212,12 +212,13 @@ def _ask(config: RunConfig, questions: Splits, policy: Policy) -> tuple[Splits, 
         ValueError: a prompt is too long for the model.
     """
     questions = questions.for_tokenizer(policy.tokenizer, with_shots=False)
-    splits = questions.for_tokenizer(policy.tokenizer)
+    splits = questions
     longest = config.rollout.max_new_tokens
     # Prompts with worked examples are built when a step needs them, so check their length here.
     # Some tokenizers need one more token between two examples, which adds less than 1% of tokens.
     shots = config.data.shots_tokens
     if shots is not None:
+        splits = questions.for_tokenizer(policy.tokenizer)
         prompts = sorted((e.prompt for e in questions.train), key=lambda prompt: len(str(prompt)))
         ids = encode_prompts(policy.tokenizer, prompts[-64:], policy.template_kwargs)
         question = max(map(len, ids))

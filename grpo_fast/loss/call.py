@@ -436,11 +436,8 @@ def support_rows(
     if found.are_late(bounds):
         # Force the offsets to be ascending and in range, so that no set has a negative length.
         bounds = bounds.clamp(0, count).cummax(0).values
-    starts = bounds[:-1]
-    lengths = bounds.diff()
-    if index is not None:
-        starts = starts[index]
-        lengths = lengths[index]
+    starts = elements_at(bounds[:-1], index)
+    lengths = elements_at(bounds.diff(), index)
     # 2. Separate the rows without a set, which use the full vocabulary.
     has_set = lengths > 0
     count, total = _sizes(has_set, lengths)

@@ -108,7 +108,6 @@ RULES: Rules = {
     "weights": Rule("finite numbers", "NaN or inf"),
     # Compare instead of computing x·(x - 1), because torch has no arithmetic for float8 and uint16.
     "completion_mask": Rule("only 0 and 1", "other values", 0, 0, lambda x: (x != 0) & (x != 1)),
-    "num_items_in_batch": Rule("numbers >= 0", "others", 0),
 }
 
 # The rules of the losses that compute logps from logits. The old, reference and sampling logps of

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from grpo_fast.kernels.support import Support as Support
-    from grpo_fast.kernels.teachers import DivergenceTerm as DivergenceTerm
-    from grpo_fast.kernels.teachers import TeacherHead as TeacherHead
-    from grpo_fast.kernels.teachers import TeacherTopK as TeacherTopK
+    from grpo_fast.kernels.divergence import DivergenceTerm as DivergenceTerm
+    from grpo_fast.kernels.divergence import TeacherHead as TeacherHead
+    from grpo_fast.kernels.divergence import TeacherTopK as TeacherTopK
+    from grpo_fast.kernels.types import Support as Support
     from grpo_fast.loss.api import grpo_loss as grpo_loss
     from grpo_fast.loss.api import linear_grpo_loss as linear_grpo_loss
     from grpo_fast.loss.api import linear_logps as linear_logps
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOMES = {
     "Correction": "objective.corrections",
-    "DivergenceTerm": "kernels.teachers",
+    "DivergenceTerm": "kernels.divergence",
     "LossConfig": "objective.config",
     "LossOutput": "loss.entry",
-    "Support": "kernels.support",
-    "TeacherHead": "kernels.teachers",
-    "TeacherTopK": "kernels.teachers",
+    "Support": "kernels.types",
+    "TeacherHead": "kernels.divergence",
+    "TeacherTopK": "kernels.divergence",
     "group_advantages": "objective.advantages",
     "grpo_loss": "loss.api",
     "linear_divergence": "loss.divergence",

@@ -128,7 +128,7 @@ def train(
     """
     from grpo_fast.errors import SAVED, RunError, Stopped
     from grpo_fast.train import loop
-    from grpo_fast.train.config.recipes import load_recipe, recipe_names
+    from grpo_fast.train.config import load_recipe, recipe_names
     from grpo_fast.train.folder import free_folder
 
     with print_errors(debug, RunError):
@@ -171,7 +171,7 @@ def evaluate(
     The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
     """
     from grpo_fast.errors import RunError
-    from grpo_fast.train.evaluation.command import run_eval
+    from grpo_fast.train.evaluate import run_eval
 
     with print_errors(debug, RunError, OSError):
         run_eval(model, settings or [], allow_code=allow_code, say=_print_lines)
@@ -240,7 +240,7 @@ def bench(context: typer.Context) -> None:
 @app.command()
 def recipes() -> None:
     """List the recipes, each with its subject, size, time and requirements."""
-    from grpo_fast.train.config.recipes import recipe_table
+    from grpo_fast.train.config import recipe_table
 
     for command, subject, size, time, needs in recipe_table():
         typer.echo(f"grpo-fast {command}\n    {subject}; {size}; {time}; needs {needs}")
@@ -307,7 +307,7 @@ def data(
     debug: Debug = False,
 ) -> None:
     """Show how a run reads a data set: row counts, skipped rows, prompts and gold answers."""
-    from grpo_fast.train.evaluation.questions import data_lines
+    from grpo_fast.train.evaluate import data_lines
 
     with print_errors(debug, OSError):
         _print_lines(*data_lines(source, settings or []))

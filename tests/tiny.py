@@ -62,7 +62,7 @@ def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **chang
     "3 1 2 =" is a possible prompt.
     """
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
-    from grpo_fast.train.models.policy import Policy
+    from grpo_fast.train.policy import Policy
 
     tokenizer = build_symbol_tokenizer(SYMBOLS)
     return Policy(tiny_model(family, vocab_size=vocab_size or len(tokenizer), **changes), tokenizer)

@@ -8,7 +8,7 @@ rest are pipelined: they are in flight while earlier blocks are processed.
 
 With GIVEN, the first pass subtracts `target logit - old logp`, which is near the lse, in place of a
 running maximum. A block then needs no reduction over the threads of a program. If the lse of a row
-is far from this number, its sum overflows. exponentials.py computes such rows again in a second
+is far from this number, its sum overflows. linear.py computes such rows again in a second
 launch, which this candidate does not have. With GIVEN, the last bits of a logp differ from those of
 `row_logps`, so an on-policy ratio would not be exactly 1.
 
@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.launch import launch, multiprocessors
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish
+from grpo_fast.kernels.gpu.tokens import loss_and_slope, loss_arguments
 from grpo_fast.kernels.types import LogitRows, RowLoss
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig

@@ -42,7 +42,7 @@ from benchmarks.race.runs import (
 )
 from benchmarks.report.files import write
 from benchmarks.report.tables import text_table
-from grpo_fast.train.evaluation.evaluate import mean_and_error
+from grpo_fast.train.evaluate import mean_and_error
 from grpo_fast.train.report import curves
 
 Record = dict[str, Any]

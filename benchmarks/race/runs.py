@@ -28,10 +28,9 @@ from grpo_fast.examples.capitals import exact, write_data
 from grpo_fast.rewards import build_rewards, score
 from grpo_fast.rollout import build_engine, encode_prompts, prompt_texts
 from grpo_fast.train.collect import PromptQueue
-from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import RunConfig, load_recipe
 from grpo_fast.train.loop import make_step
-from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.policy import load_policy
 
 TRAINERS = ("grpo_fast", "FastGRPOTrainer", "TRL")
 # grpo_fast with the settings that take the least memory. It runs only if `--trainers` names it.

@@ -36,10 +36,9 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rewards import build_rewards
 from grpo_fast.rollout import build_engine
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
-from grpo_fast.train.config import DataConfig, RewardConfig, RunConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import DataConfig, RewardConfig, RunConfig, load_recipe
 from grpo_fast.train.loop import make_step
-from grpo_fast.train.models.policy import Policy, Reference
+from grpo_fast.train.policy import Policy, Reference
 from grpo_fast.train.run import Run
 
 VOCABULARY = 1024

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from grpo_fast import LossConfig, logits_grpo_loss
 from grpo_fast.rollout import Completion, Samples
-from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import LENGTH
+from grpo_fast.rollout.samples import table_of
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.models.loading import apply_options, with_lora
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, apply_options, with_lora
 from grpo_fast.train.update import accumulate
 
 LEARNING_RATE = 1e-9  # The weights hardly change, so every round does the same work.

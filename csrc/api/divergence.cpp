@@ -1,5 +1,5 @@
 // Operator row_divergence_: divergences between rows of student and teacher logits, and their
-// gradient. grpo_fast/kernels/divergence_reference.py documents the results, and rows/divergence.h
+// gradient. grpo_fast/kernels/divergence.py documents the results, and rows/divergence.h
 // the algorithm.
 //
 // Layout: the logits of student and teacher are (C, V) fp32 with any row stride.

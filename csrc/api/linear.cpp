@@ -1,5 +1,5 @@
 // Operator linear_rows: the LM head fused with log-softmax. It can also store raw logits or
-// exponentials. rows/sweep.h documents the algorithm, and grpo_fast/kernels/gpu/exponentials.py
+// exponentials. rows/sweep.h documents the algorithm, and grpo_fast/kernels/gpu/linear.py
 // derives the exponentials.
 //
 // Layout: hidden (T, H) and weight (V, H) are fp32 or bf16, with contiguous rows.

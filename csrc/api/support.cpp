@@ -1,6 +1,6 @@
 // Operators of the LM head restricted to token sets. They compute logits, statistics and slopes
 // from hidden states, and dH and dW from the gradient of the logits.
-// grpo_fast/kernels/support_reference.py documents the results.
+// grpo_fast/kernels/support.py documents the results.
 //
 // Layout: the sets of all R rows are stored one after another in ids (nnz,). offsets (R + 1,)
 // contains their bounds.

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.kernels import cuda, flex, spans
-from grpo_fast.attention.kernels.spans import Kernel
-from grpo_fast.attention.kernels.tree import attend
+from grpo_fast.attention import spans, tree
 from grpo_fast.attention.layout import AttentionParams, TreeLayout
+from grpo_fast.attention.spans import Kernel
+from grpo_fast.attention.tree import attend
 from grpo_fast.kernels.agree import Pair, draw, in_fresh_thread
 
 log = logging.getLogger(__name__)
@@ -216,13 +216,14 @@ PROVIDERS = (
     # For 16-bit inputs on CUDA, try FlashAttention 4, then 3, then 2 from the package flash-attn,
     # and finally the FlashAttention 2 that is built into torch.
     _varlen("fa4", lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
-            and _flash(kind, (9, 0), 128), cuda.fa4),
+            and _flash(kind, (9, 0), 128), spans.fa4),
     _varlen("fa3", lambda kind: util.find_spec("flash_attn_interface") is not None
-            and _flash(kind, (9, 0)) and not _flash(kind, (10, 0)), cuda.fa3),
-    _varlen("fa2", lambda kind: _has_distribution("flash-attn") and _flash(kind, (8, 0)), cuda.fa2),
-    _varlen("flash_aten", lambda kind: not kind.has_softcap and _flash(kind, (8, 0)), cuda.aten),
+            and _flash(kind, (9, 0)) and not _flash(kind, (10, 0)), spans.fa3),
+    _varlen("fa2", lambda kind: _has_distribution("flash-attn") and _flash(kind, (8, 0)),
+            spans.fa2),
+    _varlen("flash_aten", lambda kind: not kind.has_softcap and _flash(kind, (8, 0)), spans.aten),
     # For other inputs on CUDA, use compiled flex_attention.
-    Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
+    Provider("flex", lambda kind: kind.device == "cuda", tree.attend_flex),
     # For inputs on the CPU, try torch's FlashAttention with one call per span.
     _varlen("flash_cpu", _is_plain, spans.flash_cpu),
     # For all other inputs, use the kernel that stores the scores of one chunk of queries at a time.

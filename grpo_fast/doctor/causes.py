@@ -16,7 +16,7 @@ from grpo_fast import logits_logps
 from grpo_fast.data import Prompt
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.samples import select_support
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 
 ADVICE = {
     "temperature": "request processed log-probabilities at the temperature of the loss (vLLM: "

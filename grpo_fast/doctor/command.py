@@ -13,9 +13,9 @@ from typing import Any
 from grpo_fast.doctor.diagnosis import Diagnosis, DoctorSettings, examine_engine
 from grpo_fast.doctor.selftest import self_checks
 from grpo_fast.errors import escape_control, require
-from grpo_fast.train.config.recipes import read_recipe
+from grpo_fast.train.config import read_recipe
 from grpo_fast.train.config.words import read_words, recipe_in
-from grpo_fast.train.evaluation.command import find_model
+from grpo_fast.train.evaluate import find_model
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
 # Default settings without a recipe. The temperature differs from 1, because an engine that ignores

@@ -20,8 +20,7 @@ from grpo_fast.rollout import Engine, Samples, Sampling, awake, build_engine, ge
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, build_tokenizer, load_policy
 from grpo_fast.train.update import precompute
 
 # Mean difference, in nats per token, that two correct forward passes may have in each dtype.

@@ -22,8 +22,8 @@ from grpo_fast.errors import reason, require
 from grpo_fast.kernels import route
 from grpo_fast.kernels.agree import Pair, draw
 from grpo_fast.rollout.own.engine import LOOP, gap_of
-from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models.loading import build_tokenizer, load_policy, packed_gap
+from grpo_fast.train.config import load_recipe
+from grpo_fast.train.policy import build_tokenizer, load_policy, packed_gap
 
 BACKENDS = ("torch", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16)

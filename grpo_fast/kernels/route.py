@@ -47,7 +47,7 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 class Kernels(NamedTuple):
     """The kernel functions of one backend.
 
-    reference.py, cpu/linear.py and gpu/gradients.py document the functions.
+    reference.py, cpu/rows.py and gpu/gradients.py document the functions.
     """
 
     row_logps: Callable[..., RowStats]
@@ -114,10 +114,10 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     # On a GPU, store exponentials in bf16 if the weight is bf16. bf16 exponentials are as precise
     # as bf16 d-logits. With any other dtype, store logits instead.
     if name == "triton":
-        return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
+        return _route(name, product, "gpu.linear", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
         if loader.unavailable("linear") is None:
-            return _route(name, product, "cpu", POSITIVE16 if is_16_bits else torch.float32)
+            return _route(name, product, "cpu.rows", POSITIVE16 if is_16_bits else torch.float32)
     return _route(name, product)
 
 
@@ -125,14 +125,14 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 def kernel_module(rows: str, backend: str) -> ModuleType:
     """Return the module with a backend's kernels for `rows`, which is "support" or "divergence".
 
-    support_reference.py and divergence_reference.py document the kernels. These two modules are the
+    support.py and divergence.py of this folder document the kernels. These two modules have the
     torch implementation, which is also used if the C++ library is unavailable.
     """
-    name = {"cpu": "cpu.rows", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
+    name = {"cpu": "cpu.rows", "triton": f"gpu.{rows}"}.get(backend, rows)
     # This C++ library is built separately from that of the row kernels, so it may be missing even
     # if the backend is "cpu". Use torch then.
     if backend == "cpu" and loader.unavailable(rows) is not None:
-        name = f"{rows}_reference"
+        name = rows
     logger.info("grpo_fast: %s kernels are in kernels.%s", rows, name)
     return _module(name)
 
@@ -239,20 +239,19 @@ def _route(
 ) -> Route:
     """Build a route, and cache it.
 
-    `from_hidden` is the folder of the kernels that start from hidden states, "cpu" or "gpu". If it
-    is empty, the route uses row kernels only.
+    `from_hidden` is the module with the kernels that start from hidden states. If it is empty, the
+    route uses row kernels only.
     """
     rows = _module({"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend])
     kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)
     if from_hidden:
-        head = _module(f"{from_hidden}.linear")
-        exponentials = _module("gpu.exponentials") if backend == "triton" else head
+        head = _module(from_hidden)
         kernels = kernels._replace(
-            head_logps=head.head_logps, head_exponentials=exponentials.head_exponentials
+            head_logps=head.head_logps, head_exponentials=head.head_exponentials
         )
     if backend == "triton":
         kernels = kernels._replace(
-            row_coefficients=_module("gpu.coefficients").row_coefficients,
+            row_coefficients=_module("gpu.tokens").row_coefficients,
             gradients=_module("gpu.gradients"),
         )
     route = Route(backend, kernels, stored, product)

@@ -1,117 +1,119 @@
-"""Types for the token sets that a truncating sampler (top-p, top-k) kept.
+"""Reference implementation of the LM head restricted to token sets, in plain torch.
 
-`Support` is the public type. `SupportRows` and `HeadRows` are internal.
+The sets of all rows are stored one after another in vectors of length nnz.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels import reference
+from grpo_fast.kernels.types import (
+    HeadInputs,
+    HeadRows,
+    LogitRows,
+    SupportRows,
+    add_rows_,
+    rows_of,
+    scaled_rows,
+)
 
-class Support(NamedTuple):
-    """The ids that a truncating sampler (top-p, top-k) kept for each token.
-
-    With `support=`, the softmax, log-probability and entropy of row t use only the kept ids S_t, as
-    the sampler did. Gradients outside S_t are exactly 0::
-
-        z = z.masked_fill(~is_kept, -inf)          # z as in linear_logps, before log_softmax
-
-    The cost is proportional to Σ_t |S_t| logits instead of T·V. Compute the old, reference and
-    sampling logps with the same sets as the new logps. There is one set for each of the T targets,
-    in the order of `target_ids.reshape(-1)`. An empty set means no restriction: the row uses the
-    full vocabulary. The set of a target is ignored if the target is masked or -100.
-
-    Attributes:
-        ids: (nnz,), int32 or int64. The ids of all sets, one set after another. They are in [0, V).
-            No set contains an id twice. Each active target must be in its set.
-        offsets: (T+1,), int64. The bounds of the sets, ascending from 0 to nnz: S_t is
-            ids[offsets[t] : offsets[t + 1]].
-
-    Example:
-        >>> import torch
-        >>> from grpo_fast import Support, linear_logps
-        >>> support = Support(ids=torch.tensor([3, 7, 5]), offsets=torch.tensor([0, 2, 3]))
-        >>> target_ids = torch.tensor([7, 5])
-        >>> hidden, lm_head_weight = torch.randn(2, 16), torch.randn(100, 16)
-        >>> logps = linear_logps(hidden, lm_head_weight, target_ids, support=support)
-        >>> float(logps[1])
-        0.0
-    """
-
-    ids: Tensor
-    offsets: Tensor
-
-    @classmethod
-    def join(
-        cls,
-        sets: Sequence[tuple[Tensor, Tensor] | None],
-        lengths: Sequence[int],
-        device: torch.device | str,
-    ) -> Support | None:
-        """Concatenate the token sets of several completions. Return None if no completion has sets.
-
-        Args:
-            sets: one pair (ids, counts) for each completion. `ids` contains the sets of its tokens,
-                one after another. `counts` is a (length,) int64 tensor with the size of each set.
-                None: the completion was sampled from the full vocabulary.
-            lengths: number of tokens in each completion.
-            device: the device of the result.
-        """
-        drawn = [one for one in sets if one is not None]
-        if not drawn:
-            return None
-        # An empty set means the full vocabulary. If a completion has no sets, give each of its
-        # tokens an empty set.
-        counts = [
-            torch.zeros(length, dtype=torch.int64) if one is None else one[1]
-            for one, length in zip(sets, lengths, strict=True)
-        ]
-        offsets = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
-        return cls(torch.cat([ids for ids, _ in drawn]).to(device), offsets.to(device))
+# Maximum number of elements of `weight` or `hidden` that are copied at a time, to limit the memory.
+BLOCK_ELEMENTS = 4 << 20
 
 
-class SupportRows(NamedTuple):
-    """The R active rows that have a token set, and the ids of their sets, one set after another."""
-
-    row_index: Tensor | None  # (R,) int64: positions among the T active rows; None: all
-    dense_index: Tensor | None  # (T - R,) int64: rows without a set; None: there are none
-    ids: Tensor  # (nnz,) int64: columns of the logits
-    offsets: Tensor  # (R+1,) int64, ascending from 0 to nnz: no row is empty
-    places: Tensor  # (R,) int64: position of the row's target in its set
-    hidden_index: Tensor | None = None  # (R,) int64: row of `hidden` for each set; None: row r
-
-    @property
-    def rows(self) -> Tensor:
-        """Return the row number of each id in the sets, (nnz,) int64."""
-        return rows_of(self.offsets, len(self.ids))
-
-    @property
-    def hidden_rows(self) -> Tensor:
-        """Return the row of `hidden` for each id in the sets, (nnz,) int64."""
-        return self.rows if self.hidden_index is None else self.hidden_index[self.rows]
-
-
-def rows_of(offsets: Tensor, count: int) -> Tensor:
-    """Return the row number of each element of a vector that stores rows of unequal length.
+def target_places(
+    ids: Tensor, offsets: Tensor, target_ids: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Find the position of each target in its token set.
 
     Args:
-        offsets: (R+1,) bounds of the rows in the vector.
-        count: number of elements of the vector.
+        ids: (nnz,), int64 in [0, V).
+        offsets: (R+1,), int64.
+        target_ids: (R,), int64.
+        vocab_size: V.
+
+    Returns:
+        A pair of int64 tensors. The first, (R,), is the position of each target in its set, or -1
+        if the set does not contain the target. The second, 0-d, is an id that occurs twice in one
+        set, or -1 if no id does.
     """
-    # With `right=True`, the first element of a row belongs to that row, not to the previous one.
-    return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
+    rows = rows_of(offsets, len(ids))
+    places = torch.arange(len(ids), device=ids.device) - offsets[rows]
+    places = torch.where(ids == target_ids[rows], places, -1)
+    of_targets = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, places, "amax")
+    # If an id occurs twice in a set, two keys are equal, and are neighbours after sorting.
+    keys = (rows * vocab_size + ids).sort().values
+    again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
+    return of_targets, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
 
 
-class HeadRows(NamedTuple):
-    """Results of an LM head for R rows with a token set: logits, statistics and slopes.
+def head_rows(
+    p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
+) -> HeadRows:
+    """Compute the logits of all ids in the sets, and the statistics of every row.
 
-    A slope is the derivative of a row's logp with respect to the hidden state of the row.
+    All results are at least fp32. The target ids are the positions of the targets in their sets.
+    With `return_slopes`, also compute the slopes, the derivatives of the logps with respect to the
+    hidden states.
     """
+    # 1. Compute the logits block by block.
+    hidden, weight, bias, places, transform, _ = p
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    raw = weight.new_empty(len(rows.ids), dtype=dtype)
+    sources = rows.hidden_rows
+    for block in _blocks(len(raw), weight):
+        h = hidden[sources[block]].to(dtype)
+        w = weight[rows.ids[block]].to(dtype)
+        # Use a batched dot product, which gives a row the same bits in every block.
+        raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
+    if bias is not None:
+        raw += bias[rows.ids].to(dtype)
+    # 2. Compute the statistics and the slopes.
+    logits = LogitRows(raw[None], places, transform, rows.offsets)
+    stats = reference.row_logps(logits, return_entropy=return_entropy)
+    slopes = None
+    if return_slopes:
+        # Pass a copy of `raw`, because `raw` is returned and row_grad_ overwrites its input.
+        logits = logits._replace(logits=raw[None].clone())
+        d = reference.row_grad_(logits, stats, torch.ones_like(stats[1]), None)
+        slopes = head_hidden(d[0], weight, rows)
+    return HeadRows(raw, stats, slopes)
 
-    raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
-    stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows
-    slopes: Tensor | None  # (R, H): derivative of each logp with respect to its row of `hidden`
+
+def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
+    """Return the sum of d·weight[id] over the ids of each row, (R, H) in the dtype of d.
+
+    Ids with d = 0 contribute nothing, even if their weight row contains NaN.
+    """
+    sums = d.new_zeros((len(rows.places), weight.shape[1]))
+    _add_terms_(sums, rows.rows, d, weight, rows.ids)
+    return sums
+
+
+def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
+    """For each id, compute out[id] as the sum of d·hidden over all occurrences of the id.
+
+    `d` is (nnz,), `hidden` is (N, H) and `out` is (V, H). The terms are added in row order. The
+    sums overwrite `out`, or are added to it if `add` is set.
+    """
+    sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
+    _add_terms_(sums, rows.ids, d, hidden, rows.hidden_rows)
+    if sums is not out:  # round a 16-bit dW once, after the sum
+        out.copy_(sums)
+
+
+def _add_terms_(sums: Tensor, to: Tensor, d: Tensor, matrix: Tensor, index: Tensor) -> None:
+    """Add d[i]·matrix[index[i]] to sums[to[i]] for every i, in order. Terms with d = 0 are 0."""
+    for block in _blocks(len(d), matrix):
+        terms = scaled_rows(matrix[index[block]].to(d.dtype), d[block])
+        add_rows_(sums, to[block], terms)
+
+
+def _blocks(count: int, like: Tensor) -> Iterator[slice]:
+    step = max(BLOCK_ELEMENTS // like.shape[1], 1)
+    for start in range(0, count, step):
+        yield slice(start, start + step)

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.kernels.support import Support
-from grpo_fast.kernels.teachers import DivergenceTerm
+from grpo_fast.kernels.divergence import DivergenceTerm
+from grpo_fast.kernels.types import Support
 from grpo_fast.loss import checks, entry
 from grpo_fast.loss.autograd import loss_from_logits, loss_from_logps
 from grpo_fast.loss.call import Call

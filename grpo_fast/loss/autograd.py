@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import refuse
-from grpo_fast.kernels.head.divergence import Divergences
 from grpo_fast.kernels.head.driver import Driver
 from grpo_fast.kernels.head.sums import narrowed, weight_unit
-from grpo_fast.kernels.head.terms import Known, TokenLevel, sum_of, weighted_sum
+from grpo_fast.kernels.head.terms import Divergences, Known, TokenLevel, sum_of, weighted_sum
 from grpo_fast.kernels.route import Route, uses_triton
 from grpo_fast.kernels.types import Context
 from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
+from grpo_fast.objective.aggregation import Tokens
 from grpo_fast.objective.coefficients import row_terms, token_loss
-from grpo_fast.objective.tokens import Tokens
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"

@@ -16,27 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.divergence import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.gpu.launch import is_capturing, refuse
 from grpo_fast.kernels.head.driver import Driver, linear_driver, logits_driver
 from grpo_fast.kernels.head.shards import VocabularyShard
 from grpo_fast.kernels.head.terms import saves_time
 from grpo_fast.kernels.route import Route, head_route, kernel_module, rows_route, uses_triton
-from grpo_fast.kernels.support import Support, SupportRows, rows_of
-from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.types import (
     ActiveRows,
     HeadTensors,
     LogitTransform,
+    Support,
+    SupportRows,
     Values,
     Wanted,
     detached,
     elements_at,
+    rows_of,
 )
 from grpo_fast.loss import checks
 from grpo_fast.loss.checks import ValueChecks
-from grpo_fast.objective.aggregation import Total, step_weights
+from grpo_fast.objective.aggregation import Tokens, Total, step_weights
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.tokens import Tokens
 
 RowTensors = tuple[Any, ...]
 # Maximum size of hidden states that a call of `linear_logps` may copy to avoid a GPU sync. A longer

@@ -27,7 +27,7 @@ from grpo_fast.kernels.types import is_sharded
 from grpo_fast.kernels.workspace import copy_to_host_async
 from grpo_fast.objective.aggregation import LEAST_TOTAL, Total
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.divergences import DIVERGENCES
+from grpo_fast.objective.kl import DIVERGENCES
 
 # ---- Tables
 
@@ -375,7 +375,7 @@ class LateChecks(NamedTuple):
 def extremes(vectors: Sequence[Tensor], backend: str) -> Tensor:
     """Return the minimum, the maximum and the least step of each vector, (count, 3) fp64."""
     if uses_triton(vectors[0], backend):
-        from grpo_fast.kernels.gpu import extremes as kernels
+        from grpo_fast.kernels.gpu import tokens as kernels
 
         return kernels.extremes(vectors)
     doubles = [x.double() for x in vectors]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import LEAST_LOGP, argument_error, conflict, require
-from grpo_fast.kernels.teachers import DivergenceTerm, Teacher, TeacherHead, TeacherTopK
+from grpo_fast.kernels.divergence import DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.loss import checks, entry
 from grpo_fast.loss.autograd import apply_loss, loss_from_logits
 from grpo_fast.loss.call import Call

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error, conflict
 from grpo_fast.kernels.gpu.launch import refuse
-from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.types import Support
 from grpo_fast.loss import checks
 from grpo_fast.loss.autograd import Run, apply_logps, apply_loss
 from grpo_fast.loss.call import Call

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, conflict, number, require
+from grpo_fast.objective.aggregation import Tokens
 from grpo_fast.objective.losses import LOG_RATIO_MAX
-from grpo_fast.objective.tokens import Tokens
 
 # For each level, a function that replaces the log ratio of every token, (T,), by the log ratio at
 # this level, (T,).

@@ -238,7 +238,7 @@ def bind(
     """Return a copy of a loss function and of its helpers with a different module as `tl`.
 
     Args:
-        function: a function of this module, `kl.py` or `divergences.py`.
+        function: a function of this module or `kl.py`.
         tl: the module with exp, where and the other operations, for example `triton.language`.
         wrap: a decorator for the function and for each helper, for example `triton.jit`.
         words: replacements for helpers, keyed by a name such as "expm1".

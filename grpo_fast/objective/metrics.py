@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.coefficients import token_loss
+from grpo_fast.objective.aggregation import Tokens
+from grpo_fast.objective.coefficients import Corrected, token_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import K3_GUARD
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
-from grpo_fast.objective.ratios import Corrected
-from grpo_fast.objective.tokens import Tokens
 
 
 def token_metrics(

@@ -1,11 +1,17 @@
 """Engines that sample completions, and `generate` for use in any training loop."""
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
-from grpo_fast.rollout.completions import check_prompts, encode_prompts, generate, prompt_texts
-from grpo_fast.rollout.engine import Completion, Engine, EngineName, Request, awake, build_engine
+from grpo_fast.rollout.engine import (
+    Completion,
+    Engine,
+    EngineName,
+    Request,
+    Sampling,
+    awake,
+    build_engine,
+)
 from grpo_fast.rollout.own.model import SampledModel
-from grpo_fast.rollout.sampler import Sampling
-from grpo_fast.rollout.samples import Samples
+from grpo_fast.rollout.samples import Samples, check_prompts, encode_prompts, generate, prompt_texts
 
 __all__ = [
     "Completion", "Engine", "EngineError", "EngineName", "NonFiniteLogits", "Request",

@@ -38,12 +38,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.train import folder, ranks
-from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig
-from grpo_fast.train.config.recipes import load_saved
+from grpo_fast.train.config import CheckpointConfig, Count, ModelConfig, RunConfig, load_saved
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.folder import check_regular, sync, written
-from grpo_fast.train.models.loading import load_policy, load_tokenizer
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, load_policy, load_tokenizer
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.run import Run
 

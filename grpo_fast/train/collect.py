@@ -17,8 +17,7 @@ from torch import Tensor
 
 from grpo_fast import group_advantages, rewards, rollout
 from grpo_fast.data import Example
-from grpo_fast.objective.advantages import Options
-from grpo_fast.objective.baseline import split_options
+from grpo_fast.objective.advantages import Options, split_options
 from grpo_fast.rewards import RewardResult, RewardSet
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, prompt_texts
 from grpo_fast.train import ranks
@@ -30,7 +29,7 @@ from grpo_fast.train.metrics import (
     reward_metrics,
     support_metrics,
 )
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 
 
 @dataclass

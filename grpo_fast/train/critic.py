@@ -15,14 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.attention import PackedTree
 from grpo_fast.objective.advantages import whitened
-from grpo_fast.objective.gae import gae
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.objective.value import explained_variance, value_losses
+from grpo_fast.objective.ppo import explained_variance, gae, value_losses
 from grpo_fast.rollout.samples import Samples
 from grpo_fast.train import ranks
 from grpo_fast.train.batch import MicroBatch, StepBatch
 from grpo_fast.train.config import CriticConfig
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

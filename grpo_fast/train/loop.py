@@ -24,16 +24,14 @@ from grpo_fast.train.batch import StepBatch
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic
-from grpo_fast.train.evaluation.evaluate import build_evaluation
-from grpo_fast.train.evaluation.questions import asking_lines
+from grpo_fast.train.evaluate import asking_lines, build_evaluation
 from grpo_fast.train.folder import FILES, check_ranks, check_same, fingerprints
 from grpo_fast.train.metrics import Clock, finite
-from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.models.policy import Policy, Reference
-from grpo_fast.train.optimizer import warm_start
+from grpo_fast.train.policy import Policy, Reference, build_tokenizer, load_policy
 from grpo_fast.train.report.page import rows_of
 from grpo_fast.train.report.report import RunReport, closing_lines, opening_lines
 from grpo_fast.train.run import Run
+from grpo_fast.train.update import warm_start
 
 log = logging.getLogger(__name__)
 

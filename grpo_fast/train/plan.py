@@ -53,15 +53,21 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from grpo_fast.attention.hybrid import recurrent_layers
-from grpo_fast.data.hub import check_fields, read_fields
 from grpo_fast.data.splits import Splits
 from grpo_fast.errors import reason, require
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.rollout.own.model import positions
 from grpo_fast.train import ranks
-from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig
-from grpo_fast.train.config.recipes import read_recipe, recipe_names
+from grpo_fast.train.config import (
+    DataConfig,
+    ModelConfig,
+    Positive,
+    RunConfig,
+    read_recipe,
+    recipe_names,
+)
 from grpo_fast.train.config.words import read_words
+from grpo_fast.train.policy import check_fields, read_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -16,10 +16,9 @@ from grpo_fast.train.collect import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.critic import Critic, value_metrics
 from grpo_fast.train.metrics import Clock, LossMetrics, sampling_metrics
-from grpo_fast.train.models.policy import Policy, Reference
-from grpo_fast.train.optimizer import Optimizer
 from grpo_fast.train.plan import token_budget
-from grpo_fast.train.update import accumulate, precompute
+from grpo_fast.train.policy import Policy, Reference
+from grpo_fast.train.update import Optimizer, accumulate, precompute
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.rollout.own.model import positions
-from grpo_fast.train.models.loading import self_check
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, self_check
 from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion

@@ -17,8 +17,7 @@ from transformers.models.llama import modeling_llama
 from grpo_fast.attention import agree
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own import engine as hf
-from grpo_fast.train.models.loading import self_check
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, self_check
 from tests.attention.families import family_model
 from tests.tiny import tiny_policy
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.attention import TreeLayout, dispatch
-from grpo_fast.attention.kernels import flex, spans, tree
+from grpo_fast.attention import TreeLayout, dispatch, spans, tree
 from grpo_fast.attention.layout import AttentionParams
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
@@ -104,15 +103,15 @@ def test_flex_is_explicit(name, params):
     """
     layout = layout_of(*LAYOUTS[name])
     *qkv, _ = inputs(layout)
-    assert_equal([flex.attend(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
+    assert_equal([tree.attend_flex(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
 
 
 def test_flex_trains_with_a_softcap_that_was_first_used_in_inference_mode():
     """Check the gradient of a soft cap that a rollout has used before, in inference mode."""
     score, cpu = torch.tensor(1.0, requires_grad=True), torch.device("cpu")
     with torch.inference_mode():
-        flex._score_mod(1.75, cpu)
-    flex._score_mod(1.75, cpu)(score, *[torch.tensor(0)] * 4).backward()
+        tree._score_mod(1.75, cpu)
+    tree._score_mod(1.75, cpu)(score, *[torch.tensor(0)] * 4).backward()
     expected = 1 - torch.tensor(1 / 1.75).tanh() ** 2
     torch.testing.assert_close(score.grad, expected)
 
@@ -188,11 +187,11 @@ def test_blocks_of_flex_cover_what_is_visible(layout):
     In a block that is listed as full, every query must see every key, because no mask is applied.
     """
     for window in (None, 1, 4, 100, 128, 129, 200):
-        number = -(-layout.total // flex.BLOCK)
-        padded = torch.zeros(2 * [number * flex.BLOCK], dtype=torch.bool)
+        number = -(-layout.total // tree.BLOCK)
+        padded = torch.zeros(2 * [number * tree.BLOCK], dtype=torch.bool)
         padded[: layout.total, : layout.total] = layout.visible(window)
-        blocks = padded.view(number, flex.BLOCK, number, flex.BLOCK)
-        some, full = flex.block_map(layout, window)
+        blocks = padded.view(number, tree.BLOCK, number, tree.BLOCK)
+        some, full = tree.block_map(layout, window)
         assert torch.equal(some, blocks.any(3).any(1))
         assert not (full & ~blocks.all(3).all(1)).any()
-    assert TreeLayout.of([600]).total and flex.block_map(TreeLayout.of([600]), None)[1].sum() == 6
+    assert TreeLayout.of([600]).total and tree.block_map(TreeLayout.of([600]), None)[1].sum() == 6

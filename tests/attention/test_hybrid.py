@@ -33,8 +33,7 @@ from grpo_fast.attention import (
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.train.models.loading import enable_checkpointing, self_check
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, enable_checkpointing, self_check
 from tests.attention.families import HYBRID, SINKS, family_model
 from tests.attention.test_shared_prompt import by_sample, samples_of
 

@@ -23,7 +23,7 @@ from grpo_fast.attention import (
 )
 from grpo_fast.attention.dispatch import dense_attention
 from grpo_fast.attention.layout import AttentionParams
-from grpo_fast.train.models.loading import enable_checkpointing
+from grpo_fast.train.policy import enable_checkpointing
 from tests.attention.families import MODELS, small_model
 from tests.attention.layouts import ATTENTION, inputs, results
 from tests.attention.test_shared_prompt import (

@@ -18,8 +18,7 @@ from grpo_fast.attention import small_windows, window_as_mask, window_of
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.rollout.own import engine as hf
-from grpo_fast.train.models.loading import self_check
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, self_check
 from tests.attention import sweep
 from tests.attention.families import WINDOW, family_model
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.records import column_of, parse_record
-from grpo_fast.data.splits import Splits
+from grpo_fast.data.splits import SortTask, Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.train.config import DataConfig
 

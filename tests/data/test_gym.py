@@ -15,7 +15,7 @@ from grpo_fast.errors import RewardError
 from grpo_fast.rewards import isolated, rules
 from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.workers.gym_scores import check_arithmetic
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from tests.command_line import invoke, refused
 from tests.train.tiny_runs import TINY_SORT, run
 

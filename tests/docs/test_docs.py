@@ -25,8 +25,7 @@ from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe, recipe_names
+from grpo_fast.train.config import RunConfig, load_recipe, recipe_names
 from grpo_fast.train.plan import plan
 from tests import chromium
 from tests.docs import plain_english

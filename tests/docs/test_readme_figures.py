@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from grpo_fast.train.evaluation.evaluate import mean_and_error
+from grpo_fast.train.evaluate import mean_and_error
 from tests.docs.test_docs import README, ROOT, rows_of
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,7 +14,7 @@ from grpo_fast import Support
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.doctor import Diagnosis, diagnose
 from grpo_fast.rollout import Completion, Engine, Sampling
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.tiny import TEXTS, tiny_model
 
 BOS = "<|bos|>"

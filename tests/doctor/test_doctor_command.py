@@ -5,7 +5,7 @@ import pytest
 from grpo_fast.doctor import causes, command, diagnosis
 from grpo_fast.doctor.command import read
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.policy import load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_folder

@@ -14,8 +14,8 @@ import torch
 
 from grpo_fast.attention import dispatch
 from grpo_fast.attention.dispatch import Kind
-from grpo_fast.attention.kernels.spans import Saved
 from grpo_fast.attention.layout import AttentionParams, Spans
+from grpo_fast.attention.spans import Saved
 from tests.attention.layouts import ATTENTION
 
 EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
@@ -167,9 +167,8 @@ def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_wind
             monkeypatch.setitem(sys.modules, around, ModuleType(around))
         monkeypatch.setitem(sys.modules, module_name, module)
     else:
-        ops = SimpleNamespace(aten=module)
-        stand_in = SimpleNamespace(ops=ops, empty=torch.empty, uint64=torch.uint64)
-        monkeypatch.setattr(dispatch.cuda, "torch", stand_in)
+        stand_in = SimpleNamespace(**vars(torch) | {"ops": SimpleNamespace(aten=module)})
+        monkeypatch.setattr(dispatch.spans, "torch", stand_in)
     for has_softcap in (False, True) if name in ("fa2", "fa3") else (False,):
         kind = Kind("cpu", torch.float64, 8, has_window, has_softcap)
         assert dispatch.pair_of(ATTENTION[name], kind).gap() < 1e-14

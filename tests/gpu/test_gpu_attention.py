@@ -11,9 +11,8 @@ import itertools
 import pytest
 import torch
 
-from grpo_fast.attention import dispatch, pack_groups, plan_packs, register
+from grpo_fast.attention import dispatch, pack_groups, plan_packs, register, tree
 from grpo_fast.attention.dispatch import Kind
-from grpo_fast.attention.kernels import flex
 from grpo_fast.attention.layout import AttentionParams
 from tests.attention.layouts import inputs, results, two_levels
 from tests.tiny import tiny_model
@@ -87,14 +86,14 @@ def test_every_provider_is_the_dense_reference(kind):
     ids=str,
 )
 def test_flex_is_the_dense_reference(kind, bar):
-    """Check that flex, which CUDA uses if no other provider works, agrees with the dense reference.
+    """Check that tree, which CUDA uses if no other provider works, agrees with the dense reference.
 
     The test uses the tiny packed row of the self-test and a long packed row.
     """
-    assert dispatch.pair_of(flex.attend, kind).gap() <= bar
+    assert dispatch.pair_of(tree.attend_flex, kind).gap() <= bar
     (given, layout), rule = problem("shared", kind), rule_of(kind)
     expected = results(dispatch.dense_attention, given, layout, rule, torch.float64)
-    for x, y in zip(results(flex.attend, given, layout, rule), expected, strict=True):
+    for x, y in zip(results(tree.attend_flex, given, layout, rule), expected, strict=True):
         assert (x.double() - y).norm() <= bar * y.norm()
 
 

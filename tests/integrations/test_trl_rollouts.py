@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 trl = pytest.importorskip("trl", minversion="1.16")
 cases = importlib.import_module("tests.integrations.trl_cases")
@@ -238,6 +240,8 @@ def test_our_loop_samples_for_models_with_absolute_positions(tmp_path, family):
 
     TRL samples with dropout. Its `disable_dropout` does not change the dropout of OPT.
     """
+    if family == "opt" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("OPT of transformers 5.17 builds a padding mask, so TRL's forward pass is used")
     path = cases.folder(tmp_path / family, family, **ABSOLUTE[family])
     options = {"disable_dropout": True, "ends": ENDS, "num_iterations": 2, "max_steps": 3}
     theirs, ours = both(path, tmp_path, **options, **GREEDY)

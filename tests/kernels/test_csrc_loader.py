@@ -144,7 +144,7 @@ FALLBACKS: dict[str, tuple[Prepare, str]] = {
         variables(CXX="g++; touch {}/planted; $(touch {}/planted) #"), "the compiler did not run",
     ),
     "no_sources": (no_sources, "the C++ sources are neither in"),
-    "no_python_sources": (no_python_sources, "the losses of objective/losses.py, kl.py and"),
+    "no_python_sources": (no_python_sources, "the losses of objective/losses.py and kl.py"),
     "nobody": (nobody, "GRPO_FAST_CACHE: expected a folder"),
     "another_users_folder": (another_users_folder, "which belongs to uid"),
     "not_a_folder": (not_a_folder, "cannot write to the cache folder"),

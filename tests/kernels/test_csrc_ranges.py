@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from grpo_fast.kernels import route
-from grpo_fast.kernels.cpu import decode, gemm, linear, loader, rows
-from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import AddedRows, HeadInputs, LogitRows, LogitTransform
+from grpo_fast.kernels.cpu import decode, gemm, loader, rows
+from grpo_fast.kernels.types import AddedRows, HeadInputs, LogitRows, LogitTransform, SupportRows
 
 REASON = loader.unavailable("rows")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
@@ -37,7 +36,7 @@ def product(values=X, **places):
 
 def head(target_ids=IDS, bias=None, out=X):
     given = HeadInputs(HIDDEN, WEIGHT, bias, target_ids, TRANSFORM)
-    return linear.head_logps(given, return_entropy=False, logits_out=out)
+    return rows.head_logps(given, return_entropy=False, logits_out=out)
 
 
 def sets(index=None, **changes):

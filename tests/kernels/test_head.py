@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import route
-from grpo_fast.kernels.cpu import linear as linear_cpu
 from grpo_fast.kernels.cpu import loader as csrc_loader
+from grpo_fast.kernels.cpu import rows as linear_cpu
 from grpo_fast.kernels.types import POSITIVE16, Exponentials, HeadInputs, LogitTransform, widened
 from tests.kernels import formulas
 from tests.kernels.formulas import only_memory_of, reversed_programs, torch_threads
@@ -26,14 +26,14 @@ from tests.pairs import pairs
 REASON = csrc_loader.unavailable("linear") or csrc_loader.unavailable("gemm")
 NO_CPP = pytest.mark.skipif(REASON is not None, reason=f"no C++ kernels here: {REASON}")
 if IS_INTERPRETER:
-    from grpo_fast.kernels.gpu import exponentials, gradients, linear
+    from grpo_fast.kernels.gpu import gradients, linear
 
     def units_of(found: Exponentials, transform: LogitTransform) -> tuple[Tensor, Tensor]:
         ones = torch.ones(len(found.stats[0]))
         return gradients.times(ones, found, transform, len(ones))
 
     head_kernels = SimpleNamespace(
-        logps=linear.head_logps, weights=exponentials.head_exponentials, units=units_of
+        logps=linear.head_logps, weights=linear.head_exponentials, units=units_of
     )
     HEAD_KERNELS = [pytest.param(head_kernels, id="triton")]
 else:

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.kernels import route, support_reference
+from grpo_fast.kernels import route, support
 from grpo_fast.kernels.cpu import loader
-from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.types import HeadInputs, HeadTensors, LogitRows, LogitTransform
+from grpo_fast.kernels.types import HeadInputs, HeadTensors, LogitRows, LogitTransform, SupportRows
 from tests.kernels import formulas
 from tests.kernels.formulas import draw, only_memory_of, reversed_programs
 from tests.loss_cases import ENGINES, IS_INTERPRETER
@@ -218,7 +217,7 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
     In fp32, 1 + 1e8 − 1e8 is 0 in this order, but 1 in the opposite order. The test lowers the
     block size of the torch implementation to one row.
     """
-    monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
+    monkeypatch.setattr(support, "BLOCK_ELEMENTS", 2)
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
     out = torch.full((6, 2), torch.nan)
     hidden = torch.tensor([[1.0, 2.0], [1e8, 2e8], [-1e8, -2e8]])
@@ -254,6 +253,6 @@ def test_the_reference_is_taken_without_a_compiler(monkeypatch):
     route.kernel_module.cache_clear()
     monkeypatch.setattr(route.loader, "unavailable", lambda name="rows": "no compiler here")
     try:
-        assert route.kernel_module("support", "cpu") is support_reference
+        assert route.kernel_module("support", "cpu") is support
     finally:
         route.kernel_module.cache_clear()

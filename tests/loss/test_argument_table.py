@@ -21,7 +21,7 @@ import grpo_fast
 import grpo_fast.attention as attention
 from grpo_fast import DivergenceTerm, LossConfig, Support, TeacherHead
 from grpo_fast.kernels.gpu import launch
-from grpo_fast.objective import gae
+from grpo_fast.objective import ppo
 from tests.loss_cases import make_case, options_for, relative_l2, run
 
 T, H, V = 7, 4, 11
@@ -288,7 +288,7 @@ def test_global_precision_settings_do_not_reach_fp32_results():
 EXAMPLES = {name: getattr(grpo_fast, name) for name in grpo_fast.__all__}
 OF_ATTENTION = ("pack_tree", "pack_groups", "plan_packs", "head_of", "register")
 EXAMPLES |= {name: getattr(attention, name) for name in OF_ATTENTION}
-EXAMPLES["gae"] = gae.gae
+EXAMPLES["gae"] = ppo.gae
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from grpo_fast import TeacherHead, TeacherTopK, linear_divergence
-from grpo_fast.objective.divergences import DIVERGENCES
+from grpo_fast.objective.kl import DIVERGENCES
 from tests.loss_cases import ENGINES, HAS_GPU, IS_INTERPRETER, moved, on_device, relative_l2
 from tests.oracle_inputs import scaled_logits
 from tests.pairs import pairs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_fast import linear_logps
-from grpo_fast.kernels.cpu import linear as linear_cpu
+from grpo_fast.kernels.cpu import rows as linear_cpu
 from grpo_fast.kernels.head import sources as linear
 from tests.loss_cases import BACKENDS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast import linear_logps, logits_logps
-from grpo_fast.kernels import support_reference
+from grpo_fast.kernels import support
 from grpo_fast.kernels.head import support as head_support
 from tests import oracle_inputs
 from tests.loss_cases import (
@@ -56,7 +56,7 @@ def test_values_and_gradients(
         monkeypatch.setattr(head_support, name, cost)
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)  # 0 means chunks of 32 rows
     if workspace == "0":
-        monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 7 * H)
+        monkeypatch.setattr(support, "BLOCK_ELEMENTS", 7 * H)
     # 1. Make the inputs. Rows 5 to 8 get a gradient from the entropy only.
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*n, generator=g) for n in ((T, H), (V, H), (V,)))

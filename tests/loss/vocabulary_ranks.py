@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import grpo_fast
 from grpo_fast.kernels.route import unavailable
-from grpo_fast.objective.divergences import DIVERGENCES
+from grpo_fast.objective.kl import DIVERGENCES
 from tests import loss_cases, oracles
 from tests.loss_cases import (
     IS_INTERPRETER,

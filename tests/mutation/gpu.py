@@ -6,25 +6,35 @@ A bug that is planted in the C++ kernels and detected by the same test is not pl
 # Each entry has five fields: name, key of suites.SUITES, description of the fault, original text,
 # and replacement.
 PLANTS = {
-    "grpo_fast/kernels/gpu/coefficients.py": [
+    "grpo_fast/kernels/gpu/tokens.py": [
         ("triton-nan-hidden", "triton_nan", "the NaN of an active row has no gradient",
          "tl.where(lp != lp, lp, g)", "g"),
+        ("triton-extremes-step", "triton_tokens", "the least step includes the end of the vector",
+         "has_next = at + 1 < size", "has_next = at < size"),
+        ("triton-extremes-nan", "triton_tokens", "NaN in a vector is not seen",
+         "is_nan |= (inside & (x != x)).to(tl.int32)", "is_nan |= (inside & (x > x)).to(tl.int32)"),
+        ("triton-tokens-search", "triton_tokens", "the first token of a completion belongs to the one before",
+         "is_right = is_open & (offset <= row)", "is_right = is_open & (offset < row)"),
+        ("triton-tokens-mask", "triton_tokens", "advantages per token ignore the mask",
+         "at = row\n", "at = tokens\n"),
     ],
-    "grpo_fast/kernels/gpu/epilogue.py": [
+    "grpo_fast/kernels/gpu/math.py": [
         ("triton-clean-tile", "triton_linear", "a target in the right half of a tile counts as an ordinary column",
          "(target < start + COLS)", "(target < start + COLS // 2)"),
         ("triton-clean-edge", "triton_linear", "columns after the vocabulary are summed in tiles without a target",
          " | (start + COLS > V)", ""),
     ],
-    "grpo_fast/kernels/gpu/exponentials.py": [
+    "grpo_fast/kernels/gpu/linear.py": [
         ("beyond-logit", "triton_range", "the target's logit of a large transposed head is read from a wrong address",
          "offs_h.to(tl.int64) * stride_weight_h", "offs_h * stride_weight_h"),
-    ],
-    "grpo_fast/kernels/gpu/extremes.py": [
-        ("triton-extremes-step", "triton_tokens", "the least step includes the end of the vector",
-         "has_next = at + 1 < size", "has_next = at < size"),
-        ("triton-extremes-nan", "triton_tokens", "NaN in a vector is not seen",
-         "is_nan |= (inside & (x != x)).to(tl.int32)", "is_nan |= (inside & (x > x)).to(tl.int32)"),
+        ("triton-join-second-block", "triton_linear", "the entropy's sum of earlier slices keeps its old maximum",
+         "exp_z_sum + (row_max - new_max) * exp_sum) * rescale", "exp_z_sum + (row_max - new_max) * exp_sum)"),
+        ("triton-last-group", "triton_linear", "row blocks of an incomplete group get wrong indices",
+         "blocks = tl.minimum(row_blocks - first_block, group_blocks)", "blocks = group_blocks"),
+        ("triton-depth-tail", "triton_linear", "one column too many at the end of hidden and W",
+         "(offs_c < n_cols - col_start)", "(offs_c <= n_cols - col_start)"),
+        ("triton-weights-guard", "triton_weights", "weights of an unlikely target leave the range of bf16",
+         "normaliser = tl.where(high_nll, lse, normaliser)", "normaliser = normaliser"),
     ],
     "grpo_fast/kernels/gpu/gradients.py": [
         ("triton-scale-blocks", "triton_scale", "programs scale each other's elements again",
@@ -35,16 +45,6 @@ PLANTS = {
          "with torch.cuda.device_of(x):", "with torch.cuda.device(0):"),
         ("device-architecture", "devices", "a GPU uses the blocks for the architecture of the current GPU",
          "with torch.cuda.device(index):", "with torch.cuda.device(-1):"),
-    ],
-    "grpo_fast/kernels/gpu/linear.py": [
-        ("triton-join-second-block", "triton_linear", "the entropy's sum of earlier slices keeps its old maximum",
-         "exp_z_sum + (row_max - new_max) * exp_sum) * rescale", "exp_z_sum + (row_max - new_max) * exp_sum)"),
-        ("triton-last-group", "triton_linear", "row blocks of an incomplete group get wrong indices",
-         "blocks = tl.minimum(row_blocks - first_block, group_blocks)", "blocks = group_blocks"),
-        ("triton-depth-tail", "triton_linear", "one column too many at the end of hidden and W",
-         "(offs_c < n_cols - col_start)", "(offs_c <= n_cols - col_start)"),
-        ("triton-weights-guard", "triton_weights", "weights of an unlikely target leave the range of bf16",
-         "normaliser = tl.where(high_nll, lse, normaliser)", "normaliser = normaliser"),
     ],
     "grpo_fast/kernels/gpu/rows.py": [
         ("triton-loss-stride", "triton_stride", "a program computes only the first of its rows",
@@ -63,12 +63,6 @@ PLANTS = {
          "exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale\n    # 5. Compute the statistics of the row.", "exp_z_sum = exp_z_sum * rescale\n    # 5. Compute the statistics of the row."),
         ("triton-support-normaliser", "triton_support", "the slope of the other ids uses the maximum that includes the target",
          "d -= exp_fp32(row_max - lse) * others", "d -= exp_fp32(new_max - lse) * others"),
-    ],
-    "grpo_fast/kernels/gpu/tokens.py": [
-        ("triton-tokens-search", "triton_tokens", "the first token of a completion belongs to the one before",
-         "is_right = is_open & (offset <= row)", "is_right = is_open & (offset < row)"),
-        ("triton-tokens-mask", "triton_tokens", "advantages per token ignore the mask",
-         "at = row\n", "at = tokens\n"),
     ],
     "grpo_fast/kernels/gpu/target_rows.py": [
         ("triton-targets-stable", "triton_tokens", "equal ids are sorted in reverse",

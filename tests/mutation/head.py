@@ -26,9 +26,17 @@ PLANTS = {
         ("layers-stale-activation", "csrc_layers", "a replaced activation is ignored",
          " or module.act_fn is not act", ""),
     ],
-    "grpo_fast/kernels/head/divergence.py": [
+    "grpo_fast/kernels/head/terms.py": [
         ("divergence-teacher-chunk", "divergence", "every chunk uses the first rows of the teacher",
          "at.rows if index is None else index[at.rows]", "slice(0, count) if index is None else index[at.rows]"),
+        ("head-skips-entropy-rows", "logps", "rows with only an entropy gradient never reach dH and dW",
+         "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)"),
+        ("activity-weights", "triton_gradients", "rows without advantage are multiplied",
+         "torch.logical_and(terms.advantages, terms.policy_weights)", "terms.policy_weights != 0"),
+        ("activity-kl", "triton_gradients", "rows without advantage lose the gradient of their KL",
+         "terms.kl_weights is not None or terms.grad_entropy is not None", "terms.grad_entropy is not None"),
+        ("divergence-term-active-rows", "divergence_term", "rows without an advantage do not follow the teacher",
+         "(a.active() | b.active()).float()", "b.active().float()"),
     ],
     "grpo_fast/kernels/head/driver.py": [
         ("graphs-compaction", "graphs", "inactive rows are searched while a CUDA graph is captured",
@@ -92,16 +100,6 @@ PLANTS = {
          "* cost > len(rows.support.places)", "* cost < len(rows.support.places)"),
         ("support-entropy-slope", "support", "dH lacks the entropy's gradient",
          "if slopes is None or g_entropy is not None:", "if slopes is None:"),
-    ],
-    "grpo_fast/kernels/head/terms.py": [
-        ("head-skips-entropy-rows", "logps", "rows with only an entropy gradient never reach dH and dW",
-         "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)"),
-        ("activity-weights", "triton_gradients", "rows without advantage are multiplied",
-         "torch.logical_and(terms.advantages, terms.policy_weights)", "terms.policy_weights != 0"),
-        ("activity-kl", "triton_gradients", "rows without advantage lose the gradient of their KL",
-         "terms.kl_weights is not None or terms.grad_entropy is not None", "terms.grad_entropy is not None"),
-        ("divergence-term-active-rows", "divergence_term", "rows without an advantage do not follow the teacher",
-         "(a.active() | b.active()).float()", "b.active().float()"),
     ],
     "grpo_fast/kernels/head/shards.py": [
         ("shards-chunks-of-their-own", "shards", "ranks with smaller shards use larger chunks and deadlock",

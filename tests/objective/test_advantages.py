@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_fast import group_advantages
-from grpo_fast.objective.gae import gae
+from grpo_fast.objective.ppo import gae
 from tests.pairs import pairs
 
 WITHOUT_GROUPS = ("rewards", "baseline")
@@ -132,7 +132,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
 
     Loading a recipe with these settings must raise the same error.
     """
-    from grpo_fast.train.config.recipes import load_recipe
+    from grpo_fast.train.config import load_recipe
 
     rewards = torch.tensor([1.0, 0.0, 0.5])
     settings = ["rollout.group_size=1", f"advantages={mode}"]

@@ -15,8 +15,8 @@ import torch
 import yaml
 
 from grpo_fast import LossConfig, group_advantages, grpo_loss
-from grpo_fast.objective.gae import gae
 from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.ppo import gae
 
 FILES = yaml.safe_load(Path(__file__).with_name("published_numbers.yaml").read_text("utf-8"))
 PUBLISHED = [

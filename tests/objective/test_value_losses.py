@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from grpo_fast.objective.advantages import whitened
-from grpo_fast.objective.gae import gae
-from grpo_fast.objective.value import VALUE_LOSSES, explained_variance, value_losses
+from grpo_fast.objective.ppo import VALUE_LOSSES, explained_variance, gae, value_losses
 
 EPSILON, DELTA = 0.2, 0.7
 

@@ -9,8 +9,7 @@ from grpo_fast.data import Example
 from grpo_fast.data.prompts import Form
 from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import RewardError, build_rewards, check_examples, score
-from grpo_fast.train.config import DataConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import DataConfig, load_recipe
 from tests.reward_specs import ask, spec
 from tests.train.tiny_runs import sort
 

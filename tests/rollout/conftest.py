@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_fast.rollout.vllm import servers as servers_module
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_policy
 

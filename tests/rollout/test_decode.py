@@ -16,7 +16,7 @@ from grpo_fast.kernels.cpu import loader
 from grpo_fast.rollout import NonFiniteLogits, Sampling
 from grpo_fast.rollout.own import decode
 from grpo_fast.rollout.own import engine as hf
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.tiny import FAMILIES, tiny_model, tiny_policy
 from tests.train.tiny_steps import taken
 

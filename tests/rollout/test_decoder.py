@@ -17,7 +17,7 @@ from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.rollout import Sampling, generate
 from grpo_fast.rollout.own import decode, decoder
 from grpo_fast.rollout.own import engine as hf
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.tiny import tiny_policy
 
 # The first prompt is longer than the sliding windows of the tiny models (6 tokens).

@@ -9,7 +9,7 @@ from grpo_fast.attention import register
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout import Completion, Engine, Sampling, awake, generate
 from grpo_fast.rollout.own.cache import RolloutCache
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.attention.families import family_model
 from tests.tiny import tiny_model
 from tests.train.tiny_steps import taken

@@ -5,8 +5,8 @@ import torch
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import NonFiniteLogits, Sampling
+from grpo_fast.rollout.engine import Sampler, pick, seed_of
 from grpo_fast.rollout.own import engine as hf
-from grpo_fast.rollout.sampler import Sampler, pick, seed_of
 from tests.tiny import SYMBOLS, tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]  # different lengths need left padding

@@ -7,9 +7,8 @@ import torch
 
 from grpo_fast import Support
 from grpo_fast.rollout import Completion, Samples
-from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import EOS, LENGTH
-from grpo_fast.rollout.samples import COLUMNS
+from grpo_fast.rollout.samples import COLUMNS, table_of
 
 PROMPTS = [[3, 4], [5]]
 COMPLETIONS = [[6, 7, 1], [8], [9, 1], [2, 2, 2]]

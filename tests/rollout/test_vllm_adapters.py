@@ -8,7 +8,7 @@ import torch
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm import transfer
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.rollout.test_vllm_server import generate
 from tests.rollout.vllm_stand_in import UPDATE, StandIn, difference, engine_of
 from tests.tiny import SYMBOLS, tiny_model

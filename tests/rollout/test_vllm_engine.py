@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import Completion, EngineError, Sampling, awake
-from grpo_fast.rollout.engine import Request, warn_without_support
+from grpo_fast.rollout.engine import Request, VLLMOptions, warn_without_support
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.answers import StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
-from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import repack_heads
 from grpo_fast.train.config import EvalConfig
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.tiny import tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 ="]

@@ -10,11 +10,10 @@ import pytest
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import Completion, EngineError, NonFiniteLogits, Sampling
-from grpo_fast.rollout.engine import Request
+from grpo_fast.rollout.engine import Request, VLLMOptions
 from grpo_fast.rollout.vllm.answers import VLLMRequest
-from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.rollout.vllm_stand_in import GENERATE, UPDATE, Raw
 
 ERRORS = EngineError, ValueError, NonFiniteLogits

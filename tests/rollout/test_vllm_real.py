@@ -19,13 +19,13 @@ import torch
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError, awake, build_engine
+from grpo_fast.rollout.engine import VLLMOptions
 from grpo_fast.rollout.vllm.answers import ServerError
-from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import Server, run
 from grpo_fast.rollout.vllm.transfer import weights_of
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.config import load_recipe
+from grpo_fast.train.policy import build_tokenizer, load_policy
 from tests.command_line import invoke
 from tests.rollout.vllm_stand_in import difference
 from tests.train.resuming import result
@@ -265,7 +265,7 @@ import os, signal, sys, time
 from grpo_fast.rollout.vllm.servers import Server
 from grpo_fast.rollout.vllm.transfer import GlooGroup
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 sent, broadcast, call = [], GlooGroup.broadcast, Server.call
 def send_or_die(self, tensor):
     sent.append(tensor)

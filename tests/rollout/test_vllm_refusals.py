@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
+from grpo_fast.rollout.engine import VLLMOptions
 from grpo_fast.rollout.vllm import servers
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
-from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import Server, check_model, run
-from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.config import load_recipe
+from grpo_fast.train.policy import Policy
 from tests.command_line import invoke, refused
 from tests.rollout.vllm_stand_in import GENERATE, JOIN, START, UPDATE, Raw, StandIn, engine_of
 from tests.tiny import SYMBOLS, tiny_model

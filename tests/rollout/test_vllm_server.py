@@ -13,7 +13,7 @@ from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm import transfer
 from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights
 from grpo_fast.rollout.vllm.servers import Server, VLLMServers
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy
 from tests.rollout.vllm_stand_in import (
     FINISH,
     GENERATE,

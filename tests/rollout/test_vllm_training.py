@@ -8,7 +8,7 @@ import pytest
 from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError
 from grpo_fast.train import loop
-from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.policy import build_tokenizer, load_policy
 from tests.rollout.vllm_stand_in import GENERATE, UPDATE, StandIn
 from tests.train.resuming import config_of, run
 

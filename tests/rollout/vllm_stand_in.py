@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from grpo_fast.rollout import Samples, Sampling
+from grpo_fast.rollout.engine import VLLMOptions
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.rollout.vllm.transfer import GlooGroup
 from tests.train.tiny_steps import batch_of

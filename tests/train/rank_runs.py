@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from grpo_fast.errors import Stopped
 from grpo_fast.train import loop, ranks
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from grpo_fast.train.report import report
 from tests.command_line import ROOT
 from tests.train.resuming import TINY, Leave

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from grpo_fast import rollout
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.config import load_recipe
+from grpo_fast.train.policy import Policy
 from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report.page import read_parquet
 from grpo_fast.train.report.report import RunReport

@@ -13,7 +13,7 @@ from grpo_fast.data import Example
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 from grpo_fast.rewards import scorer_for
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from grpo_fast.train.report import page
 from grpo_fast.train.report.page import (
     harmless,

@@ -13,7 +13,7 @@ from grpo_fast.rewards import RewardSet, WeightedReward
 from grpo_fast.rollout import Samples
 from grpo_fast.train import collect as module
 from grpo_fast.train.collect import Advantages, Collector, PromptQueue, used_groups
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from grpo_fast.train.metrics import Clock
 from tests.train.tiny_steps import table_of
 

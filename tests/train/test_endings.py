@@ -171,7 +171,7 @@ def test_other_commands_on_a_full_disk_name_the_file(tmp_path, monkeypatch):
     run(tmp_path / "run", *TABLE)
     for name in ("x.json", "x.png"):
         (tmp_path / name).symlink_to("/dev/full")
-    monkeypatch.setattr("grpo_fast.train.models.policy.Policy.save", Mock(side_effect=FULL))
+    monkeypatch.setattr("grpo_fast.train.policy.Policy.save", Mock(side_effect=FULL))
     for command, *words, file in (
         ("eval", str(tmp_path / "run"), "n=2", f"out={tmp_path}/x.json"),
         ("plot", str(tmp_path / "run"), "-o", f"{tmp_path}/x.png"),
@@ -186,7 +186,7 @@ def test_other_commands_on_a_full_disk_name_the_file(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------------- Errors that end a run
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
-EVALUATE = "grpo_fast.train.evaluation.evaluate.evaluate"
+EVALUATE = "grpo_fast.train.evaluate.evaluate"
 COLLECTOR, REPORT = "grpo_fast.train.collect", "grpo_fast.train.report.report"
 LOSS, ADAM = "grpo_fast.train.update.packed_loss", "torch.optim.AdamW.step"
 SAVE = "grpo_fast.train.checkpoint"
@@ -228,7 +228,7 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     "a full disk for a checkpoint": ("safetensors.torch.save", (2, 99), FULL, NEWEST, 1, *EVERY),
     "an interrupt while saving": (f"{SAVE}._finish", 2, KEY, AFTER, 130, *EVERY),
     # The error occurs after the last step.
-    "a full disk for the model": ("grpo_fast.train.models.policy.Policy.save", 1, FULL,
+    "a full disk for the model": ("grpo_fast.train.policy.Policy.save", 1, FULL,
                                   "saved in RUN/step_000003", 1),
 }  # fmt: skip
 

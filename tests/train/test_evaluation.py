@@ -14,12 +14,19 @@ from grpo_fast.data import Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward, scorer_for
-from grpo_fast.train.config import DataConfig, EvalConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import DataConfig, EvalConfig, load_recipe
 from grpo_fast.train.config.words import save_config
-from grpo_fast.train.evaluation.command import find_model, read_settings, run_eval
-from grpo_fast.train.evaluation.evaluate import evaluate, mean_and_error, pass_at_k
-from grpo_fast.train.evaluation.questions import SHOWN_PROMPT, asking_lines, data_lines
+from grpo_fast.train.evaluate import (
+    SHOWN_PROMPT,
+    asking_lines,
+    data_lines,
+    evaluate,
+    find_model,
+    mean_and_error,
+    pass_at_k,
+    read_settings,
+    run_eval,
+)
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_fast.train.config import RewardConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import RewardConfig, load_recipe
 from grpo_fast.train.folder import FILES, check_same, fingerprints
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder

@@ -6,9 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from grpo_fast.data.hub import MOST_LAYERS
-from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.models import loading
+from grpo_fast.train import policy
+from grpo_fast.train.config import load_recipe
+from grpo_fast.train.policy import MOST_LAYERS
 from tests.command_line import invoke, refused, write_recipe
 
 ESCAPE = "\x1b"
@@ -20,7 +20,7 @@ def change_json(path: Path, **fields) -> None:
 
 
 # -------------------------------------------------------------------------------- Unexpected errors
-EVAL = "grpo_fast.train.evaluation.command.run_eval"
+EVAL = "grpo_fast.train.evaluate.run_eval"
 
 
 def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
@@ -126,11 +126,11 @@ def test_a_device_of_this_machine_and_one_that_is_not_here(monkeypatch, gpus, na
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     device = load_recipe("sort", [f"model.device={name}"]).model.device
     if found is not None:
-        assert str(loading._device(device)) == found
+        assert str(policy._device(device)) == found
         return
     said = rf"model.device: expected auto, cpu or a GPU .*\(it has {gpus}\), got {name}"
     with pytest.raises(ValueError, match=said):
-        loading._device(device)
+        policy._device(device)
 
 
 # ----------------------------------------------------------------------- Settings of a training run

@@ -13,8 +13,7 @@ from grpo_fast import LossConfig, attention
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.models.loading import apply_options, load_policy
-from grpo_fast.train.models.policy import Policy, Reference
+from grpo_fast.train.policy import Policy, Reference, apply_options, load_policy
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
 from tests.train.tiny_steps import batch_of, gradients, rollout_of
 

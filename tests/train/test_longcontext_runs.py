@@ -4,7 +4,7 @@ import pytest
 
 from grpo_fast.data.prompts import question_key
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from tests.data import test_data
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder

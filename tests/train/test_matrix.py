@@ -120,7 +120,7 @@ def test_accumulation_changes_nothing(tmp_path, loss, monkeypatch, caplog):
     def refuse(model):
         raise ValueError("rope_type: 'some'")
 
-    monkeypatch.setattr("grpo_fast.train.models.policy.check_supported", refuse)
+    monkeypatch.setattr("grpo_fast.train.policy.check_supported", refuse)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         close(whole, sort(tmp_path / "packed", *options))
     said = "completions are computed alone, without shared prompts: rope_type: 'some'"

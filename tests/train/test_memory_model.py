@@ -10,12 +10,9 @@ from benchmarks.trainers.step import peak_bytes
 from grpo_fast.attention import pack_groups, trunk_tokens
 from grpo_fast.attention.hybrid import recurrent_layers
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, RunConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train import policy as policies
+from grpo_fast.train.config import ModelConfig, RunConfig, load_recipe
 from grpo_fast.train.config.words import validated
-from grpo_fast.train.models import policy as policies
-from grpo_fast.train.models.loading import apply_options
-from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.plan import (
     KNOWN_MODELS,
     UNLIMITED,
@@ -26,6 +23,7 @@ from grpo_fast.train.plan import (
     token_budget,
     trainable_parameters,
 )
+from grpo_fast.train.policy import Policy, apply_options
 from tests.attention.families import family_model
 from tests.command_line import invoke
 from tests.tiny import SYMBOLS, tiny_model

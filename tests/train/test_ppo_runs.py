@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from grpo_fast.train import run as trainer
 from grpo_fast.train.critic import Critic
 from grpo_fast.train.folder import checkpoints_in
-from grpo_fast.train.optimizer import Optimizer, schedule
+from grpo_fast.train.update import Optimizer, schedule
 from tests.train.tiny_runs import sort
 
 PPO = ["advantages=gae", "critic={}"]

@@ -9,7 +9,7 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.critic import Critic, value_metrics
-from grpo_fast.train.models.policy import Reference
+from grpo_fast.train.policy import Reference
 from grpo_fast.train.update import precompute
 from tests.pairs import pairs
 from tests.tiny import tiny_policy

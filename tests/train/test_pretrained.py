@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.policy import load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.tiny import TEXTS, tiny_folder
 from tests.train.test_hostile_input import change_json

@@ -20,13 +20,11 @@ from grpo_fast.train import loop
 from grpo_fast.train import ranks as train_ranks
 from grpo_fast.train import update as gradients
 from grpo_fast.train.batch import balanced
-from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import ModelConfig, load_recipe
 from grpo_fast.train.folder import checkpoints_in
-from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.optimizer import Optimizer
+from grpo_fast.train.policy import Policy, load_policy
 from grpo_fast.train.report import report
+from grpo_fast.train.update import Optimizer
 from tests.data.test_data import write_lines
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model
 from tests.train.rank_runs import SMALL, train

@@ -5,8 +5,7 @@ import torch
 
 from grpo_fast import LossConfig
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
-from grpo_fast.train.models.loading import load_policy
-from grpo_fast.train.models.policy import Reference
+from grpo_fast.train.policy import Reference, load_policy
 from tests import oracles
 from tests.tiny import tiny_folder
 from tests.train.tiny_runs import sort

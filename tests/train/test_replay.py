@@ -12,10 +12,9 @@ import torch
 from grpo_fast import Support, grpo_loss
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.rollout import generate
-from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig, load_recipe
 from grpo_fast.train.metrics import support_metrics
-from grpo_fast.train.models.policy import Reference
+from grpo_fast.train.policy import Reference
 from grpo_fast.train.update import precompute
 from tests.tiny import tiny_policy
 from tests.train.tiny_runs import sort

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from grpo_fast.errors import escape_control
-from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import RunConfig, load_recipe
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.folder import check_folder, locked
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth

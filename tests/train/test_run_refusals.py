@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from tests.command_line import RECIPE, invoke, refused, write_recipe
 from tests.data.test_data import write_lines
 from tests.train.test_hostile_input import change_json
@@ -107,7 +107,7 @@ TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").
 @pytest.fixture
 def no_model(monkeypatch):
     """Make the test fail if the command loads a model."""
-    for name in ("grpo_fast.train.loop.load_policy", "grpo_fast.train.models.loading.load_policy"):
+    for name in ("grpo_fast.train.loop.load_policy", "grpo_fast.train.policy.load_policy"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("a model was loaded"))
 
 

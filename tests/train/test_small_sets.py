@@ -7,7 +7,7 @@ import os
 import pytest
 
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.train.test_run_refusals import texts_recipe

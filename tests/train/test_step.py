@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig
-from grpo_fast.objective.baseline import RunningBaseline, split_options
+from grpo_fast.objective.advantages import RunningBaseline, split_options
 from grpo_fast.rollout import Samples
 from grpo_fast.train.batch import Totals
 from grpo_fast.train.collect import Advantages

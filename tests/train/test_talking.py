@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grpo_fast.train.config.recipes import recipe_names, recipe_table
+from grpo_fast.train.config import recipe_names, recipe_table
 from grpo_fast.train.report.page import step_html
 from grpo_fast.train.report.report import closing_lines, shown_number
 from tests.command_line import ROOT, invoke, write_recipe

@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from grpo_fast import LossConfig
-from grpo_fast.train.config import LossSettings, RunConfig
-from grpo_fast.train.config.recipes import load_recipe, recipe_names
+from grpo_fast.train.config import LossSettings, RunConfig, load_recipe, recipe_names
 from grpo_fast.train.config.words import read_yaml, save_config, validated
 from tests.command_line import invoke, refused
 

@@ -12,10 +12,9 @@ from grpo_fast.rewards import build_rewards, score
 from grpo_fast.rollout import Completion
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train import loop
-from grpo_fast.train.config import OptimConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import OptimConfig, load_recipe
 from grpo_fast.train.metrics import LossMetrics, reward_metrics
-from grpo_fast.train.optimizer import Optimizer, schedule
+from grpo_fast.train.update import Optimizer, schedule
 from tests.tiny import tiny_folder
 from tests.train.resuming import config_of
 from tests.train.tiny_runs import logged, questions, run, sort

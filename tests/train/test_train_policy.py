@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own.engine import LOOP, difference_of
 from grpo_fast.train.config import ModelConfig
-from grpo_fast.train.models.loading import load_policy, self_check
-from grpo_fast.train.models.policy import Policy
+from grpo_fast.train.policy import Policy, load_policy, self_check
 from tests.pairs import pairs
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model, tiny_policy
 from tests.train.tiny_steps import batch_of, logits_of, rollout_of, taken

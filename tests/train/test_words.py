@@ -7,9 +7,8 @@ import pytest
 
 from grpo_fast.doctor.command import read
 from grpo_fast.errors import nearest_name
-from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.rollout.engine import VLLMOptions
+from grpo_fast.train.config import RunConfig, load_recipe
 from grpo_fast.train.config.words import (
     described,
     dotted_keys,
@@ -18,7 +17,7 @@ from grpo_fast.train.config.words import (
     recipe_in,
     save_config,
 )
-from grpo_fast.train.evaluation.command import read_settings
+from grpo_fast.train.evaluate import read_settings
 from grpo_fast.train.plan import plan
 from tests.command_line import invoke, refused
 

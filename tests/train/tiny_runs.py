@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.train import loop
-from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.config import load_recipe
 from tests.data.test_data import write_lines
 
 TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "data.n_test=16",

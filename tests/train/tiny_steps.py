@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fast import LossConfig, Support
 from grpo_fast.rollout import Completion, Samples
-from grpo_fast.rollout import completions as rollouts
+from grpo_fast.rollout import samples as rollouts
 from grpo_fast.rollout.engine import EOS, LENGTH
 from grpo_fast.train import update as train_gradients
 from grpo_fast.train.batch import MicroBatch, StepBatch

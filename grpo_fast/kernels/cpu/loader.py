@@ -228,7 +228,7 @@ def compile_library(
         try:
             printed = loss_codegen.header()
         except OSError as error:  # Python has no source files
-            what = "the losses of objective/losses.py, kl.py and divergences.py"
+            what = "the losses of objective/losses.py and kl.py"
             raise CsrcUnavailable(f"{what} cannot be printed as C++: {error}") from error
         texts = [path.read_bytes() for path in [source, *sorted(sources.rglob("*.h"))]]
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]

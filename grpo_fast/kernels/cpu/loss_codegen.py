@@ -13,8 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 
-from grpo_fast.objective.divergences import DIVERGENCES
-from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.kl import DIVERGENCES, KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, TokenFunction, bind
 
 MAX_PARAMS = 4  # p0 … p3 of the kernels
@@ -28,7 +27,7 @@ WORDS = {
     "where": "where", "clamp": "clamp", "sigmoid": "sigmoid",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
-# Helper functions of kl.py and divergences.py that are not translated, with the names of their C++
+# Helper functions of kl.py that are not translated, with the names of their C++
 # implementations.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}

@@ -1,11 +1,24 @@
-"""Row kernels in C++ for the CPU: log-probabilities, losses, divergences and token sets.
+"""Kernels in C++ for the CPU: log-probabilities, losses, divergences, token sets and the LM head.
 
 csrc/api/rows.cpp has the interface of reference.py, csrc/api/divergence.cpp that of
-divergence_reference.py, and csrc/api/support.cpp that of support_reference.py.
+kernels/divergence.py, and csrc/api/support.cpp that of kernels/support.py.
 
 `row_logps` reads each logit once. `row_grad_` and `row_loss_` read and write each logit once. Each
 pass computes one exponential per logit, or two with a soft cap. The bits of a row depend on that
 row only.
+
+csrc/api/linear.cpp fuses the LM head with log-softmax:
+
+    raw = hidden · Wᵀ + bias,  z = transform(raw)  ->  lse, logp, entropy, optionally exponentials
+
+The kernel sums the softmax statistics of a block of logits while the block is in cache. A pass
+without gradients therefore stores no logits. A pass with gradients writes one exponential per
+logit. An exponential is the gradient with respect to its logit, divided by a factor that all
+columns of the row share. gpu/linear.py derives this.
+
+Each block of W is read from memory once per group of rows. A stored exponential takes 4 bytes for
+fp32 inputs, and 2 bytes for bf16 inputs (POSITIVE16, which has two more significant bits than
+bf16). Exponentials that make up more than 1/16 of their row are also returned in fp32.
 """
 
 from __future__ import annotations
@@ -16,21 +29,25 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader, loss_codegen
-from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
+from grpo_fast.kernels.cpu.gemm import uses_tiles
+from grpo_fast.kernels.divergence import DivergenceRows, DivergenceTerm
 from grpo_fast.kernels.types import (
+    POSITIVE16,
+    Dominant,
+    Exponentials,
     HeadInputs,
+    HeadRows,
     LogitRows,
     RowLoss,
     RowStats,
+    SupportRows,
     contiguous_rows,
     detached,
     vector,
 )
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.divergences import DIVERGENCES
-from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.kl import DIVERGENCES, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
 
@@ -109,7 +126,7 @@ def row_divergence_(
     out: Tensor | None = None,  # (C, V)
     known: DivergenceRows | None = None,
 ) -> DivergenceRows:
-    """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
+    """Compute divergences and their gradient, like `divergence.row_divergence_`.
 
     The logits are fp32, without `offsets`. `out` must not be the student's logits.
     """
@@ -122,7 +139,7 @@ def row_divergence_(
     return DivergenceRows(*sums.view(4, -1))
 
 
-# ---- LM head restricted to token sets, with the interface of support_reference.py
+# ---- LM head restricted to token sets, with the interface of kernels/support.py
 
 
 def target_places(
@@ -130,7 +147,7 @@ def target_places(
 ) -> tuple[Tensor, Tensor]:
     """Find the position of each target in its token set, in C++.
 
-    `support_reference.target_places` documents the arguments and results.
+    `support.target_places` documents the arguments and results.
     """
     operator = loader.operator("support", "support_places")
     found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
@@ -140,7 +157,7 @@ def target_places(
 def head_rows(
     p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
 ) -> HeadRows:
-    """Compute logits and statistics over token sets in C++, like `support_reference.head_rows`.
+    """Compute logits and statistics over token sets in C++, like `support.head_rows`.
 
     Each weight row is read from memory once.
     """
@@ -153,14 +170,70 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Compute dH in C++ from d-logits of token sets, like `support_reference.head_hidden`."""
+    """Compute dH in C++ from d-logits of token sets, like `support.head_hidden`."""
     operator = loader.operator("support", "support_hidden")
     out: Tensor = operator(d, contiguous_rows(weight), rows.ids, rows.offsets)
     return out
 
 
 def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
-    """Compute dW in C++ from d-logits of token sets, like `support_reference.head_weight`."""
+    """Compute dW in C++ from d-logits of token sets, like `support.head_weight`."""
     loader.operator("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, rows.hidden_index, out, add
     )
+
+
+# ---- LM head from hidden states, with the interface of kernels/gpu/linear.py
+def _tensors(p: HeadInputs) -> tuple[Tensor | None, ...]:
+    """Return hidden, weight, bias and target ids in the form that the C++ operator requires."""
+    hidden = contiguous_rows(p.hidden)
+    weight = contiguous_rows(p.weight)
+    return hidden, weight, vector(p.bias), p.target_ids.contiguous()
+
+
+def head_logps(
+    p: HeadInputs, *, return_entropy: bool, logits_out: Tensor | None = None
+) -> RowStats:
+    """Compute the lse, the target's log-probability and, if requested, the entropy of every row.
+
+    The result equals `row_logps(hidden @ weight.T + bias, …)`. A target id outside [0, V) is never
+    read, and its logp is NaN.
+
+    Args:
+        p: the hidden states, the LM head and the targets, in fp32 or bf16.
+        return_entropy: also compute the entropy.
+        logits_out: (T, V) fp32 destination of the raw logits. The results are bitwise identical
+            with and without it.
+
+    Returns:
+        lse, logps and entropy (or None), (T,) fp32 each.
+    """
+    # Pass False and twice None: no exponentials, and no statistics from an earlier call.
+    lse, logps, entropy, *_ = loader.operator("linear", "linear_rows")(
+        *_tensors(p), logits_out, False, None, None, *p.transform, return_entropy,
+        uses_tiles(p.weight),
+    )  # fmt: skip
+    return lse, logps, entropy if return_entropy else None
+
+
+def head_exponentials(
+    p: HeadInputs, out: Tensor, *, return_entropy: bool = False, known: RowStats | None = None
+) -> Exponentials:
+    """Compute the statistics of `head_logps` and write the `Exponentials` E to `out`.
+
+    Elements of a 16-bit E that make up more than 1/16 of their row are also returned in fp32.
+
+    Args:
+        p: the hidden states, the LM head and the targets.
+        out: (T, V) fp32 or POSITIVE16, any row stride.
+        return_entropy: also compute the entropy.
+        known: statistics of these rows from an earlier call, which are then not computed again.
+            `out` is bitwise identical with and without this argument.
+    """
+    given = (None, None) if known is None else (vector(known[0]), vector(known[1]))
+    lse, logps, entropy, unit, target_unit, *dominant = loader.operator("linear", "linear_rows")(
+        *_tensors(p), out, True, *given, *p.transform, return_entropy, uses_tiles(p.weight),
+    )  # fmt: skip
+    stats = known if known is not None else (lse, logps, entropy if return_entropy else None)
+    found = Dominant(*dominant) if out.dtype == POSITIVE16 else None
+    return Exponentials(stats, unit, target_unit, found)

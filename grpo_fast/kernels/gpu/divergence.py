@@ -14,7 +14,7 @@ HBM traffic is 12 bytes per pair of logits: the first pass reads both in fp32, a
 writes the gradient. All other reads hit L2. For the student's most likely logit, the gradient is
 computed as (1 - p)·slope - p·(center - slope), which is accurate even if p is close to 1.
 
-The divergence functions come from objective/divergences.py. Sums are fp32 per lane and are reduced
+The divergence functions come from objective/kl.py. Sums are fp32 per lane and are reduced
 in a fixed order.
 """
 
@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.coefficients import device_function
+from grpo_fast.kernels.divergence import DivergenceRows, DivergenceTerm
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, final_logits, log1p
-from grpo_fast.kernels.teachers import DivergenceRows, DivergenceTerm
+from grpo_fast.kernels.gpu.tokens import device_function
 from grpo_fast.kernels.types import LogitRows, vector
-from grpo_fast.objective.divergences import DIVERGENCES
+from grpo_fast.objective.kl import DIVERGENCES
 
 # Number of columns and of warps per block, which gives each thread two columns. With these values,
 # Triton 3.6 and 3.9 spill no registers on any architecture. With four columns per thread, registers
@@ -183,7 +183,7 @@ def row_divergence_(
     out: Tensor | None = None,  # (C, V) fp32
     known: DivergenceRows | None = None,
 ) -> DivergenceRows:
-    """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
+    """Compute divergences and their gradient, like `divergence.row_divergence_`.
 
     The logits are fp32, without `offsets`. `out` must not be the student's logits.
     """

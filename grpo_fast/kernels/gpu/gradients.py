@@ -6,7 +6,7 @@
     add_targets_   the contribution of the targets to dW (target_rows.py)
     scale_         gradients *= upstream gradient, in the backward pass
 
-exponentials.py defines the matrix E of exponentials, unit and target_unit. y_t is the target of row
+linear.py defines the matrix E of exponentials, unit and target_unit. y_t is the target of row
 t. For each element of a (C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and
 scaled_hidden 4 bytes. A coefficient of 0 gives exact zeros, even in rows with NaN. scale_ reads and
 writes each gradient once. If its factor is 1, as in `loss.backward()`, every program returns

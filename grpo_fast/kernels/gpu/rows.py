@@ -32,9 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels.gpu.coefficients import loss_and_slope, loss_arguments
 from grpo_fast.kernels.gpu.launch import launch, multiprocessors, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, final_logits, finish
+from grpo_fast.kernels.gpu.tokens import loss_and_slope, loss_arguments
 from grpo_fast.kernels.types import LogitRows, RowLoss, RowStats, vector
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig

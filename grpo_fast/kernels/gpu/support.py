@@ -1,4 +1,4 @@
-"""LM head restricted to token sets, in Triton, with the interface of support_reference.py.
+"""LM head restricted to token sets, in Triton, with the interface of kernels/support.py.
 
     raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row
     z = transform(raw) -> lse, logp, entropy
@@ -31,11 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_fast.kernels import support_reference
+from grpo_fast.kernels import support
 from grpo_fast.kernels.gpu.launch import ceil_div, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32, expm1, finish
-from grpo_fast.kernels.support import HeadRows, SupportRows
-from grpo_fast.kernels.types import HeadInputs
+from grpo_fast.kernels.types import HeadInputs, HeadRows, SupportRows
 
 # Maximum hidden size of the token-set kernel. One row of `hidden` and one row of slopes must fit
 # into the registers of 16 warps.
@@ -205,7 +204,7 @@ def sums_kernel(
 def head_rows(
     p: HeadInputs, rows: SupportRows, *, return_entropy: bool, return_slopes: bool
 ) -> HeadRows:
-    """Compute fp32 logits and statistics over token sets, like `support_reference.head_rows`.
+    """Compute fp32 logits and statistics over token sets, like `support.head_rows`.
 
     The other results are bitwise identical with and without slopes.
     """
@@ -214,7 +213,7 @@ def head_rows(
     # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
     # registers.
     if width > SUPPORT_COLUMNS:
-        return support_reference.head_rows(
+        return support.head_rows(
             p, rows, return_entropy=return_entropy, return_slopes=return_slopes
         )
     block_k, block_h, warps = support_config(width, weight.dtype, aligned=is_aligned(weight))
@@ -231,7 +230,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, H) fp32
-    """Compute dH from d-logits over token sets, like `support_reference.head_hidden`."""
+    """Compute dH from d-logits over token sets, like `support.head_hidden`."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out, add=False)
@@ -239,7 +238,7 @@ def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:  # (R, 
 
 
 def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, add: bool) -> None:
-    """Compute dW from d-logits over token sets, like `support_reference.head_weight`.
+    """Compute dW from d-logits over token sets, like `support.head_weight`.
 
     Each element of `out` is written once.
     """

@@ -380,7 +380,7 @@ class ExponentialHead(DenseHead):
     """A dense LM head that stores exponentials E instead of logits.
 
     The epilogue of the GEMM writes them once, in 2 bytes per logit in 16 bits and 4 in fp32. The
-    d-logits are E times a factor per row, so no row kernel runs. gpu/exponentials.py defines E and
+    d-logits are E times a factor per row, so no row kernel runs. gpu/linear.py defines E and
     the factors.
     """
 

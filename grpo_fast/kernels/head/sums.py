@@ -31,11 +31,11 @@ from torch import Tensor
 
 from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.head import products
-from grpo_fast.kernels.support import SupportRows
 from grpo_fast.kernels.types import (
     AddedRows,
     Coefficients,
     HeadTensors,
+    SupportRows,
     Wanted,
     add_rows_,
     pad_rows,

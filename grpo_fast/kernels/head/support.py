@@ -22,8 +22,15 @@ from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.head.sources import Chunk, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients, HeadSums
 from grpo_fast.kernels.route import Route, kernel_module
-from grpo_fast.kernels.support import HeadRows
-from grpo_fast.kernels.types import ActiveRows, HeadInputs, HeadTensors, RowStats, pad_rows, padded
+from grpo_fast.kernels.types import (
+    ActiveRows,
+    HeadInputs,
+    HeadRows,
+    HeadTensors,
+    RowStats,
+    pad_rows,
+    padded,
+)
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
 
 # Time of a gathered logit, divided by the time of a logit in a dense product. On one core of an

@@ -18,10 +18,10 @@ from grpo_fast.attention import Head, TreeLayout, split_recurrent_layers
 from grpo_fast.kernels.cpu.layers import linear
 from grpo_fast.kernels.head.products import matmul_logits
 from grpo_fast.kernels.route import uses_csrc_gemm
-from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.types import Support
+from grpo_fast.rollout.engine import Draw, Sampling, sample
 from grpo_fast.rollout.own.cache import RolloutCache, register
 from grpo_fast.rollout.own.decoder import decoder_of
-from grpo_fast.rollout.sampler import Draw, Sampling, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

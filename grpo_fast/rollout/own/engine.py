@@ -17,9 +17,17 @@ from grpo_fast.attention import check_supported, check_tolerance, small_windows
 from grpo_fast.attention.agree import draw_groups, in_fp32, starts_of, worst_gap
 from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.kernels.agree import Pair, exceeds
-from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
+from grpo_fast.rollout.engine import (
+    EOS,
+    LENGTH,
+    Completion,
+    Engine,
+    Request,
+    Sampler,
+    Sampling,
+    uniforms,
+)
 from grpo_fast.rollout.own.decode import Decoded, SupportRecorder, decode
-from grpo_fast.rollout.sampler import Sampler, Sampling
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel

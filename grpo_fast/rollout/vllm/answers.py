@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from grpo_fast.errors import EngineError, NonFiniteLogits, escape_control, reason, require
-from grpo_fast.kernels.support import Support
+from grpo_fast.kernels.types import Support
 from grpo_fast.rollout import engine
 from grpo_fast.rollout.engine import Completion, Request
 

@@ -30,10 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fast.errors import EngineError, escape_control, reason, require
-from grpo_fast.rollout.engine import Completion, Engine, Request
+from grpo_fast.rollout.engine import Completion, Engine, Request, VLLMOptions
 from grpo_fast.rollout.vllm import answers, transfer
 from grpo_fast.rollout.vllm.answers import BadAnswer, ServerError, VLLMRequest
-from grpo_fast.rollout.vllm.options import VLLMOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ import torch
 
 import grpo_fast
 from grpo_fast import LossConfig
-from grpo_fast.kernels.gpu import coefficients, gradients, target_rows
+from grpo_fast.kernels.gpu import gradients, target_rows, tokens
 from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head.terms import TokenLevel
 from grpo_fast.kernels.reference import final_logits
@@ -168,7 +168,7 @@ def test_coefficients():
     logps[11] = NAN
     config = LossConfig("grpo", beta=0.1, kl_times_ratio=True, kl_clamp=0.4)
     with only_memory_of(logps, *terms):
-        found = coefficients.row_coefficients(logps, terms, config)
+        found = tokens.row_coefficients(logps, terms, config)
     for actual, expected in zip(found, torch_coefficients(logps, terms, config), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 

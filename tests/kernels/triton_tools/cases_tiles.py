@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_fast import linear_logps
-from grpo_fast.kernels.gpu import exponentials, linear
+from grpo_fast.kernels.gpu import linear
 from grpo_fast.kernels.gpu.linear import LinearConfig
 from grpo_fast.kernels.types import HeadInputs, LogitTransform
 from grpo_fast.loss import call
@@ -65,7 +65,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
         check_gradient(weights, units, *given)
         assert torch.equal(weights, expected[2]) and torch.equal(units, expected[1])
         unaligned = torch.full((70, 203), torch.nan, dtype=dtype)[:, 1:201]
-        exponentials.head_exponentials(HeadInputs(*given), unaligned)
+        linear.head_exponentials(HeadInputs(*given), unaligned)
         assert torch.equal(unaligned, weights) and torch.equal(stats[1], expected[0][1])
 
 
@@ -144,7 +144,7 @@ def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
             sweeps.append(is_touched.nonzero()[:, 0].tolist())
             out[~is_touched] = before[~is_touched]
 
-    monkeypatch.setattr(exponentials, "sweep", spy)
+    monkeypatch.setattr(linear, "sweep", spy)
     assert torch.equal(weigh(HEAD, *given)[2], expected)
     assert sweeps == [list(range(64, 128))]
 

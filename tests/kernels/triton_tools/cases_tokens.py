@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_fast import LossConfig, linear_grpo_loss
-from grpo_fast.kernels.gpu import extremes, target_rows, tokens
+from grpo_fast.kernels.gpu import target_rows, tokens
 from grpo_fast.loss import checks
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
@@ -96,7 +96,7 @@ VECTORS = [
 @pytest.mark.parametrize("count", [1, 8, 9, 10])
 def test_extremes(count):
     given = VECTORS[:count]
-    found = extremes.extremes(given)
+    found = tokens.extremes(given)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found[:, :2], checks.extremes(given, "torch")[:, :2], equal_nan=True)
     for row, x in zip(found.tolist(), given, strict=True):

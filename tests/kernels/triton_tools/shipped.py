@@ -16,18 +16,16 @@ import torch
 
 from benchmarks.gpu.row_candidates import CANDIDATES
 from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
-from grpo_fast.kernels.gpu import coefficients, exponentials, extremes, gradients, tokens
+from grpo_fast.kernels.divergence import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.gpu import divergence as divergence_triton
+from grpo_fast.kernels.gpu import gradients, tokens
 from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import support as support_triton
-from grpo_fast.kernels.support import SupportRows
-from grpo_fast.kernels.teachers import DivergenceTerm, TeacherHead
-from grpo_fast.kernels.types import Exponentials, HeadInputs, LogitRows, LogitTransform
+from grpo_fast.kernels.types import Exponentials, HeadInputs, LogitRows, LogitTransform, SupportRows
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
-from grpo_fast.objective.divergences import DIVERGENCES
-from grpo_fast.objective.kl import KL_ESTIMATORS
+from grpo_fast.objective.kl import DIVERGENCES, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 
 ROWS = 64
@@ -75,9 +73,9 @@ def written(
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
     v = torch.ones(ROWS)
     stats = (v, v, None) if known else None
-    exponentials.head_exponentials(arguments, out, return_entropy=has_entropy, known=stats)
+    linear_triton.head_exponentials(arguments, out, return_entropy=has_entropy, known=stats)
     if not known:
-        exponentials.head_exponentials(
+        linear_triton.head_exponentials(
             arguments, out, return_entropy=has_entropy,
             loss=(RowTerms(v, v, v, v, v), LossConfig("dapo", beta=0.1, kl_times_ratio=True)),
         )  # fmt: skip
@@ -124,8 +122,8 @@ def around_calls() -> None:
     v, ids = torch.ones(ROWS), torch.zeros(ROWS, dtype=torch.long)
     for cu, given, index in ((ids.int(), [v] * 3, None), (None, [v], ids)):
         tokens.expanded(index, cu, ROWS, 4, v, given, per_token=cu is None)
-    extremes.extremes([v, ids, ids.int(), v.double(), v == 0])
-    extremes.extremes([v] * extremes.VECTORS)
+    tokens.extremes([v, ids, ids.int(), v.double(), v == 0])
+    tokens.extremes([v] * tokens.VECTORS)
     gradients.sorted_targets(ids)
 
 
@@ -167,7 +165,7 @@ def loss(config: LossConfig) -> None:
     logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
     p = LogitRows(logits, target, LogitTransform())
     rows_triton.row_loss_(p, logits, RowTerms(v, v, v, v, v), config, return_entropy=False)
-    coefficients.row_coefficients(v, RowTerms(v, v, v, v, v), config)
+    tokens.row_coefficients(v, RowTerms(v, v, v, v, v), config)
 
 
 def kept(sizes: KeptRows) -> None:

@@ -1,1 +1,0 @@
-"""Attention kernels for packed rows, with one provider per file."""

@@ -1,1 +1,0 @@
-"""Evaluation on held-out questions, used by training runs and by `grpo-fast eval`."""

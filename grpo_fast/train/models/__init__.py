@@ -1,1 +1,0 @@
-"""Policy and reference models of a run, how they are loaded, and options that save memory."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 # stores keys, so it needs more than a state.
 STORES = {"update_conv_state", "update_recurrent_state"}
 ATTENDS = {"update", "update_indexer"}
+# Names of the argument that is the cache. transformers 5.24 calls it `cache` in all layers.
+CACHES = "cache", "cache_params", "past_key_values"
 # Layer types whose masks a hybrid model accepts in a dictionary.
 MASKS = "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid"
 # Segments share a batch if padding adds at most this share of their tokens, plus LOOSE tokens.
@@ -279,7 +281,7 @@ def _cache_name(kind: type[nn.Module]) -> str | None:
     if not STORES & names or ATTENDS & names:
         return None
     arguments = inspect.signature(forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in arguments), None)
+    return next((name for name in CACHES if name in arguments), None)
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:

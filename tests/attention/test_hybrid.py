@@ -254,7 +254,7 @@ def test_a_kernel_that_takes_only_16_bits_is_compared_in_bf16(monkeypatch, kind)
 
     monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", of_16_bits)
     monkeypatch.setattr(hybrid, "_continues", {})
-    assert hybrid.can_continue(layer, "cache_params", 32)
+    assert hybrid.can_continue(layer, hybrid._cache_name(type(layer)), 32)
     assert dtypes == [torch.float32, *[torch.bfloat16] * 3]
 
 
@@ -264,7 +264,7 @@ def test_a_small_difference_in_fp32_on_a_cpu_is_found(monkeypatch):
     scaled = lambda *given: (step(*given)[0] * 1.01, step(*given)[1])  # noqa: E731
     monkeypatch.setattr(hybrid, "step", scaled)
     monkeypatch.setattr(hybrid, "_continues", {})
-    assert not hybrid.can_continue(layer, "past_key_values", 32)
+    assert not hybrid.can_continue(layer, hybrid._cache_name(type(layer)), 32)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "jamba", "lfm2", "minimax"])

@@ -248,11 +248,10 @@ def group_advantages(
     fits = isinstance(rewards, Tensor) and rewards.dim() == 1
     require(fits, "rewards", "a tensor of shape (N*G,)", kind_of(rewards))
     count = len(rewards)
-    is_complex = rewards.is_complex()
+    require(not rewards.is_complex(), "rewards", "real numbers", rewards.dtype)
     expected = "finite values, or NaN for a completion without a reward"
-    fits = not is_complex and not torch.isinf(rewards).any()
-    require(fits, "rewards", expected, rewards.dtype if is_complex else "inf")
-    cells, width = _cells(mode, count, group_size, groups)
+    require(not torch.isinf(rewards).any(), "rewards", expected, "inf")
+    cells, shape = _cells(mode, count, group_size, groups)
     check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
     if mode == "opo":
         lengths = options.get("lengths")
@@ -261,14 +260,13 @@ def group_advantages(
             raise argument_error("lengths", expected, kind_of(lengths))
         fits = bool(((lengths >= 0) & torch.isfinite(lengths)).all())
         require(fits, "lengths", "finite numbers >= 0", "others")
-        options["lengths"] = _table(lengths.double(), cells, width)
+        options["lengths"] = _table(lengths.double(), cells, shape)
     # 2. Compute in fp64, group by group.
-    function = MODES[mode]
-    grouped = _table(rewards.double(), cells, width)
+    grouped = _table(rewards.double(), cells, shape)
     missing = grouped.isnan()
     if missing.all():  # also for zero rewards, whose deviation would cause a torch warning
         return torch.zeros(count, device=rewards.device)
-    advantages = function(grouped, **options)
+    advantages = MODES[mode](grouped, **options)
     if mode not in WITHOUT_GROUPS:
         # Set the advantages of a group to 0 if its rewards are equal. Compare the rewards and not
         # the advantages. If the mean of equal rewards is rounded, the advantages are tiny but not
@@ -277,9 +275,8 @@ def group_advantages(
         advantages = torch.where(lowest == highest(grouped), 0.0, advantages)
     # 3. Set the advantages of completions without a reward to 0, apply the bounds, and reject
     # advantages that fp32 cannot represent.
-    advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
-    if cells is not None:
-        advantages = advantages[cells.to(advantages.device)]
+    advantages = torch.where(missing, 0.0, advantages).float()
+    advantages = advantages.reshape(-1)[cells.to(advantages.device)]
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)
     if not torch.isfinite(advantages).all():
@@ -290,12 +287,12 @@ def group_advantages(
 
 def _cells(
     mode: str, count: int, group_size: int | None, groups: Tensor | Sequence[Hashable] | None
-) -> tuple[Tensor | None, int]:
-    """Return the cell of each reward in a table with one row per group, and the width of the table.
+) -> tuple[Tensor, tuple[int, int]]:
+    """Return the cell of each reward in a table with one row per group, and the table's shape.
 
     Returns:
-        The indices (count,) of the rewards in the flattened table, or None if the rewards fill the
-        table in their order; and the size of the largest group.
+        The indices (count,) of the rewards in the flattened table; and the shape, which is the
+        number of groups and the size of the largest group.
     """
     if (group_size is None) == (groups is None):
         got = "neither" if groups is None else "both"
@@ -305,10 +302,11 @@ def _cells(
         require(is_count and group_size >= 1, "group_size", "an integer >= 1", repr(group_size))
         require(count % group_size == 0, "group_size", f"a divisor of {count} rewards", group_size)
         check_group_size(mode, group_size)
-        return None, group_size
-    is_flat = not (isinstance(groups, Tensor) and (groups.dim() != 1 or groups.is_floating_point()))
+        return torch.arange(count), (count // group_size, group_size)
+    is_float = isinstance(groups, Tensor) and groups.is_floating_point()
     ids: Any = groups.tolist() if isinstance(groups, Tensor) else groups
-    is_listed = is_flat and isinstance(ids, Sequence) and not isinstance(ids, str)
+    is_listed = isinstance(ids, Sequence) and not isinstance(ids, str) and not is_float
+    # The rows of a tensor with two dimensions are lists, which are not hashable.
     fits = is_listed and all(isinstance(x, Hashable) for x in ids)
     expected = f"a group for each of {count} rewards: a 1-D tensor of integers or a sequence of ids"
     require(fits, "groups", expected, kind_of(groups))
@@ -320,17 +318,14 @@ def _cells(
     cells = torch.zeros(count, dtype=torch.long)
     for row, places in enumerate(members.values()):
         cells[places] = torch.arange(len(places)) + row * width
-    return cells, width
+    return cells, (len(members), width)
 
 
-def _table(values: Tensor, cells: Tensor | None, width: int) -> Tensor:
-    """Return values (count,) as a table (groups, width), with NaN in empty cells."""
-    if cells is None:
-        return values.reshape(-1, width)
-    rows = int(cells.max()) // width + 1 if cells.numel() else 0
-    table = values.new_full((rows * width,), torch.nan)
-    table[cells.to(values.device)] = values
-    return table.reshape(rows, width)
+def _table(values: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return values (count,) as a table of groups, with NaN in empty cells."""
+    table = values.new_full(shape, torch.nan)
+    table.view(-1)[cells.to(values.device)] = values
+    return table
 
 
 def check_group_size(mode: str, group_size: int) -> None:

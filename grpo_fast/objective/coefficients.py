@@ -22,10 +22,7 @@ LOG_TINY = math.log(1e-8)
 # The levels that have one ratio per completion. Each has a function that pools (averages or sums)
 # the log ratios of the tokens of a completion. Gradients with respect to the log ratios are pooled
 # in the same way.
-POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
-    "sequence": Tokens.completion_mean,
-    "sequence_sum": Tokens.completion_sum,
-}
+POOLS = {"sequence": Tokens.completion_mean, "sequence_sum": Tokens.completion_sum}
 
 
 class Ratio(NamedTuple):
@@ -162,7 +159,6 @@ def token_loss(
         mean = tokens.completion_mean(loss)
         completion_ratio = tokens.to_tokens(torch.exp(mean.clamp(max=LOG_RATIO_MAX)))
         loss = -tokens.advantages * completion_ratio
-        clip_slope = slope
     elif objective.ratio_kind == "detached_mean":
         # Set the slope to 0 where the mean log ratio was clamped, because a clamped ratio does not
         # depend on the logps.
@@ -176,7 +172,8 @@ def token_loss(
         weights = torch.where(keep_entropy, weights, 0.0)
     weights = correction.apply(weights, weigh=objective.ratio_kind != "sum")
     if objective.ratio_kind == "geometric":
-        grad = tokens.to_tokens(tokens.completion_mean(weights * loss)) * clip_slope
+        # The slope is the derivative of the clipped log ratio, which is 0 for a clipped token.
+        grad = tokens.to_tokens(tokens.completion_mean(weights * loss)) * slope
     elif objective.slope_of == "log_ratio":
         grad = ratio.slope_to_logps(weights * slope, tokens)
     else:

@@ -221,7 +221,8 @@ class LossConfig:
     def params(self) -> tuple[float, ...]:
         """Return the hyperparameters of the loss function, in the order of its arguments."""
         offset = self.cispo_bound == "offset"
-        high = self.high_bound
+        high = self.epsilon_high
+        assert high is not None  # the constructor has replaced None with the default
         derived = {
             "delta": float("inf") if self.delta is None else self.delta,
             "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
@@ -232,12 +233,6 @@ class LossConfig:
         }
         names = OBJECTIVES[self.loss_type].params
         return tuple(float(derived[x] if x in derived else getattr(self, x)) for x in names)
-
-    @property
-    def high_bound(self) -> float:
-        """Return `epsilon_high` as a float. The constructor has replaced None with the default."""
-        assert self.epsilon_high is not None
-        return self.epsilon_high
 
     @property
     def kl_limits(self) -> tuple[float, float]:

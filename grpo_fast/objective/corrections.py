@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,17 +13,12 @@ from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.objective.aggregation import Tokens
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 
-# For each level, a function that replaces the log ratio of every token, (T,), by the log ratio at
-# this level, (T,).
-LEVELS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
-    "token": lambda tokens, x: x,
-    "product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x)),
-    "geometric": lambda tokens, x: tokens.to_tokens(tokens.completion_mean(x)),
-    "worst_token": lambda tokens, x: x,
-}
+# The levels that have one ratio per completion. Each has a function that pools the log ratios of
+# the tokens of a completion.
+POOLS = {"product": Tokens.completion_sum, "geometric": Tokens.completion_mean}
 WORDS: dict[str, tuple[str, ...]] = {
     "kind": ("truncate", "mask", "reject"),
-    "level": tuple(LEVELS),
+    "level": ("token", *POOLS, "worst_token"),
     "ratio": ("old/sampling", "current/sampling", "current/behaviour"),
     "advantages": ("all", "negative"),
 }
@@ -109,7 +104,9 @@ class Correction:
         """
         above = old_logps if self.ratio == "old/sampling" else logps
         below = old_logps if tokens.sampling_logps is None else tokens.sampling_logps
-        return LEVELS[self.level](tokens, torch.nan_to_num(above - below, nan=0.0))
+        log_ratio = torch.nan_to_num(above - below, nan=0.0)
+        pool = POOLS.get(self.level)
+        return log_ratio if pool is None else tokens.to_tokens(pool(tokens, log_ratio))
 
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         """Return a (T,) mask of the tokens whose ratio is inside the bounds."""
@@ -129,8 +126,7 @@ class Correction:
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)
-        bounded = self.low is not None or self.high is not None
-        return ratio.clamp(min=self.low, max=self.high) if bounded else ratio
+        return ratio.clamp(min=self.low or 0.0, max=self.high)  # clamp needs at least one bound
 
 
 DEFAULT = (Correction("truncate", high=3.0),)

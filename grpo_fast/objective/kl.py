@@ -59,23 +59,20 @@ def k1(d, value_max=INF, d_max=INF):
     """Compute -d = logp - ref_logp, an unbiased estimate of the KL with high variance."""
     near = tl.clamp(d, -d_max, d_max)
     # Write the slope 1 as near·0 + 1. It then has the shape of d and is NaN where d is NaN.
-    value, slope = clamped(-near, near * 0.0 + 1.0, d, value_max, d_max)
-    return value, slope
+    return clamped(-near, near * 0.0 + 1.0, d, value_max, d_max)
 
 
 def absolute(d, value_max=INF, d_max=INF):
     """Compute |d|, the absolute value of the estimate k1."""
     near = tl.clamp(d, -d_max, d_max)
     side = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
-    value, slope = clamped(tl.abs(near), side, d, value_max, d_max)
-    return value, slope
+    return clamped(tl.abs(near), side, d, value_max, d_max)
 
 
 def k2(d, value_max=INF, d_max=INF):
     """Compute d²/2, whose gradient is an unbiased estimate of the gradient of the KL."""
     near = tl.clamp(d, -d_max, d_max)
-    value, slope = clamped(0.5 * near * near, -near, d, value_max, d_max)
-    return value, slope
+    return clamped(0.5 * near * near, -near, d, value_max, d_max)
 
 
 def k3(d, value_max=INF, d_max=INF):
@@ -85,11 +82,9 @@ def k3(d, value_max=INF, d_max=INF):
     """
     inside = tl.clamp(d, -d_max, d_max)
     near = tl.clamp(inside, -1e30, 20.0)
-    slope_near = -expm1(near)
-    value, slope = clamped(
-        expm1_minus(near) - slope_near * (inside - near), slope_near, d, value_max, d_max
-    )
-    return value, slope
+    slope = -expm1(near)
+    value = expm1_minus(near) - slope * (inside - near)
+    return clamped(value, slope, d, value_max, d_max)
 
 
 # The straight-through estimators "k3+" and "k1+" have the values of k3 and k1, and the gradient of

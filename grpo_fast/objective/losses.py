@@ -107,11 +107,9 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
     Source: GMPO, https://arxiv.org/abs/2507.20673
     """
-    clipped = tl.where(
-        advantage < 0,
-        tl.where(log_ratio < -epsilon_low, -epsilon_low, log_ratio),
-        tl.where(log_ratio > epsilon_high, epsilon_high, log_ratio),
-    )
+    from_below = tl.where(log_ratio < -epsilon_low, -epsilon_low, log_ratio)
+    from_above = tl.where(log_ratio > epsilon_high, epsilon_high, log_ratio)
+    clipped = tl.where(advantage < 0, from_below, from_above)
     return clipped, tl.where(clipped == log_ratio, 1.0, 0.0)
 
 
@@ -137,14 +135,11 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
     ratio = tl.exp(log_ratio)
     p = tl.exp(logp)
     p_old = tl.exp(logp - log_ratio)
-    divergence = -p_old * log_ratio + (1.0 - p_old) * tl.log(
-        (1.0 - p_old + 1e-8) / (1.0 - p + 1e-8)
-    )
-    outside = tl.where(
-        advantage > 0,
-        (divergence > epsilon_high) & (p > p_old),
-        (divergence > epsilon_low) & (p < p_old),
-    )
+    log_others = tl.log((1.0 - p_old + 1e-8) / (1.0 - p + 1e-8))
+    divergence = -p_old * log_ratio + (1.0 - p_old) * log_others
+    too_high = (divergence > epsilon_high) & (p > p_old)
+    too_low = (divergence > epsilon_low) & (p < p_old)
+    outside = tl.where(advantage > 0, too_high, too_low)
     slope = tl.where(outside, 0.0, -advantage * tl.where(ratio < 20.0, ratio, 20.0))
     return slope * logp, slope
 

@@ -71,7 +71,11 @@ def token_metrics(
         _, slope = objective.function(logps, ratio.log, signs, *config.params)
         metrics["vespo/phi_seq_mean"] = mean(slope.abs())
     if tokens.sampling_logps is not None:
-        metrics |= sampling_metrics(old_logps, correction.weights, tokens)
+        gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
+        metrics |= extents("sampling/sampling_logp_difference", gap)
+        del metrics["sampling/sampling_logp_difference/min"]
+        if correction.weights is not None:
+            metrics |= extents("sampling/importance_sampling_ratio", correction.weights)
     if any(x.is_active(tokens) for x in config.corrections):
         metrics |= correction_metrics(correction, logps)
     return metrics
@@ -108,33 +112,15 @@ def extents(name: str, x: Tensor) -> dict[str, Tensor]:
     return {f"{name}/mean": mean(x), f"{name}/min": low, f"{name}/max": high}
 
 
-def sampling_metrics(
-    old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
-) -> dict[str, Tensor]:
-    """Return metrics of the differences |old_logp - sampling_logp| and of the importance weights.
-
-    Args:
-        old_logps: (T,), logps of the old policy.
-        sampling: (T,), importance weights of the corrections, or None.
-        tokens: the other inputs of the tokens.
-    """
-    assert tokens.sampling_logps is not None
-    gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
-    metrics = extents("sampling/sampling_logp_difference", gap)
-    del metrics["sampling/sampling_logp_difference/min"]
-    if sampling is not None:
-        metrics |= extents("sampling/importance_sampling_ratio", sampling)
-    return metrics
-
-
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
     """Return the fractions of tokens whose ratio is clipped from below, from above, or at all.
 
     A token counts only if its advantage pushes the ratio further out of the clip range. For each of
     the three fractions, the mean, the minimum and the maximum are returned, keyed by name.
     """
-    low = (r < 1 - config.epsilon_low) & (tokens.advantages < 0)
-    high = (r > 1 + config.high_bound) & (tokens.advantages > 0)
+    epsilon_low, epsilon_high = config.params[:2]
+    low = (r < 1 - epsilon_low) & (tokens.advantages < 0)
+    high = (r > 1 + epsilon_high) & (tokens.advantages > 0)
     metrics = {}
     for name, clipped in (("low", low), ("high", high), ("region", low | high)):
         fraction = clipped.float()

@@ -84,7 +84,6 @@ def value_losses(
     kind: str = "clipped",
     *,
     epsilon: float = 0.2,
-    delta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # (R,), (R,) bool
     """Compute the loss of every value V for its return R.
 
@@ -92,7 +91,7 @@ def value_losses(
 
         plain      (V − R)²/2
         clipped    max((V − R)², (V_old + clamp(V − V_old, −epsilon, epsilon) − R)²)/2
-        huber      (V − R)²/2 for |V − R| <= delta, otherwise delta·(|V − R| − delta/2)
+        huber      (V − R)²/2 for |V − R| <= 1, otherwise |V − R| − 1/2
 
     If the second term of "clipped" is the maximum, the gradient is 0, because the value has already
     moved by more than epsilon.
@@ -103,7 +102,6 @@ def value_losses(
         returns: (R,), the targets.
         kind: "clipped", "plain" or "huber".
         epsilon: clip range of "clipped".
-        delta: threshold of "huber".
 
     Returns:
         The losses (R,), and a mask (R,) of the values whose clipped term is the maximum.
@@ -111,8 +109,7 @@ def value_losses(
     error = values - returns
     nowhere = torch.zeros_like(error, dtype=torch.bool)
     if kind == "huber":
-        huber = torch.nn.functional.huber_loss
-        return huber(values, returns, reduction="none", delta=delta), nowhere
+        return torch.nn.functional.huber_loss(values, returns, reduction="none"), nowhere
     loss = error.square() / 2
     if kind == "plain":
         return loss, nowhere

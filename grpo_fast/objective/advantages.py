@@ -381,13 +381,6 @@ class RunningBaseline:
             return
         self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
 
-    def state_dict(self) -> dict[str, float | None]:
-        """Return the running mean for a checkpoint."""
-        return {"mean": self.mean}
-
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        self.mean = state["mean"]
-
 
 def split_options(mode: str, options: Options) -> tuple[Options, RunningBaseline | None]:
     """Return the options of `group_advantages`, and the running baseline of the mode or None.

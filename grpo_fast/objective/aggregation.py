@@ -97,9 +97,7 @@ def step_weights(
     Returns:
         Weights, (T,), fp32.
     """
-    total: Total = max(count, 1)
-    if num_completions_in_batch is not None:
-        total = num_completions_in_batch
+    total: Total = max(count, 1) if num_completions_in_batch is None else num_completions_in_batch
     # "sequence_sum" has no case below. Its weight is 1/(number of completions). The loss is summed
     # over the tokens of each completion, and then averaged over the completions (LUSPO).
     match aggregation:

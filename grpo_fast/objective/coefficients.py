@@ -259,10 +259,8 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
     """Return a (T,) mask of the tokens with the highest entropies, or None to keep all tokens."""
-    if config.top_entropy_quantile >= 1 or entropy is None:
+    if config.top_entropy_quantile >= 1 or entropy is None or entropy.numel() == 0:
         return None
-    if entropy.numel() == 0:
-        return torch.zeros_like(entropy, dtype=torch.bool)
     return entropy >= quantile(entropy, 1 - config.top_entropy_quantile)
 
 

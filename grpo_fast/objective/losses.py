@@ -226,22 +226,22 @@ OBJECTIVES: dict[str, Objective] = {
 
 def bind(
     function: TokenFunction,
-    tl: object,
+    words: Mapping[str, object],
     wrap: Callable[[TokenFunction], TokenFunction] = lambda x: x,
-    words: Mapping[str, object] | None = None,
 ) -> TokenFunction:
     """Return a copy of a loss function and of its helpers with a different module as `tl`.
 
     Args:
         function: a function of this module or `kl.py`.
-        tl: the module with exp, where and the other operations, for example `triton.language`.
+        words: replacements for globals of the module. "tl" is the module with exp, where and the
+            other operations, for example `triton.language`. Other keys are helpers, such as
+            "expm1".
         wrap: a decorator for the function and for each helper, for example `triton.jit`.
-        words: replacements for helpers, keyed by a name such as "expm1".
     """
-    scope = {**function.__globals__, "tl": tl, **(words or {})}
+    scope = {**function.__globals__, **words}
     for name in function.__code__.co_names:
         helper = scope.get(name)
         if isinstance(helper, types.FunctionType) and helper.__module__ == function.__module__:
-            scope[name] = bind(helper, tl, wrap, words)
+            scope[name] = bind(helper, words, wrap)
     code = function.__code__
     return wrap(types.FunctionType(code, scope, function.__name__, function.__defaults__))

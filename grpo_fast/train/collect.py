@@ -111,14 +111,14 @@ class Collector:
         return {
             "consumed": self.queue.consumed,
             "lost_rewards": self.rewards.state_dict(),
-            "baseline": None if baseline is None else dict(baseline.state_dict()),
+            "baseline": None if baseline is None else {"mean": baseline.mean},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.queue.consumed = state["consumed"]
         self.rewards.load_state_dict(state["lost_rewards"])
         if self.advantages.baseline is not None and state["baseline"] is not None:
-            self.advantages.baseline.load_state_dict(state["baseline"])
+            self.advantages.baseline.mean = state["baseline"]["mean"]
 
     def _scored(
         self, places: range, seed: tuple[int, ...], clock: Clock

@@ -152,7 +152,7 @@ def body(
     own = {name: function(word) for name, word in helpers.items()}
     # Call a copy of the formula in which bind() has replaced the module `tl` and the helper
     # functions.
-    printed = bind(formula, Vocabulary(), words=own)
+    printed = bind(formula, {"tl": Vocabulary(), **own})
     try:
         pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))
     except (TypeError, ValueError) as error:

@@ -180,8 +180,8 @@ def loss_and_slope(
 @functools.cache
 def device_function(function: TokenFunction) -> TokenFunction:
     """Compile a function of grpo_fast.objective for Triton, with `tl` bound to triton.language."""
-    words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
-    return bind(function, tl, triton.jit, words)
+    words = {"tl": tl, "expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
+    return bind(function, words, triton.jit)
 
 
 def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 FILES = ("gsm8k", "jsonl")
 TASKS = ("sort", "open", *FILES)
@@ -45,17 +45,14 @@ def text_of(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
 
 
-Item = TypeVar("Item")
-
-
-class LazySequence(Sequence[Item]):
-    """A sequence of `length` items. An item is computed when it is read."""
+class LazySequence(Sequence[Example]):
+    """A sequence of `length` examples. An example is computed when it is read."""
 
     length: int
 
     @abstractmethod
-    def make(self, index: int) -> Item:
-        """Compute the item at an index from 0 to length - 1."""
+    def make(self, index: int) -> Example:
+        """Compute the example at an index from 0 to length - 1."""
 
     def __len__(self) -> int:
         return self.length

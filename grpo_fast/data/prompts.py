@@ -164,7 +164,7 @@ class Shots:
         return chosen
 
 
-class ShotPrompts(LazySequence[Example]):
+class ShotPrompts(LazySequence):
     """Examples whose prompts begin with shots, chosen at random.
 
     The shots of example i depend only on the seed and on i.

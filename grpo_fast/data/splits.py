@@ -33,7 +33,7 @@ USUAL_TEST = 256  # default number of test prompts, if at least twice as many pr
 HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
-class SortTask(LazySequence[Example]):
+class SortTask(LazySequence):
     """One split of the sorting task from the CS336 lecture. `3 1 2 =` has the answer `1 2 3`.
 
     Training example i depends only on the seed and on i. The test prompts do not depend on the
@@ -85,6 +85,7 @@ class SortTask(LazySequence[Example]):
         return Example(prompt=" ".join([*map(str, content), "="]), answer=answer, solution=answer)
 
 
+# Prompts of the task `open`, which have no answers.
 OPEN = (
     "The weather today is",
     "Once upon a time",
@@ -95,11 +96,6 @@ OPEN = (
     "Scientists have found that",
     "When the music stopped,",
 )
-
-
-def open_examples() -> list[Example]:
-    """Return the examples of the task `open`. They have prompts, but no answers."""
-    return [Example(prompt, answer=None, solution=None) for prompt in OPEN]
 
 
 GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
@@ -143,7 +139,7 @@ class Splits:
             self.train = SortTask(data.digits, split="train", **options)
             self.test = SortTask(data.digits, split="test", **options)
         elif data.task == "open":
-            self.train = self.test = open_examples()
+            self.train = self.test = [Example(prompt, None, None) for prompt in OPEN]
         else:
             self.questions = (read_all if whole else read_questions)(data, usable)
             self._build_prompts(None)

@@ -59,15 +59,10 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
 
     Args:
         symbols: distinct words without whitespace.
-
-    Raises:
-        ValueError: a symbol is empty, contains whitespace, or occurs twice.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [PAD_TOKEN, EOS_TOKEN, *symbols]
-    fits = symbols and len({*words}) == len(words) and all(word.split() == [word] for word in words)
-    require(fits, "symbols", "different non-empty words without blanks", list(symbols))
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -73,14 +73,8 @@ class IsolatedReward:
             scores, note = self._request(limit, [count, columns, *others])
             return scores, note
 
-    @functools.cached_property
-    def signature(self) -> Signature:
-        """Signature of the function. The first use starts the worker, and may raise an error."""
-        self.load()
-        return self.signature  # set by `load`
-
     def load(self) -> None:
-        """Start the worker if it does not run, and let it import the function.
+        """Start the worker if it does not run, and let it import the function. Set `signature`.
 
         Raises:
             RewardFailure: the function cannot be imported.

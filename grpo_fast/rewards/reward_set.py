@@ -117,7 +117,8 @@ class RewardSet:
         reasons: dict[str, Counter[str]] = {}
         total = torch.zeros(count)
         for name, found in scores.items():
-            per_fn[name] = torch.tensor([_number(score) for score in found], dtype=torch.float32)
+            values = [score if isinstance(score, float) else math.nan for score in found]
+            per_fn[name] = torch.tensor(values, dtype=torch.float32)
             reasons[name] = Counter(score for score in found if isinstance(score, str))
             if name in weights:
                 applies = torch.tensor([score is not None for score in found], dtype=torch.bool)
@@ -177,8 +178,3 @@ class RewardSet:
             limit = f"more than {self.max_failures:.0%}"
             last = self.last_error[name]
             raise RewardError(f"reward {name}: {got} ({limit}); last error: {last}")
-
-
-def _number(score: Score | str) -> float:
-    """Return the reward of a completion, or NaN if it has none."""
-    return math.nan if score is None or isinstance(score, str) else score

@@ -274,8 +274,7 @@ def _is_shallow(text: str) -> bool:
 @functools.lru_cache(maxsize=1 << 14)
 def _same_expressions(answer: str, gold: str, seconds: int) -> float:
     try:
-        columns = {"completions": [answer], "answers": [gold], "seconds": seconds}
-        [equal] = built_in(EXPRESSIONS)(**columns)
+        [equal] = built_in(EXPRESSIONS)(completions=[answer], answers=[gold], seconds=seconds)
     except RewardFailure as error:
         if "math_verify" not in str(error):
             return math.nan

@@ -86,6 +86,7 @@ def isolated(tmp_path, monkeypatch):
 def ask(reward, *completions, prompt="p"):
     n = len(completions)
     given = dict(prompts=[prompt] * n, completions=list(completions), answers=["x"] * n)
+    reward.load()
     return reward(**reward.signature.select(given))
 
 
@@ -137,7 +138,9 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
     [("hang", "timeout", 3), ("die", "died", 3), ("raise", "error", 3), ("nan", "not_a_number", 1)],
 )
 def test_a_call_that_fails_costs_its_samples_and_has_its_reason(isolated, completion, why, lost):
-    rewards = own(isolated("moody", 1.0))
+    function = isolated("moody", 1.0)
+    function.load()
+    rewards = own(function)
     result = rewarded(rewards, ["p"] * 3, ["good", completion, "good"], ["x"] * 3)
     assert result.total.isnan().sum() == lost and result.reasons == {"f": {why: lost}}
     assert rewarded(rewards, ["p"], ["good"], ["x"]).total.tolist() == [1.0]

@@ -296,6 +296,11 @@ def weighted_kl(
     return kl, tokens.token_weights * r * slope + through_ratio
 
 
+def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """Return a mask of the rows with a nonzero coefficient, (T,) bool."""
+    return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
+
+
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
     """Return the weight of each token's entropy in the entropy bonus, (T,).
 

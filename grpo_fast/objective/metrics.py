@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective.aggregation import Tokens
-from grpo_fast.objective.coefficients import Corrected, token_loss
+from grpo_fast.objective.coefficients import Corrected, active_rows, token_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import K3_GUARD
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES
@@ -41,9 +41,7 @@ def token_metrics(
     result = token_loss(logps, entropy, tokens, config)
     ratio = result.ratio
     correction = result.correction
-    active = result.grad_logps != 0
-    if result.grad_entropy is not None:
-        active = active | (result.grad_entropy != 0)
+    active = active_rows(result.grad_logps, result.grad_entropy)
 
     # 2. Compute the metrics that all losses have.
     is_pooled = objective.ratio_kind in ("sum", "geometric")

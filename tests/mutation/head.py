@@ -26,11 +26,13 @@ PLANTS = {
         ("layers-stale-activation", "csrc_layers", "a replaced activation is ignored",
          " or module.act_fn is not act", ""),
     ],
+    "grpo_fast/objective/coefficients.py": [
+        ("head-skips-entropy-rows", "logps", "rows with only an entropy gradient never reach dH and dW",
+         "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)"),
+    ],
     "grpo_fast/kernels/head/terms.py": [
         ("divergence-teacher-chunk", "divergence", "every chunk uses the first rows of the teacher",
          "at.rows if index is None else index[at.rows]", "slice(0, count) if index is None else index[at.rows]"),
-        ("head-skips-entropy-rows", "logps", "rows with only an entropy gradient never reach dH and dW",
-         "(g != 0) | (g_entropy != 0)", "(g != 0) & (g_entropy != 0)"),
         ("activity-weights", "triton_gradients", "rows without advantage are multiplied",
          "torch.logical_and(terms.advantages, terms.policy_weights)", "terms.policy_weights != 0"),
         ("activity-kl", "triton_gradients", "rows without advantage lose the gradient of their KL",

@@ -36,7 +36,7 @@ from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.types import LogitRows, RowLoss, RowStats, pad_rows, pick
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowTerms, active_rows
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -215,11 +215,6 @@ def saves_time(x: Tensor, flops: float) -> bool:
     GEMMs for all rows.
     """
     return not x.is_cuda or flops >= READ_FROM
-
-
-def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """Return a mask of the rows with a nonzero coefficient, (T,) bool."""
-    return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:  # (T,) each

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from benchmarks.kernels import shapes as shape_table
-from benchmarks.kernels.operations import OPERATIONS
+from benchmarks.kernels.operations import CPU, GPU, MODELS, OPERATIONS, QUICK, shape_of
 from benchmarks.options import new_parser, positive
 
 
@@ -56,7 +55,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("problems").add_argument
     add("--quick", action="store_true", help="two small shapes; under three minutes in all")
     words = "tokens (a multiple of 8), hidden size and vocabulary; or tokens and the model of the "
-    words += f"head as N,MODEL: {', '.join(shape_table.MODELS)}"
+    words += f"head as N,MODEL: {', '.join(MODELS)}"
     add("--shapes", nargs="+", metavar="N,H,V", help=words)
     words = "default: fp32 (CPU), bf16 (GPU)"
     add("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help=words)
@@ -122,9 +121,9 @@ def plan_fields(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"support: expected at least 0, got {min(options.support)}")
     if any(options.support) and any(x.startswith("logits") for x in options.operations):
         raise ValueError("support: expected only operations linear_*, got logits_*")
-    defaults = shape_table.GPU if device == "cuda" else shape_table.CPU
-    shapes = [shape_table.shape_of(text) for text in options.shapes or ()]
-    shapes = shapes or (shape_table.QUICK if options.quick else defaults)
+    defaults = GPU if device == "cuda" else CPU
+    shapes = [shape_of(text) for text in options.shapes or ()]
+    shapes = shapes or (QUICK if options.quick else defaults)
     if max(options.support) > min(shape.v for shape in shapes):
         raise ValueError(f"support: expected at most V, got {max(options.support)}")
     known = {p.name for name in options.operations for p in providers_of(name) if p.role != "limit"}
@@ -175,7 +174,6 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
     """Run all cases of a plan, and write the report after each. Return the exit status, 0 or 1."""
     from benchmarks import measure
     from benchmarks.kernels.runner import run
-    from benchmarks.report.files import write
 
     report: dict[str, Any] = {
         **measure.header("grpo-fast bench", plan.device),
@@ -183,7 +181,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
     }  # fmt: skip
     name = f"{'quick' if options.quick else 'bench'}-{report['created'].replace(':', '')}.json"
     path = Path(options.out or RESULTS / name)
-    write(path, report)
+    measure.write(path, report)
     cases = run(path)
     print(f"written: {os.path.relpath(path)}")
     wrong = [

@@ -1,4 +1,4 @@
-"""Measurement of time and memory, and the header of every report."""
+"""Measurement of time and memory, and the header and the file of every report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import datetime
 import gc
 import importlib.metadata
 import itertools
+import json
 import os
 import platform
 import re
@@ -313,3 +314,11 @@ def header(benchmark: str, device: str) -> dict[str, Any]:
         "hardware": hardware(device),
         "versions": versions(),
     }
+
+
+def write(path: Path, content: Any) -> None:
+    """Write `content` as JSON. If this is interrupted, the old file remains unchanged."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    scratch.replace(path)

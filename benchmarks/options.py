@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from benchmarks import measure
-from benchmarks.report.files import write
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -106,7 +105,7 @@ def save(
     header = measure.header(title, found.device)
     report = {**header, "settings": common | settings, **fields}
     if found.json:
-        write(Path(found.json), report)
+        measure.write(Path(found.json), report)
         print(f"written: {os.path.relpath(found.json)}")
     if any("wrong" in case for case in fields.get("cases", ())):
         raise SystemExit("a result of grpo_fast is wrong, and was not timed")

@@ -19,11 +19,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
-from benchmarks.kernels.ours import loss
+from benchmarks.kernels.operations import Shape
 from benchmarks.kernels.problem import make_problem
-from benchmarks.kernels.shapes import Shape
+from benchmarks.kernels.providers import our_loss
 from benchmarks.options import measuring
-from benchmarks.report.files import write
 
 # The last shape is so small that launching its kernels may take longer than running them.
 SHAPES = (Shape(8192, 4096, 151936), Shape(8192, 896, 151936), Shape(1024, 896, 151936))
@@ -37,7 +36,7 @@ def profiled(shape: Shape, device: str) -> dict[str, Any]:
     Raises:
         RuntimeError: the profiler saw no kernel.
     """
-    step = loss(make_problem(shape, torch.bfloat16, device), "auto")
+    step = our_loss(make_problem(shape, torch.bfloat16, device), "auto")
     for _ in range(2):
         step.run()
     measure.synchronize(device)
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> int:
     for shape in SHAPES if options.device == "cuda" else [SMALL]:
         report["profiles"].append(profiled(shape, options.device))
         if options.out:  # after each shape, because the session ends the command at a time limit
-            write(Path(options.out), report)
+            measure.write(Path(options.out), report)
     return 0
 
 

@@ -11,7 +11,7 @@
 #                                                repeats a finished part
 #   benchmarks/gpu_session.sh --dry              prints the schedule of both visits, and starts every
 #                                                part far enough to know that it would run; hides the
-#                                                packages that the GPU machine lacks (lacking.py);
+#                                                packages that the GPU machine lacks (session.py);
 #                                                needs no GPU
 #
 # The first line of the output is the plan with its seconds. Every visit begins with a smoke test and

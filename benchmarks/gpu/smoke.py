@@ -21,7 +21,6 @@ import torch
 
 from benchmarks import measure
 from benchmarks.options import measuring
-from benchmarks.report.files import write
 
 LOSS_BAR = 1e-4  # allowed error of the loss, relative to the mean absolute loss of a token
 ATTENTION_BAR = 1e-2  # allowed relative L2 error of the attention
@@ -36,17 +35,16 @@ def loss(device: str, operation: str) -> tuple[float, str]:
     Returns:
         The largest error as a fraction of its tolerance, and a description.
     """
-    from benchmarks.kernels import ours
     from benchmarks.kernels.exact import OUR_TOLERANCE
-    from benchmarks.kernels.operations import OPERATIONS
+    from benchmarks.kernels.operations import OPERATIONS, Shape
     from benchmarks.kernels.problem import make_problem
+    from benchmarks.kernels.providers import providers_of
     from benchmarks.kernels.runner import route_of
-    from benchmarks.kernels.shapes import Shape
 
     shape = Shape(512, 896, 32000) if device == "cuda" else Shape(64, 64, 512)
     problem = make_problem(shape, torch.bfloat16, device)
-    is_head = operation == "linear_grpo_loss"
-    step = ours.loss(problem, "auto") if is_head else ours.logits_loss(problem, "auto", False)
+    [ours] = [one for one in providers_of(operation) if one.name == "grpo_fast (auto)"]
+    step = ours.prepare(problem)
     step()
     errors = problem.truth(OPERATIONS[operation].truth).errors(step())
     route = route_of(operation, problem)
@@ -98,7 +96,7 @@ def main(arguments: list[str]) -> int:
     print(", ".join(f"{name} {header['versions'][name]}" for name in wanted), flush=True)
     checks = [checked(name, options.device) for name in CHECKS]
     if options.out:
-        write(Path(options.out), {**header, "checks": checks})
+        measure.write(Path(options.out), {**header, "checks": checks})
     return 0 if all(check["passed"] for check in checks) else 1
 
 

@@ -5,7 +5,7 @@
 Each provider and number of tokens runs in a new process, whose memory is limited to 8 GiB
 (RLIMIT_DATA). If the process runs out of memory, the report says so, and larger numbers of tokens
 are not tried for this provider. Every result is compared with the exact one in fp64.
-benchmarks/report/plots.py draws the report.
+benchmarks/report/readme.py draws the report.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from torch import Tensor
 
 from benchmarks import RESULTS, measure
 from benchmarks.kernels.exact import acceptable, bars_of
-from benchmarks.kernels.ours import Provider
+from benchmarks.kernels.operations import COMPLETIONS, Shape
 from benchmarks.kernels.problem import Problem, make_problem
-from benchmarks.kernels.providers import providers_of
-from benchmarks.kernels.shapes import COMPLETIONS, Shape
+from benchmarks.kernels.providers import Provider, providers_of
 from benchmarks.options import new_parser
-from benchmarks.report.files import write
 
 OPERATION, OURS = "linear_grpo_loss", "grpo_fast (auto)"
 HIDDEN, VOCABULARY = 64, 32768
@@ -124,10 +122,10 @@ def run(path: Path) -> int:
             shown = row.get("workspace_mib", row.get("reason", ""))
             number = f"{shown:.0f} MiB" if isinstance(shown, float) else shown
             print(f"{provider.name:18} {count:8,} tokens  {row['status']:14} {number}", flush=True)
-            write(path, report)
+            measure.write(path, report)
             if row["status"] != "ok":
                 break
-    write(path, report)
+    measure.write(path, report)
     print(f"written: {os.path.relpath(path)}")
     ours = report["providers"][OURS]["tokens"].values()
     return 0 if all(row["status"] == "ok" for row in ours) else 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import exact
-from benchmarks.kernels.shapes import COMPLETIONS, Shape
+from benchmarks.kernels.operations import COMPLETIONS, Shape
 
 EPSILON = 0.2
 LOGIT_STD = 2.0

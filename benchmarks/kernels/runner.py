@@ -15,13 +15,10 @@ import torch
 
 from benchmarks import measure
 from benchmarks.kernels.exact import acceptable, bars_of
-from benchmarks.kernels.operations import OPERATIONS
-from benchmarks.kernels.ours import Provider
+from benchmarks.kernels.operations import OPERATIONS, Shape
 from benchmarks.kernels.problem import Problem, Variant, make_problem
-from benchmarks.kernels.providers import providers_of
-from benchmarks.kernels.shapes import Shape
+from benchmarks.kernels.providers import Provider, providers_of
 from benchmarks.measure import Step
-from benchmarks.report.files import write
 from benchmarks.report.tables import case_table
 from grpo_fast.kernels import route
 
@@ -119,7 +116,7 @@ def run_cases(path: Path, allocator: str) -> None:
         for operation in plan.operations:
             case = run_case(operation, problem, dtype, variant, plan)
             report["cases"].append({"allocator": allocator, **case})
-            write(path, report)
+            measure.write(path, report)
         del problem
         release(plan.device)
 

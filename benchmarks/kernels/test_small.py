@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from benchmarks import measure
-from benchmarks.kernels.operations import OPERATIONS
+from benchmarks.kernels.operations import OPERATIONS, QUICK, Shape
 from benchmarks.kernels.problem import Problem, make_problem
 from benchmarks.kernels.providers import providers_of
 from benchmarks.kernels.runner import DTYPES, verify
-from benchmarks.kernels.shapes import QUICK, Shape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 THREADS = 2

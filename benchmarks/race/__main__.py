@@ -40,7 +40,6 @@ from benchmarks.race.runs import (
     sweep,
     work,
 )
-from benchmarks.report.files import write
 from benchmarks.report.tables import text_table
 from grpo_fast.train.evaluate import mean_and_error
 from grpo_fast.train.report import curves
@@ -71,7 +70,7 @@ def main(words: Sequence[str] | None = None, tasks: dict[str, Task] = TASKS) -> 
             runs[name][record["trainer"]].append(record)
     records = [record for found in runs.values() for each in found.values() for record in each]
     report = {**measure.header("race", "cpu"), "cases": records}
-    write(options.json or options.out / "race.json", report)
+    measure.write(options.json or options.out / "race.json", report)
     draw(runs, options.out / "race.png")
     print(*map(table, runs.values()), options.out / "race.png", sep="\n\n")
 
@@ -121,11 +120,11 @@ class Race:
                 self.evaluator.load(weights)
                 self.add(record, path, {**point, "accuracy": self.accuracy()})
         record["finished"] = record["points"][-1]["step"] == self.task.steps
-        write(path, record)
+        measure.write(path, record)
 
     def add(self, record: Record, path: Path, point: Record) -> None:
         record["points"].append(point)
-        write(path, record)
+        measure.write(path, record)
         times = f"{point['cpu']:.1f} CPU s, {point['wall']:.1f} s, {point['accuracy']:.1%} right"
         run = f"{self.name} {record['trainer']} seed {record['seed']}"
         print(f"{run}: step {point['step']}, {times}", flush=True)

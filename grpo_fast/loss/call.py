@@ -473,7 +473,7 @@ def support_rows(
 def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
     """Return the number of rows with a set, and the total size of all sets.
 
-    benchmarks/gpu/recorder.py replaces this function, because fake tensors have no values.
+    benchmarks/gpu/trace.py replaces this function, because fake tensors have no values.
     """
     # Copy both numbers to the host in one transfer, because each transfer costs a GPU sync.
     count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import bars, kernel_times, parts, predict, report, session, smoke
+from benchmarks.gpu import kernel_times, report, session, smoke
 from benchmarks.kernels.operations import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,37 +73,39 @@ def test_a_python_without_torch_is_refused():
 
 
 def test_the_parts_fit_into_both_visits():
-    every = parts.parts()
-    assert {part.visit for part in every.values()} == {*parts.VISIT_SECONDS, parts.BY_NAME}
-    for visit, seconds in parts.VISIT_SECONDS.items():
-        chosen = parts.of_visit(every, visit)
+    every = session.parts()
+    assert {part.visit for part in every.values()} == {*session.VISIT_SECONDS, session.BY_NAME}
+    for visit, seconds in session.VISIT_SECONDS.items():
+        chosen = session.of_visit(every, visit)
         assert next(iter(chosen.values())).stops, "a visit begins with the smoke test"
         assert sum(part.seconds for part in chosen.values()) <= seconds
-    starts = len(parts.VISIT_SECONDS) * parts.START_SECONDS
-    carried = sum(count - 1 for count in parts.PIECES.values()) * parts.CARRY_SECONDS
-    most = parts.SESSION_SECONDS - parts.SLACK_SECONDS
-    assert sum(parts.VISIT_SECONDS.values()) + starts + carried <= most
-    assert parts.VISIT_SECONDS[1] + parts.START_SECONDS <= 540 and parts.VISIT_SECONDS[2] <= 240
+    starts = len(session.VISIT_SECONDS) * session.START_SECONDS
+    carried = sum(count - 1 for count in session.PIECES.values()) * session.CARRY_SECONDS
+    most = session.SESSION_SECONDS - session.SLACK_SECONDS
+    assert sum(session.VISIT_SECONDS.values()) + starts + carried <= most
+    assert (
+        session.VISIT_SECONDS[1] + session.START_SECONDS <= 540 and session.VISIT_SECONDS[2] <= 240
+    )
 
 
 def test_the_clock_adds_the_limits_of_a_session():
-    every = parts.parts()
+    every = session.parts()
     lines = list(session.clock(every))
     rows = [line.split() for line in lines if line.split()[0] in ("1", "2")]
     ends = {(visit, name): int(end) for visit, name, _, end in rows}
-    before = parts.START_SECONDS + every["smoke"].seconds
+    before = session.START_SECONDS + every["smoke"].seconds
     assert ends["1", "bars"] == before + every["bars"].seconds
     assert [name for visit, name in ends if "wheels/" in name] == ["wheels/00", "wheels/01"]
-    assert ends["2", "wheels/01"] == ends["2", "start"] + 2 * parts.CARRY_SECONDS
-    slack = parts.SESSION_SECONDS - ends["2", "longest"]
-    assert f"# slack: {slack} s" in lines[-3] and slack >= parts.SLACK_SECONDS
+    assert ends["2", "wheels/01"] == ends["2", "start"] + 2 * session.CARRY_SECONDS
+    slack = session.SESSION_SECONDS - ends["2", "longest"]
+    assert f"# slack: {slack} s" in lines[-3] and slack >= session.SLACK_SECONDS
     assert "in this order: longest, hybrid, heads, frozen, rows, tests" in lines[-2]
     assert "left out" in lines[-1] and "step, peers, memcheck" in lines[-1]
 
 
 def test_parts_name_known_benchmarks():
     """Check that no part names a benchmark that was removed. Some parts run only by name."""
-    commands = [x for part in parts.parts().values() for x in part.commands]
+    commands = [x for part in session.parts().values() for x in part.commands]
     lines = [line for x in commands if "benchmarks.gpu.several" in x for line in x[3:]]
     assert len(lines) > 10 and {line.split()[0] for line in lines} <= {*OPERATIONS}
 
@@ -114,7 +116,7 @@ def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeyp
     The GPU machine has pydantic only if it was copied there as a wheel.
     """
     code = "import importlib.util as u, pydantic; assert u.find_spec('trl') is None"
-    part = parts.Part(1, 30, [], [[PY, "-c", code]])
+    part = session.Part(1, 30, [], [[PY, "-c", code]])
     monkeypatch.setattr(session, "parts", lambda: {"steps": part})
     assert session.main(["--dry"]) == 1
     shown = capsys.readouterr().out
@@ -144,7 +146,7 @@ def small(monkeypatch, tmp_path):
     """
 
     def part(seconds, code, *words, measures=False):
-        return parts.Part(1, seconds, [[PY, "-c", code, *words]], [], measures=measures)
+        return session.Part(1, seconds, [[PY, "-c", code, *words]], [], measures=measures)
 
     chosen = {
         "good": part(30, WRITE, "first", measures=True),
@@ -160,7 +162,7 @@ def small(monkeypatch, tmp_path):
 
 def test_the_limit_also_ends_a_command_with_a_limit_inside():
     """Check that pytest ends at the limit of its part, even if it ignores the earlier SIGINT."""
-    timed = parts.parts()["tests"].commands[0]
+    timed = session.parts()["tests"].commands[0]
     code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     command = [*timed[: timed.index(PY) - 1], "1", PY, "-c", code]
     assert command[:2] == ["timeout", "--foreground"]
@@ -207,7 +209,7 @@ def two_visits(small, monkeypatch):
     broken = small.parent / "broken"
 
     def part(visit, code):
-        return parts.Part(visit, 30, [[PY, "-c", code]], [], measures=False)
+        return session.Part(visit, 30, [[PY, "-c", code]], [], measures=False)
 
     code = f"import os; raise SystemExit(os.path.exists({str(broken)!r}))"
     chosen = {"smoke": part(1, code)._replace(stops=True)}
@@ -277,7 +279,7 @@ def test_the_committed_report_is_of_the_committed_results():
 
 def test_no_bar_is_measured_without_results(tmp_path):
     page = report.rendered(tmp_path / "none.json")
-    for bar in bars.bars("H100", bars.Results([], [])):
+    for bar in report.bars("H100", report.Results([], [])):
         assert re.search(rf"^\| {re.escape(bar.title)} \|.*\| not measured \|$", page, re.M)
 
 
@@ -322,7 +324,7 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     h100, _, page = page.partition("## Bars on an H200")
     assert "1.05×" not in h100 and "/ 42.0 |" not in h100, "results of one card stay with it"
     assert "NVIDIA H200" in h100
-    predicted = next(iter(predict.estimates("H200").values()))
+    predicted = next(iter(report.estimates("H200").values()))
     ratio = f"{predicted.ratio:.2f}×"
     assert f"| ≤ 1.12× | {ratio} | 1.05× |" in page
     assert page.count("| 2.86× |") == 2  # faster than TRL, and than the fastest peer

@@ -16,14 +16,12 @@ from benchmarks import command, measure
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import row_candidates
 from benchmarks.kernels import runner
-from benchmarks.kernels.operations import OPERATIONS
-from benchmarks.kernels.ours import Provider, differentiate
+from benchmarks.kernels.operations import OPERATIONS, Shape
 from benchmarks.kernels.problem import STANDARD, Variant, make_problem
-from benchmarks.kernels.providers import providers_of
-from benchmarks.kernels.shapes import Shape  # fmt: skip
+from benchmarks.kernels.providers import Provider, differentiate, providers_of
 from benchmarks.measure import Step
 from benchmarks.options import save
-from benchmarks.report import files, readme, tables
+from benchmarks.report import readme, tables
 from benchmarks.trainers import loop, trees
 from benchmarks.trainers import step as trainer_step
 from tests.command_line import invoke, refused
@@ -204,7 +202,7 @@ def test_a_run_writes_its_report_and_the_readers_read_it(tmp_path, capfd):
     for case in report["cases"]:
         assert {*measured} <= case["rows"]["grpo_fast (auto)"].keys()
         assert case["rows"]["grpo_fast (triton)"]["status"] == "missing"
-    assert tables.fastest_peer(files.cases_of([out])[0]) == "plain torch"
+    assert tables.fastest_peer(tables.cases_of([out])[0]) == "plain torch"
     gpu_report.main([str(out), "-o", str(page)])
     assert "not measured" in page.read_text()
 
@@ -333,7 +331,6 @@ def test_reports_are_no_uncommitted_changes(tmp_path, monkeypatch):
 
 def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_path):
     """Check that each candidate gets its configuration or kernel, and the report of all."""
-    from benchmarks.gpu import row_kernels
     from grpo_fast.kernels.gpu import rows
 
     wrong, bad, *right, _ = row_candidates.CANDIDATES
@@ -364,7 +361,7 @@ def test_row_candidates_that_are_wrong_or_fail_are_not_timed(monkeypatch, tmp_pa
         ("wrong: not timed", ""), ("RuntimeError: out of resources", ""), *[("1.00", "0.25×")] * 4,
     ]  # fmt: skip
     for config, line in zip((wrong, bad, *right), lines, strict=False):
-        assert eval(line, vars(rows) | vars(row_kernels)) == config
+        assert eval(line, vars(rows) | vars(row_candidates)) == config
 
 
 def test_no_candidate_is_timed_after_a_cuda_error(monkeypatch, tmp_path):

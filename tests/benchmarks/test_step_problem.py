@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.trainers.step_providers import make_problem
+from benchmarks.trainers.step import make_problem
 from grpo_fast import grpo_loss
 from tests.loss_cases import relative_l2
 

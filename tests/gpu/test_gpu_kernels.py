@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from benchmarks.kernels import exact, runner
+from benchmarks.kernels.operations import Shape
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.providers import providers_of
-from benchmarks.kernels.shapes import Shape
 from grpo_fast import LossConfig, grpo_loss
 
 pytestmark = pytest.mark.gpu

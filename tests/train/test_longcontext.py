@@ -8,7 +8,7 @@ import torch
 from torch.nn import Linear
 
 from benchmarks.trainers import step as bench_step
-from benchmarks.trainers.step_providers import make_problem
+from benchmarks.trainers.step import make_problem
 from grpo_fast import LossConfig, attention
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer

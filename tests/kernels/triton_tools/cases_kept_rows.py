@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
+from benchmarks.gpu.row_candidates import KeptRows, kept_row_loss_
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.types import LogitRows, LogitTransform
 from grpo_fast.objective.coefficients import RowTerms

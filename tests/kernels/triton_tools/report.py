@@ -16,7 +16,7 @@ from typing import Any
 
 from triton.runtime import driver
 
-from benchmarks.gpu.fake_driver import TARGETS, TargetOnlyDriver, patched_launches
+from benchmarks.gpu.host import TARGETS, TargetOnlyDriver, patched_launches
 from tests.kernels.triton_tools.resources import SHARED_LIMIT, resources
 from tests.kernels.triton_tools.shipped import shipped
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.row_candidates import CANDIDATES
-from benchmarks.gpu.row_kernels import KeptRows, kept_row_loss_
+from benchmarks.gpu.row_candidates import CANDIDATES, KeptRows, kept_row_loss_
 from grpo_fast.kernels.divergence import DivergenceTerm, TeacherHead
 from grpo_fast.kernels.gpu import divergence as divergence_triton
 from grpo_fast.kernels.gpu import gradients, tokens

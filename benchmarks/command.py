@@ -10,6 +10,8 @@ keeps freed pages ("fair").
     grpo-fast bench linear_grpo_loss --shapes 1024,qwen3-8b 8192,qwen3-8b --active 1.0 0.2
     grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
     grpo-fast bench linear_grpo_loss --shapes 512,896,32000 --support 0 50
+
+Several command lines that are separated by "+" run in one process, each with its own report.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ def main(arguments: list[str]) -> int:
 
     Returns:
         0 on success, 1 if a case did not run or a result of grpo_fast is wrong, and 2 if the
-        arguments are wrong.
+        arguments are wrong. For several command lines, the largest status.
     """
+    if "+" in arguments:
+        end = arguments.index("+")
+        return max(main(arguments[:end]), main(arguments[end + 1 :]))
     from benchmarks.kernels.runner import Plan
 
     options = parse_arguments(arguments)

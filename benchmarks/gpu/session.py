@@ -47,6 +47,7 @@ VISIT_SECONDS = {1: 370, 2: 170}
 # visit 2 those of `wheels.sh --cute`. The call that runs the visit transfers the last piece.
 PIECES = {1: 1, 2: 3}
 BY_NAME = 0  # the visit number of a part that runs only if the command line names it
+REPORTS = "FOLDER-OF-REPORTS"
 PROCESSES = 16  # processes that run tests, one for each core of the machine
 OURS = "--providers grpo_fast --backend auto"
 # Benchmark commands for all shapes for which report.py has a bar.
@@ -97,9 +98,9 @@ class Part(NamedTuple):
     Attributes:
         visit: 1, 2, or `BY_NAME`.
         seconds: time limit for all commands together.
-        commands: command lines. If `measures` is True, `--out FILE` is added to each of them.
+        commands: command lines. In each word, REPORTS is replaced by the path of a folder. The JSON
+            files in this folder are the reports of the part.
         dry: command lines for a machine without a GPU, which check that the part would start.
-        measures: True if the commands write reports.
         environment: environment variables of the commands.
         stops: True for a part that begins every visit, and that ends the visit if it fails.
     """
@@ -108,7 +109,6 @@ class Part(NamedTuple):
     seconds: int
     commands: list[list[str]]
     dry: list[list[str]]
-    measures: bool = True
     environment: dict[str, str] = {}
     stops: bool = False
 
@@ -146,17 +146,19 @@ def of_visit(every: dict[str, Part], visit: int) -> dict[str, Part]:
     return {name: part for name, part in every.items() if part.stops or part.visit == visit}
 
 
-def bench(visit: int, seconds: int, *arguments: str) -> Part:
+def bench(visit: int, seconds: int, *lines: str) -> Part:
     """Return a part that runs several benchmarks in one process, which imports torch only once."""
-    lines = [f"{line} --device cuda" for line in arguments]
-    command = [PY, "-m", "benchmarks.gpu.several", *lines]
-    return Part(visit, seconds, [command], [[*command, "--dry"]])
+    timed = [f"{line} --device cuda --out {REPORTS}/{n}.json" for n, line in enumerate(lines)]
+    dry = [f"{line} --device cuda --dry" for line in lines]
+    commands = [[PY, "-m", "benchmarks", *" + ".join(words).split()] for words in (timed, dry)]
+    return Part(visit, seconds, commands[:1], commands[1:])
 
 
 def own(visit: int, seconds: int, module: str) -> Part:
     """Return a part that runs a module of this folder. Its dry run uses tiny sizes on a CPU."""
     command = [PY, "-m", f"benchmarks.gpu.{module}"]
-    return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
+    timed = [*command, "--out", f"{REPORTS}/0.json"]
+    return Part(visit, seconds, [timed], [[*command, "--device", "cpu"]])
 
 
 def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:
@@ -164,16 +166,18 @@ def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> 
     command = [PY, "-m", "benchmarks.trainers.step", "--providers", "shared", "TRL"]
     where = "--device cuda --model-config qwen2.5-0.5b --rounds 4 --budget 2"
     commands = [
-        [*command, *f"{where} --prompt {p} --completion {c} --group {g}".split()]
-        for p, c, g in sizes
-    ]
+        [*command, *f"{where} --prompt {p} --completion {c} --group {g}".split(),
+         "--out", f"{REPORTS}/{number}.json"]
+        for number, (p, c, g) in enumerate(sizes)
+    ]  # fmt: skip
     return Part(visit, seconds, commands, [[*command, *"--device cpu --quick --layers 1".split()]])
 
 
-def trees(visit: int, seconds: int, *options: str) -> Part:
+def trees(visit: int, seconds: int, *models: str) -> Part:
     """Return a part that times trees of samples against plain packed rows."""
-    command = [PY, "-m", "benchmarks.trainers.trees", *options]
-    timed = [*command, *"--device cuda --rounds 9 --budget 1".split()]
+    command = [PY, "-m", "benchmarks.trainers.trees", *models]
+    options = f"--device cuda --rounds 9 --budget 1 --out {REPORTS}/0.json"
+    timed = [*command, *options.split()]
     return Part(visit, seconds, [timed], [[*command, *"--quick --device cpu".split()]])
 
 
@@ -186,7 +190,7 @@ def tests(visit: int, seconds: int) -> Part:
     # Run few examples of the fuzz test. It is a single test, so one process runs all of its
     # examples, and more of them would take longer than the limit.
     few = {"GRPO_FAST_FUZZ_CASES": "40"}
-    return Part(visit, seconds, [timed], [[*pytest, "--collect-only", "-q"]], False, few)
+    return Part(visit, seconds, [timed], [[*pytest, "--collect-only", "-q"]], few)
 
 
 def sanitize(visit: int, seconds: int, *tools: str) -> Part:
@@ -201,7 +205,7 @@ def sanitize(visit: int, seconds: int, *tools: str) -> Part:
     flags = ["--error-exitcode", "9", "--target-processes", "all"]
     commands = [["compute-sanitizer", "--tool", tool, *flags, *checked] for tool in tools]
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Part(visit, seconds, commands, [[*checked, "--dry"]], False, environment)
+    return Part(visit, seconds, commands, [[*checked, "--dry"]], environment)
 
 
 def gpu_tests() -> list[str]:
@@ -295,15 +299,13 @@ class Session:
         """Run the commands of a part, and record their reports, even if the part fails."""
         started = time.monotonic()
         codes: list[int] = []
-        reports: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory() as folder:
-            for number, command in enumerate(part.commands):
-                if part.measures:
-                    command = [*command, "--out", f"{folder}/{number}.json"]
+            for command in part.commands:
+                command = [word.replace(REPORTS, folder) for word in command]
                 left = limit - (time.monotonic() - started)
                 codes.append(run(command, left, part.environment, self.say))
-                written = sorted(Path(folder).glob(f"{number}*.json"))
-                reports += [json.loads(file.read_text()) for file in written]
+            written = sorted(Path(folder).glob("*.json"))
+            reports = [json.loads(file.read_text()) for file in written]
         passed, seconds = not any(codes), time.monotonic() - started
         self.record(name, "done" if passed else "failed", seconds, reports)
         outcome = "done" if passed else "FAILED"

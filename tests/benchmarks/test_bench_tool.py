@@ -252,9 +252,11 @@ def test_refusals(words, parts, capsys):
 
 def test_a_dry_run_says_what_cannot_run(capsys):
     words = "linear_logps --device cuda --shapes 8192,gemma-3-4b --dry"
-    assert command.main(words.split()) == 0
+    assert command.main(f"{words} + linear_grpo_loss --shapes 8,8,8 --dry".split()) == 0
     shown = capsys.readouterr().out
-    assert all(part in shown for part in ("8192,2560,262144 bf16", "Liger SM90", "(auto)"))
+    parts = "8192,2560,262144 bf16", "Liger SM90", "(auto)", "linear_grpo_loss: 1 cases: 8,8,8"
+    assert all(part in shown for part in parts)
+    assert command.main(f"{words} + {words} --shapes 7,16,97 + {words}".split()) == 2
     if not torch.cuda.is_available():
         assert command.main(["linear_logps", "--device", "cuda"]) == 2
         assert "device: expected cpu" in capsys.readouterr().err

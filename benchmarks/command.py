@@ -20,12 +20,16 @@ import argparse
 import itertools
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+import torch
+
+from benchmarks import RESULTS, measure
+from benchmarks.kernels import runner
 from benchmarks.kernels.operations import CPU, GPU, MODELS, OPERATIONS, QUICK, shape_of
-from benchmarks.options import new_parser, positive
+from benchmarks.kernels.problem import Variant
+from benchmarks.kernels.providers import BACKENDS, providers_of
+from benchmarks.options import timing_parser
 
 
 def main(arguments: list[str]) -> int:
@@ -38,11 +42,9 @@ def main(arguments: list[str]) -> int:
     if "+" in arguments:
         end = arguments.index("+")
         return max(main(arguments[:end]), main(arguments[end + 1 :]))
-    from benchmarks.kernels.runner import Plan
-
     options = parse_arguments(arguments)
     try:
-        plan = Plan(**plan_fields(options))
+        plan = plan_of(options)
     except ValueError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -53,12 +55,11 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = new_parser(__doc__, "grpo-fast bench")
+    parser = timing_parser(__doc__, os.cpu_count() or 1, "grpo-fast bench")
     names = f"some of {', '.join(OPERATIONS)}"
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=names)
 
     add = parser.add_argument_group("problems").add_argument
-    add("--quick", action="store_true", help="two small shapes; under three minutes in all")
     words = "tokens (a multiple of 8), hidden size and vocabulary; or tokens and the model of the "
     words += f"head as N,MODEL: {', '.join(MODELS)}"
     add("--shapes", nargs="+", metavar="N,H,V", help=words)
@@ -75,42 +76,29 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
     add = parser.add_argument_group("candidates").add_argument
     words = "backends of grpo_fast (default: auto torch)"
-    backends = ("auto", "torch", "cpu", "triton")
-    add("--backend", nargs="+", default=["auto", "torch"], choices=backends, help=words)
+    add("--backend", nargs="+", default=["auto", "torch"], choices=BACKENDS, help=words)
     words = "run only the providers whose name contains one of these"
     add("--providers", nargs="+", default=[], metavar="PART", help=words)
 
     add = parser.add_argument_group("measurement").add_argument
-    add("--device", choices=("cpu", "cuda"))
     add("--allocator", nargs="+", choices=("default", "fair"), help="on a CPU; default: both")
-    add("--threads", type=positive(int), help="CPU threads (default: all cores)")
-    add("--budget", type=positive(float), help="seconds of timing for each provider and case")
-    add("--rounds", type=positive(int), help="at most this many rounds; at least 2 are run")
     add("--verify-only", action="store_true", help="check the results without timing them")
     add("--dry", action="store_true", help="list what would run, and which providers cannot")
-    add("--out", help="file for the JSON (default: a new one in benchmarks/results/)")
     options = parser.parse_args(arguments)
     options.operations = list(dict.fromkeys(options.operations)) or ["linear_grpo_loss"]
     unknown = [name for name in options.operations if name not in OPERATIONS]
     if unknown:
         parser.error(f"OPERATION: expected {names}, got {unknown[0]!r}")
-    if options.out and Path(options.out).is_dir():
-        parser.error(f"--out: expected a file, got the folder {options.out!r}")
     return options
 
 
-def plan_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `Plan` for the given command line options.
+def plan_of(options: argparse.Namespace) -> runner.Plan:
+    """Return the plan for the given command line options.
 
     Raises:
         ValueError: an option is out of range, or two options contradict each other.
     """
-    import torch
-
-    from benchmarks.kernels.problem import Variant
-    from benchmarks.kernels.providers import providers_of
-
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device
     if device == "cuda" and not (torch.cuda.is_available() or options.dry):
         raise ValueError("device: expected cpu (torch sees no GPU), got cuda")
     for fraction in options.active:
@@ -142,26 +130,24 @@ def plan_fields(options: argparse.Namespace) -> dict[str, Any]:
     )
     quick = options.quick
     budget = 3.0 if device == "cuda" else 20.0
-    return {
-        "operations": options.operations,
-        "shapes": shapes,
-        "dtypes": options.dtype or ["bf16" if device == "cuda" else "fp32"],
-        "variants": [Variant(*fields) for fields in product],
-        "device": device,
-        "allocators": options.allocator or (["default"] if quick else ["default", "fair"]),
-        "backends": options.backend,
-        "providers": options.providers,
-        "threads": options.threads or os.cpu_count() or 1,
-        "budget": options.budget or (1.0 if quick else budget),
-        "rounds": options.rounds or (9 if quick else 25),
-        "verify_only": options.verify_only,
-    }
+    return runner.Plan(
+        operations=options.operations,
+        shapes=shapes,
+        dtypes=options.dtype or ["bf16" if device == "cuda" else "fp32"],
+        variants=[Variant(*fields) for fields in product],
+        device=device,
+        allocators=options.allocator or (["default"] if quick else ["default", "fair"]),
+        backends=options.backend,
+        providers=options.providers,
+        threads=options.threads,
+        budget=options.budget or (1.0 if quick else budget),
+        rounds=options.rounds or (9 if quick else 25),
+        verify_only=options.verify_only,
+    )
 
 
-def described(plan: Any) -> str:
+def described(plan: runner.Plan) -> str:
     """Return the output of --dry: all cases, and whether each provider would run."""
-    from benchmarks.kernels.runner import DTYPES
-
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
     lines = [f"device {plan.device}{cpu if plan.device == 'cpu' else ''}"]
     for operation in plan.operations:
@@ -169,25 +155,22 @@ def described(plan: Any) -> str:
         cases = [f"{','.join(map(str, s))} {d} {tuple(v)}" for d, s, v in product]
         lines.append(f"{operation}: {len(cases)} cases: {'; '.join(cases)}")
         for provider in plan.candidates(operation):
-            reasons = {provider.missing(plan.device, DTYPES[dtype]) for dtype in plan.dtypes}
+            reasons = {provider.missing(plan.device, runner.DTYPES[dtype]) for dtype in plan.dtypes}
             found = "; ".join(sorted(filter(None, reasons))) or "would run"
             lines.append(f"    {provider.name:32} {found}")
     return "\n".join(lines)
 
 
-def measure_all(plan: Any, options: argparse.Namespace) -> int:
+def measure_all(plan: runner.Plan, options: argparse.Namespace) -> int:
     """Run all cases of a plan, and write the report after each. Return the exit status, 0 or 1."""
-    from benchmarks import measure
-    from benchmarks.kernels.runner import run
-
     report: dict[str, Any] = {
         **measure.header("grpo-fast bench", plan.device),
         "settings": plan._asdict(), "cases": [],
     }  # fmt: skip
     name = f"{'quick' if options.quick else 'bench'}-{report['created'].replace(':', '')}.json"
-    path = Path(options.out or RESULTS / name)
+    path = options.out or RESULTS / name
     measure.write(path, report)
-    cases = run(path)
+    cases = runner.run(path)
     print(f"written: {os.path.relpath(path)}")
     wrong = [
         f"{case['operation']} {case['shape']} {case['dtype']}: "

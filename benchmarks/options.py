@@ -30,6 +30,14 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
+def output_file(text: str) -> Path:
+    """Parse the path of a file that is to be written, for an option of a parser."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got the folder {text!r}")
+    return path
+
+
 def new_parser(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
     """Return a parser without arguments. Its help shows `doc` with the line breaks unchanged."""
     return argparse.ArgumentParser(
@@ -41,25 +49,30 @@ def measuring(doc: str | None, arguments: list[str]) -> argparse.Namespace:
     """Parse the options of a GPU measurement: --device (default: cuda) and --out."""
     parser = new_parser(doc)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", help="where the JSON goes")
+    parser.add_argument("--out", type=output_file, help="where the JSON goes")
     return parser.parse_args(arguments)
 
 
-# ---- benchmarks/trainers ----
-Pair = tuple[float, float]  # values without --quick and with --quick
+def timing_parser(
+    doc: str | None, threads: int = 2, prog: str | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that `grpo-fast bench` and benchmarks/trainers have.
 
-
-def trainer_parser(doc: str | None, threads: int = 2) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks of benchmarks/trainers have."""
+    `threads` is the default of --threads.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = new_parser(doc)
+    parser = new_parser(doc, prog)
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="small sizes, a fraction of the time")
     parser.add_argument("--threads", type=positive(int), default=threads, help="CPU threads")
     parser.add_argument("--budget", type=positive(float), help="seconds of timing per candidate")
     parser.add_argument("--rounds", type=positive(int), help="at most this many rounds")
-    parser.add_argument("--json", "--out", help="file for the report")
+    parser.add_argument("--out", "--json", type=output_file, help="file for the report")
     return parser
+
+
+# ---- benchmarks/trainers ----
+Pair = tuple[float, float]  # values without --quick and with --quick
 
 
 def parsed(parser: argparse.ArgumentParser, budget: Pair, rounds: Pair) -> argparse.Namespace:
@@ -77,8 +90,6 @@ def parsed(parser: argparse.ArgumentParser, budget: Pair, rounds: Pair) -> argpa
     found = parser.parse_args()
     if found.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected cpu (torch sees no GPU), got cuda")
-    if found.json and Path(found.json).is_dir():
-        parser.error(f"--json: expected a file, got the folder {found.json!r}")
     found.budget = found.budget or budget[found.quick]
     found.rounds = found.rounds or rounds[found.quick]
     torch.set_num_threads(found.threads)
@@ -90,7 +101,7 @@ def parsed(parser: argparse.ArgumentParser, budget: Pair, rounds: Pair) -> argpa
 def save(
     found: argparse.Namespace, title: str, settings: dict[str, Any], **fields: Any
 ) -> dict[str, Any]:
-    """Write a report to the file that the option --json names, if it is given. Return the report.
+    """Write a report to the file that the option --out names, if it is given. Return the report.
 
     Args:
         found: options of the run. The report contains those for the measurement.
@@ -104,9 +115,9 @@ def save(
     common = {name: getattr(found, name) for name in ("threads", "budget", "rounds", "clock")}
     header = measure.header(title, found.device)
     report = {**header, "settings": common | settings, **fields}
-    if found.json:
-        measure.write(Path(found.json), report)
-        print(f"written: {os.path.relpath(found.json)}")
+    if found.out:
+        measure.write(found.out, report)
+        print(f"written: {os.path.relpath(found.out)}")
     if any("wrong" in case for case in fields.get("cases", ())):
         raise SystemExit("a result of grpo_fast is wrong, and was not timed")
     return report

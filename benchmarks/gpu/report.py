@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu.session import BY_NAME, STEPS, parts
-from benchmarks.kernels.operations import MODELS, Shape
+from benchmarks.kernels.operations import MODELS, OURS, Shape
 from benchmarks.options import new_parser
 from benchmarks.report.tables import cases_of, load, machine, markdown
 
@@ -88,7 +88,6 @@ def label(case: Case) -> str:
 
 
 # ---- bars ----
-OURS = "grpo_fast (auto)"
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
 # For each (prompt, completion, group) in STEPS: the required speedup over TRL's step, and the
 # speedup that LOG.md predicts for Qwen2.5-0.5B.

@@ -29,7 +29,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -306,7 +305,7 @@ def main(arguments: list[str]) -> int:
         print(f"{line_of(config)}: {found}", flush=True)
         report["row_candidates"][line_of(config)] = found
         if options.out:  # after each candidate, because the session ends the command at its limit
-            measure.write(Path(options.out), report)
+            measure.write(options.out, report)
         if "CUDA error" in reason:  # every later call in this process would fail, too
             return 1
     return 0

@@ -14,7 +14,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,14 +35,14 @@ def loss(device: str, operation: str) -> tuple[float, str]:
         The largest error as a fraction of its tolerance, and a description.
     """
     from benchmarks.kernels.exact import OUR_TOLERANCE
-    from benchmarks.kernels.operations import OPERATIONS, Shape
+    from benchmarks.kernels.operations import OPERATIONS, OURS, Shape
     from benchmarks.kernels.problem import make_problem
     from benchmarks.kernels.providers import providers_of
     from benchmarks.kernels.runner import route_of
 
     shape = Shape(512, 896, 32000) if device == "cuda" else Shape(64, 64, 512)
     problem = make_problem(shape, torch.bfloat16, device)
-    [ours] = [one for one in providers_of(operation) if one.name == "grpo_fast (auto)"]
+    [ours] = [one for one in providers_of(operation) if one.name == OURS]
     step = ours.prepare(problem)
     step()
     errors = problem.truth(OPERATIONS[operation].truth).errors(step())
@@ -96,7 +95,7 @@ def main(arguments: list[str]) -> int:
     print(", ".join(f"{name} {header['versions'][name]}" for name in wanted), flush=True)
     checks = [checked(name, options.device) for name in CHECKS]
     if options.out:
-        measure.write(Path(options.out), {**header, "checks": checks})
+        measure.write(options.out, {**header, "checks": checks})
     return 0 if all(check["passed"] for check in checks) else 1
 
 

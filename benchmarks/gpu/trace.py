@@ -332,8 +332,7 @@ class Case(NamedTuple):
         return recorder
 
     def _call(self, tensors: tuple[Tensor | None, ...]) -> None:
-        flags = (*self.wants, False)[: len(tensors)]
-        wanted = Wanted(*flags, *[False] * (3 - len(flags)))
+        wanted = Wanted(self.wants[0], self.wants[1] and not self.logits, False)
         if self.logps:
             like = new(self.rows, dtype=torch.int64)
             call = Call(tensors=tensors, like=like, backend="triton")

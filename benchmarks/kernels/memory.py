@@ -24,12 +24,12 @@ from torch import Tensor
 
 from benchmarks import RESULTS, measure
 from benchmarks.kernels.exact import acceptable, bars_of
-from benchmarks.kernels.operations import COMPLETIONS, Shape
+from benchmarks.kernels.operations import COMPLETIONS, OURS, Shape
 from benchmarks.kernels.problem import Problem, make_problem
 from benchmarks.kernels.providers import Provider, providers_of
 from benchmarks.options import new_parser
 
-OPERATION, OURS = "linear_grpo_loss", "grpo_fast (auto)"
+OPERATION = "linear_grpo_loss"
 HIDDEN, VOCABULARY = 64, 32768
 ROWS = 64  # tokens of the problem that is repeated
 TOKENS = [512, 2048, 4096, 8192, 16384, 32768, 65536]

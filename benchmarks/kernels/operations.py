@@ -86,6 +86,7 @@ class Operation(NamedTuple):
         return self.passes * n * v * itemsize / milliseconds / 1e6, "GB/s"
 
 
+OURS = "grpo_fast (auto)"  # name of the provider that runs grpo_fast with its default backend
 OPERATIONS: dict[str, Operation] = {
     "linear_grpo_loss": Operation("hidden -> GRPO loss, forward + backward", "loss", flops=6),
     "linear_grpo_loss_frozen": Operation(

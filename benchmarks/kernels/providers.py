@@ -26,9 +26,8 @@ from benchmarks.measure import Result, Step
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logits_grpo_loss
 from grpo_fast.kernels import route
 
-
-def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
-    return None
+# Function of a device type and a dtype. It returns the reason why a provider cannot run, or None.
+WhyNot = Callable[[str, torch.dtype], str | None]
 
 
 class Provider(NamedTuple):
@@ -39,21 +38,21 @@ class Provider(NamedTuple):
         role: "ours" (grpo_fast), "peer" (a different library) or "limit".
         prepare: function that returns the `Step` of a `Problem`.
         needs: package that the provider imports, or None.
-        why_not: function of a device type and a dtype. It returns the reason why the provider
-            cannot run, or None if it can.
+        why_not: function that returns the reason why the provider cannot run, or None if the
+            provider runs on every device.
     """
 
     name: str
     role: str
     prepare: Callable[[Problem], Step]
     needs: str | None = None
-    why_not: Callable[[str, torch.dtype], str | None] = runs_anywhere
+    why_not: WhyNot | None = None
 
     def missing(self, device: str, dtype: torch.dtype) -> str | None:
         """Return the reason why the provider cannot run, or None if it can."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
-        return self.why_not(device, dtype)
+        return self.why_not(device, dtype) if self.why_not else None
 
 
 def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
@@ -198,9 +197,6 @@ def gemm_limits(count: int) -> list[Provider]:
     ]
 
 
-COPY = Provider("device copy", "limit", copy)
-
-
 # ---- grpo_fast ----
 BACKENDS = ("auto", "torch", "cpu", "triton")
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
@@ -219,7 +215,7 @@ def support_of(problem: Problem) -> Support | None:
     return Support(ids.flatten(), torch.arange(len(ids) + 1, device=ids.device) * ids.shape[1])
 
 
-def our_loss(problem: Problem, backend: str) -> Step:
+def our_loss(backend: str, problem: Problem) -> Step:
     """Return a step that runs `linear_grpo_loss` and its backward pass."""
     mask, support = problem.mask_or_none, support_of(problem)
     return differentiate(
@@ -232,23 +228,14 @@ def our_loss(problem: Problem, backend: str) -> Step:
     )  # fmt: skip
 
 
-def our_logps(problem: Problem, backend: str, gradient: bool) -> Step:
-    """Return a step that runs `linear_logps`. Masked rows get the target id -100."""
+def our_logps(backend: str, problem: Problem) -> Callable[[], Tensor]:
+    """Compute logps with `linear_logps`. Masked rows get the target id -100."""
     inputs = (problem.hidden, problem.weight, problem.labels)
     support = support_of(problem)
-    return logps_step(
-        problem, lambda: linear_logps(*inputs, backend=backend, support=support), gradient
-    )
+    return lambda: linear_logps(*inputs, backend=backend, support=support)
 
 
-def our_cross_entropy(problem: Problem, backend: str) -> Step:
-    """Return a step that computes a cross entropy from `linear_logps`, and its gradients."""
-    inputs = (problem.hidden, problem.weight, problem.labels)
-    options: dict[str, Any] = {"backend": backend, "support": support_of(problem)}
-    return differentiate(problem, lambda: mean_nll(linear_logps(*inputs, **options), problem))
-
-
-def our_logits_loss(problem: Problem, backend: str, inplace: bool) -> Step:
+def our_logits_loss(backend: str, problem: Problem, inplace: bool) -> Step:
     """Return a step that runs `logits_grpo_loss` on logits (B, L + 1, V).
 
     The unused last row of each completion is masked.
@@ -268,15 +255,20 @@ def our_logits_loss(problem: Problem, backend: str, inplace: bool) -> Step:
     return differentiate_logits(problem, loss_of, inplace)
 
 
-def our_providers(prepare: Callable[..., Step], **options: bool) -> list[Provider]:
-    """Return one provider for each backend. It calls `prepare` with the backend and `options`."""
+def our_providers(prepare: Callable[[str, Problem], Step]) -> list[Provider]:
+    """Return a provider for each backend. Its step is `prepare(backend, problem)`."""
     return [
         Provider(
-            f"grpo_fast ({name})", "ours", partial(prepare, backend=name, **options),
+            f"grpo_fast ({name})", "ours", partial(prepare, name),
             why_not=partial(why_not_ours, name),
         )
         for name in BACKENDS
     ]  # fmt: skip
+
+
+def ours_from_logps(prepare: Callable[..., Step]) -> list[Provider]:
+    """Return a provider for each backend. Its step is `prepare(logps, problem)`."""
+    return our_providers(lambda name, problem: prepare(partial(our_logps, name), problem))
 
 
 # ---- other libraries ----
@@ -449,11 +441,11 @@ def as_logps(logps: Logps, problem: Problem, gradient: bool) -> Step:
 
 # Libraries that compute logps. For each name: the function that prepares the logps, the required
 # package, and the `why_not` function.
-LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | None]]] = {
-    "plain torch": (plain, None, runs_anywhere),
-    "torch.compile": (compiled, None, runs_anywhere),
-    "TRL": (trl, "trl", runs_anywhere),
-    "CCE": (cce, "cut_cross_entropy", runs_anywhere),
+LOGPS: dict[str, tuple[Logps, str | None, WhyNot | None]] = {
+    "plain torch": (plain, None, None),
+    "torch.compile": (compiled, None, None),
+    "TRL": (trl, "trl", None),
+    "CCE": (cce, "cut_cross_entropy", None),
     "Liger SM90": (liger_sm90, "liger_kernel", needs_hopper),
 }
 
@@ -474,18 +466,6 @@ def loss_peers() -> list[Provider]:
     return [*found, Provider("Liger", "peer", liger_loss, needs="liger_kernel")]
 
 
-def cross_entropy_peers() -> list[Provider]:
-    quack_peer = Provider("QuACK cross entropy", "peer", quack, "quack", needs_hopper)
-    return [quack_peer, *from_logps(as_cross_entropy)]
-
-
-def logits_peers() -> list[Provider]:
-    return [
-        Provider("plain torch", "peer", partial(plain_logits, False)),
-        Provider("torch.compile", "peer", partial(plain_logits, True)),
-    ]
-
-
 # ---- all providers ----
 def providers_of(operation: str) -> list[Provider]:
     """Return the providers of an operation: its limits, grpo_fast and other libraries."""
@@ -495,16 +475,21 @@ def providers_of(operation: str) -> list[Provider]:
         found = [*gemm_limits(2), *our_providers(our_loss), *loss_peers()]
         return [x._replace(prepare=partial(frozen, x)) for x in found]
     if operation == "linear_cross_entropy":
-        found = our_providers(our_cross_entropy)
-        return [*gemm_limits(3), *found, *cross_entropy_peers()]
+        quack_peer = Provider("QuACK cross entropy", "peer", quack, "quack", needs_hopper)
+        found = [*gemm_limits(3), *ours_from_logps(as_cross_entropy), quack_peer]
+        return found + from_logps(as_cross_entropy)
     if operation in ("linear_logps", "linear_logps_backward"):
         gradient = operation.endswith("backward")
-        found = gemm_limits(3 if gradient else 1)
-        found += our_providers(our_logps, gradient=gradient)
-        return found + from_logps(partial(as_logps, gradient=gradient))
+        prepare = partial(as_logps, gradient=gradient)
+        limits = gemm_limits(3 if gradient else 1)
+        return limits + ours_from_logps(prepare) + from_logps(prepare)
     inplace = operation.endswith("inplace")
-    found = our_providers(our_logits_loss, inplace=inplace)
-    return [COPY, *found, *(() if inplace else logits_peers())]
+    found = [Provider("device copy", "limit", copy)]
+    found += our_providers(partial(our_logits_loss, inplace=inplace))
+    if not inplace:
+        found.append(Provider("plain torch", "peer", partial(plain_logits, False)))
+        found.append(Provider("torch.compile", "peer", partial(plain_logits, True)))
+    return found
 
 
 def frozen(provider: Provider, problem: Problem) -> Step:

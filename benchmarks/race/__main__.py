@@ -29,17 +29,7 @@ from typing import Any
 
 from benchmarks import measure
 from benchmarks.options import new_parser, positive
-from benchmarks.race.runs import (
-    RECOMPUTING,
-    TASKS,
-    TRAINERS,
-    Evaluator,
-    Job,
-    Task,
-    read_examples,
-    sweep,
-    work,
-)
+from benchmarks.race import jobs
 from benchmarks.report.tables import text_table
 from grpo_fast.train.evaluate import mean_and_error
 from grpo_fast.train.report import curves
@@ -50,12 +40,12 @@ LEVELS = (0.3, 0.5)
 GIB = 2**30
 
 
-def main(words: Sequence[str] | None = None, tasks: dict[str, Task] = TASKS) -> None:
+def main(words: Sequence[str] | None = None, tasks: dict[str, jobs.Task] = jobs.TASKS) -> None:
     parser = new_parser(__doc__, "benchmarks.race")
     parser.add_argument("--model", required=True, help="folder of the pretrained model")
     parser.add_argument("--tasks", nargs="+", choices=list(tasks), default=list(tasks))
-    trainers = [*TRAINERS, RECOMPUTING]
-    parser.add_argument("--trainers", nargs="+", choices=trainers, default=list(TRAINERS))
+    trainers = [*jobs.TRAINERS, jobs.RECOMPUTING]
+    parser.add_argument("--trainers", nargs="+", choices=trainers, default=list(jobs.TRAINERS))
     parser.add_argument("--seeds", type=positive(int), default=1)
     parser.add_argument("--threads", type=positive(int), default=2)
     parser.add_argument("--steps", type=positive(int), help="steps of a run (default: the task's)")
@@ -85,7 +75,7 @@ class Race:
         task: the task.
     """
 
-    def __init__(self, options: argparse.Namespace, name: str, task: Task) -> None:
+    def __init__(self, options: argparse.Namespace, name: str, task: jobs.Task) -> None:
         self.options = options
         self.name = name
         self.task = task
@@ -116,7 +106,7 @@ class Race:
         with tempfile.TemporaryDirectory() as folder:
             weights = Path(folder) / "weights.safetensors"
             job = self.job(record["trainer"], record["seed"], rows, weights)
-            for point in messages(work, job):
+            for point in messages(jobs.work, job):
                 self.evaluator.load(weights)
                 self.add(record, path, {**point, "accuracy": self.accuracy()})
         record["finished"] = record["points"][-1]["step"] == self.task.steps
@@ -129,19 +119,19 @@ class Race:
         run = f"{self.name} {record['trainer']} seed {record['seed']}"
         print(f"{run}: step {point['step']}, {times}", flush=True)
 
-    def job(self, trainer: str, seed: int, rows: int, weights: Path) -> Job:
+    def job(self, trainer: str, seed: int, rows: int, weights: Path) -> jobs.Job:
         config = self.task.config(self.options.model, self.data, seed, trainer)
-        return Job(trainer, config, self.options.threads, rows, weights)
+        return jobs.Job(trainer, config, self.options.threads, rows, weights)
 
     @functools.cached_property
     def swept(self) -> dict[int, float]:
         """Return the CPU seconds per row of TRL's update, keyed by the rows of a forward pass."""
-        [seconds] = messages(sweep, self.job("TRL", 0, 1, Path()))
+        [seconds] = messages(jobs.sweep, self.job("TRL", 0, 1, Path()))
         return seconds
 
     @functools.cached_property
-    def evaluator(self) -> Evaluator:
-        return Evaluator(self.options.model)
+    def evaluator(self) -> jobs.Evaluator:
+        return jobs.Evaluator(self.options.model)
 
     @functools.cached_property
     def start(self) -> float:
@@ -150,11 +140,11 @@ class Race:
 
     def accuracy(self) -> float:
         config = self.task.config(self.options.model, self.data, 0)
-        asked = read_examples(config, self.evaluator.tokenizer).test[: self.task.questions]
+        asked = jobs.read_examples(config, self.evaluator.tokenizer).test[: self.task.questions]
         return self.evaluator.accuracy(asked, self.task.length)
 
 
-def messages(target: Callable[[Any, Job], None], job: Job) -> Iterator[Any]:
+def messages(target: Callable[[Any, jobs.Job], None], job: jobs.Job) -> Iterator[Any]:
     """Start a process, and yield the messages that it sends.
 
     The process waits until the caller requests the next message.

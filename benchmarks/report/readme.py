@@ -21,16 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT, measure
+from benchmarks.kernels.operations import OURS
 from benchmarks.options import new_parser
-from benchmarks.report.tables import (
-    PROCESSORS,
-    cases_of,
-    fastest_peer,
-    machine,
-    markdown,
-    short_machine,
-    variant_words,
-)
+from benchmarks.report import tables
 
 PAGE = ROOT / "benchmarks" / "README.md"
 README = ROOT / "README.md"
@@ -75,12 +68,12 @@ def processor() -> str:
         SystemExit: the processor has no name in `PROCESSORS`.
     """
     cpu = measure.hardware("cpu")["cpu"]
-    if cpu not in PROCESSORS:
+    if cpu not in tables.PROCESSORS:
         raise SystemExit(
-            f"processor: expected one of {list(PROCESSORS)}, got {cpu}. Add it to PROCESSORS in "
-            "benchmarks/report/tables.py and to MACHINES in benchmarks/report/readme.py."
+            f"processor: expected one of {list(tables.PROCESSORS)}, got {cpu}. Add it to "
+            "PROCESSORS in benchmarks/report/tables.py and to MACHINES in readme.py."
         )
-    return PROCESSORS[cpu].partition(" ")[2].lower().replace(" ", "")
+    return tables.PROCESSORS[cpu].partition(" ")[2].lower().replace(" ", "")
 
 
 def machine_files(steps: Iterable[str] = STEPS) -> list[Path]:
@@ -96,12 +89,12 @@ def run_step(name: str, out: Path) -> int:
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
-def tables(device: str) -> str:
+def device_tables(device: str) -> str:
     """Return the tables for "cpu" or "gpu" in Markdown, with one table for each operation."""
-    cases = cases_of([RESULTS / "gpu_session.json"] if device == "gpu" else machine_files())
+    cases = tables.cases_of([RESULTS / "gpu_session.json"] if device == "gpu" else machine_files())
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
-        groups.setdefault(machine(case["hardware"]), []).append(case)
+        groups.setdefault(tables.machine(case["hardware"]), []).append(case)
     return "\n".join(line for name, group in groups.items() for line in machine_lines(name, group))
 
 
@@ -115,7 +108,7 @@ def machine_lines(name: str, cases: list[dict[str, Any]]) -> list[str]:
         shown = (n for n, x in rows if x["role"] in ("ours", "peer") and x["status"] != "missing")
         names = list(dict.fromkeys(shown))
         found = ([label(x), limit(x), *(cell(x, name) for name in names)] for x in chosen)
-        lines += [f"`{operation}`", "", *markdown(["N, H, V", "limit", *names], found), ""]
+        lines += [f"`{operation}`", "", *tables.markdown(["N, H, V", "limit", *names], found), ""]
     return lines
 
 
@@ -131,8 +124,8 @@ def readme_table() -> str:
     first: dict[str, str] = {}
     for case in [*peers, *timed]:
         what = f"{', '.join(map(str, case['shape']))} {case['dtype']}"
-        where = short_machine(case["hardware"])
-        peer = fastest_peer(case)
+        where = tables.short_machine(case["hardware"])
+        peer = tables.fastest_peer(case)
         ours, best = (case["rows"][name]["ratio_to_limit"] for name in (OURS, peer))
         winner = "ours" if ours < best else str(peer)
         if case["allocator"] == "fair":
@@ -144,7 +137,7 @@ def readme_table() -> str:
         theirs = f"**{best:.2f}×**" if f"{best:.2f}" < f"{ours:.2f}" else f"{best:.2f}×"
         rows.append([what, where, mine, f"{theirs} {peer}"])
     columns = ["tokens, hidden, vocabulary", "machine", "grpo_fast", "best peer"]
-    return "\n".join(markdown(columns, rows)) + "\n"
+    return "\n".join(tables.markdown(columns, rows)) + "\n"
 
 
 def memory_table() -> str:
@@ -160,12 +153,12 @@ def memory_table() -> str:
             for row in rows
         ]
         table.append([f"{int(tokens):,}", *cells])
-    where = f"{machine(report['hardware'])}; commit: {report['commit']}."
-    return "\n".join([where, "", *markdown(["tokens", *names], table)]) + "\n"
+    where = f"{tables.machine(report['hardware'])}; commit: {report['commit']}."
+    return "\n".join([where, "", *tables.markdown(["tokens", *names], table)]) + "\n"
 
 
 def read_cases(file: Path) -> list[dict[str, Any]]:
-    return [case for case in cases_of([file]) if case["operation"] == "linear_grpo_loss"]
+    return [case for case in tables.cases_of([file]) if case["operation"] == "linear_grpo_loss"]
 
 
 def label(case: dict[str, Any]) -> str:
@@ -174,7 +167,7 @@ def label(case: dict[str, Any]) -> str:
     inactive = case.get("inactive", "masked")
     words += [f"{case['active']:g} active"] if case["active"] < 1 else []
     words += [f"(rest: {inactive})"] if inactive != "masked" else []
-    return " ".join(words + variant_words(case))
+    return " ".join(words + tables.variant_words(case))
 
 
 def limit(case: dict[str, Any]) -> str:
@@ -194,9 +187,9 @@ def cell(case: dict[str, Any], name: str) -> str:
     return f"{row['ratio_to_limit']:.2f}× {memory}" + (f" {error:.0e}" if error > 1e-3 else "")
 
 
-def refreshed(text: str, tables: dict[str, str]) -> str:
+def refreshed(text: str, new: dict[str, str]) -> str:
     """Return the text of a page with new tables between the marks `BEGIN` and `END`."""
-    for name, table in tables.items():
+    for name, table in new.items():
         before, begin, rest = text.partition(BEGIN.format(name))
         _, end, after = rest.partition(END.format(name))
         text = f"{before}{begin}\n{table}{end}{after}"
@@ -206,14 +199,13 @@ def refreshed(text: str, tables: dict[str, str]) -> str:
 def pages() -> dict[Path, str]:
     """Return the new text of each page with tables."""
     found = {
-        PAGE: {device: tables(device) for device in DEVICES} | {"memory": memory_table()},
+        PAGE: {device: device_tables(device) for device in DEVICES} | {"memory": memory_table()},
         README: {"loss": readme_table()},
     }
     return {page: refreshed(page.read_text(), new) for page, new in found.items()}
 
 
 # ---- the picture ----
-OURS = "grpo_fast (auto)"
 RED = "#c0392b"
 MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
@@ -261,7 +253,7 @@ def draw_bars(axes: Any, case: dict[str, Any]) -> None:
     axes.bar_label(drawn, labels, padding=4, fontsize=11)
     tokens, width, vocabulary = case["shape"]
     axes.set_title(
-        f"{short_machine(case['hardware'])}: time ÷ three matrix products\n"
+        f"{tables.short_machine(case['hardware'])}: time ÷ three matrix products\n"
         f"{tokens:,} tokens, hidden {width:,}, vocabulary {vocabulary:,}, {case['dtype']}",
         loc="left", x=-0.3, fontsize=11,
     )  # fmt: skip
@@ -292,7 +284,7 @@ def draw_memory(axes: Any, report: dict[str, Any]) -> None:
             axes.plot(*ends, color=line.get_color(), ls=":", marker="X", ms=9, markevery=[1])
     axes.axhline(limit, color="gray", lw=0.8)
     axes.set_title(
-        f"{short_machine(report['hardware'])}: memory besides inputs and gradients\n"
+        f"{tables.short_machine(report['hardware'])}: memory besides inputs and gradients\n"
         f"hidden {report['hidden']}, vocabulary {report['vocabulary']:,}, {report['dtype']}, "
         f"1 thread; ✖ runs out of {report['limit_gib']} GiB",
         loc="left", fontsize=11,

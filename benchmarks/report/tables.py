@@ -21,11 +21,11 @@ def load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Return the cases of all reports, each with the hardware, commit and number of its report."""
+    """Return the cases of all reports, each with the hardware and the commit of its report."""
     found: list[dict[str, Any]] = []
     reports = (report for path in paths for report in load(path))
-    for number, report in enumerate(reports):
-        where = {"hardware": report["hardware"], "commit": report["commit"], "report": number}
+    for report in reports:
+        where = {"hardware": report["hardware"], "commit": report["commit"]}
         cases = report.get("cases", ())  # the report of a step has no cases
         found += [{**where, **case} for case in cases if "operation" in case]
     return found

@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import measure
-from benchmarks.options import parsed, positive, save, trainer_parser
+from benchmarks.options import parsed, positive, save, timing_parser
 from benchmarks.report.tables import text_table
 from benchmarks.trainers.step import build_model
 from grpo_fast.data import Example
@@ -83,7 +83,7 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    parser = trainer_parser(__doc__)
+    parser = timing_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--model", metavar="PATH", help="a pretrained SmolLM2; needs --data")
     parser.add_argument("--data", metavar="PATH", help="folder of GSM8K, for --model")

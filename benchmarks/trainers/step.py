@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from benchmarks import measure
-from benchmarks.options import parsed, positive, save, trainer_parser
+from benchmarks.options import parsed, positive, save, timing_parser
 from benchmarks.report.tables import text_table
 from grpo_fast import LossConfig, logits_grpo_loss
 from grpo_fast.rollout import Completion, Samples
@@ -69,14 +69,12 @@ class StepProblem(NamedTuple):
 
     Attributes:
         samples: prompts, completions and advantages.
-        group_size: number of completions for each prompt.
         loss: configuration of the loss.
         noise: numbers that are added to the old logps before the results of the providers are
             compared, so that the importance ratios differ from 1.
     """
 
     samples: Samples
-    group_size: int
     loss: LossConfig
     noise: Logps
 
@@ -102,7 +100,7 @@ def make_problem(
     samples = table_of(prompts, drawn)
     samples.advantages = torch.randn(count, generator=generator)
     config = LossConfig(loss_type="dapo", compute_entropy=True)
-    return StepProblem(samples, group_size, config, noise)
+    return StepProblem(samples, config, noise)
 
 
 class Ours:
@@ -156,7 +154,6 @@ class Padded:
 
     def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         apply_options(model, options.model)
-        self.prepare(model)
         self.model, self.problem = _adapted(model, options.model).train(), problem
         self.optimizer = adam(self.model)
         device = next(self.model.parameters()).device
@@ -168,9 +165,6 @@ class Padded:
         )
         self.ids, self.mask = self.ids.to(device), self.mask.to(device)
         self.items = sum(map(len, completions))
-
-    def prepare(self, model: Any) -> None:
-        """Prepare the model for this provider. Subclasses override this method."""
 
     def all_logps(self) -> Tensor:
         """Return the logps of the completion tokens, (B, C)."""
@@ -214,10 +208,11 @@ class Padded:
 class Trl(Padded):
     """A model with the fused head of TRL 1.16, and the loss of `GRPOTrainer` in plain torch."""
 
-    def prepare(self, model: Any) -> None:
+    def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        super().__init__(model, problem, options)
 
     def all_logps(self) -> Tensor:
         labels = self.ids.masked_fill(self.mask == 0, -100)
@@ -279,7 +274,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = trainer_parser(__doc__)
+    parser = timing_parser(__doc__)
     words = "default: tiny; on a GPU qwen2.5-0.5b"
     parser.add_argument("--model-config", choices=("tiny", *KNOWN_MODELS), help=words)
     count = positive(int)
@@ -328,7 +323,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         peak = peak_bytes(step, options.device) / measure.MIB
         row = {"tokens": providers[name].tokens, "peak_mib": peak}
         rows[name] = {**row, **times[name], **errors[name]}
-    settings = {k: v for k, v in vars(options).items() if k not in ("model", "json")}
+    settings = {k: v for k, v in vars(options).items() if k not in ("model", "out")}
     return save(
         options, "GRPO step without rollout", settings, prompt_tokens=[options.prompt],
         completion_tokens=problem.samples.lengths, providers=rows,

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE, relative_l2
-from benchmarks.options import parsed, save, trainer_parser
+from benchmarks.options import parsed, save, timing_parser
 from grpo_fast.attention import PackedTree, dispatch, pack_tree, prepare
 from grpo_fast.attention.dispatch import Kind
 
@@ -55,7 +54,7 @@ class Heads(NamedTuple):
     head_dim: int
     intermediate: int
     kind: str = "qwen2"
-    fields: Mapping[str, Any] = MappingProxyType({})
+    fields: dict[str, Any] = {}
 
 
 CPU_MODELS = [Heads("gsm8k-tiny", 6, 3, 32, 512)]
@@ -122,7 +121,7 @@ HYBRID_CASES = {"8 completions of a prompt": lambda n: group(4096 // n, 512 // n
 
 def main() -> None:
     """Time every case, and write the report."""
-    parser = trainer_parser(__doc__, threads=1)
+    parser = timing_parser(__doc__, threads=1)
     parser.add_argument("--hybrid", action="store_true", help="time models with recurrent layers")
     options = parsed(parser, BUDGET, ROUNDS)
     on_cpu = options.device == "cpu"

@@ -299,7 +299,7 @@ def test_refusals_of_the_trainers_benchmarks(monkeypatch, capsys, module, words,
 def test_a_wrong_result_fails_a_benchmark_of_a_trainer(tmp_path):
     """Check that the report is written, and that the exit status is not 0."""
     fields = {"device": "cpu", "threads": 1, "budget": 1.0, "rounds": 1, "clock": "wall"}
-    options = SimpleNamespace(**fields, json=str(tmp_path / "x.json"))
+    options = SimpleNamespace(**fields, out=tmp_path / "x.json")
     save(options, "support", {}, cases=[{"ratio": 2.0}])
     with pytest.raises(SystemExit, match="wrong"):
         save(options, "support", {}, cases=[{"ratio": 2.0}, {"wrong": True}])

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.race import __main__ as driver
-from benchmarks.race.runs import SHOTS, TASKS, Evaluator, Task
+from benchmarks.race.jobs import SHOTS, TASKS, Evaluator, Task
 from grpo_fast.data import Example
 from tests.tiny import tiny_folder
 

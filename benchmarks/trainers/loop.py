@@ -179,7 +179,11 @@ def our_step(subject: Subject, shape: Shape) -> Step:
     examples = [Example(text, None, None) for text in subject.texts]
     run = make_run(config, policy, build_engine(policy, config.rollout), examples)
     numbers = itertools.count(1)
-    return lambda: make_step(next(numbers), run)
+
+    def step() -> None:  # without a result, because `measure` takes a result for gradients
+        make_step(next(numbers), run)
+
+    return step
 
 
 def make_trainer(

@@ -296,6 +296,14 @@ def test_refusals_of_the_trainers_benchmarks(monkeypatch, capsys, module, words,
     assert error.value.code == 2 and expected in capsys.readouterr().err
 
 
+def test_a_step_of_our_trainer_can_be_measured():
+    options = SimpleNamespace(dtype="float32", model_config="tiny", layers=1, device="cpu")
+    shape = loop.Shape(prompts=2, tokens=12, group=2, length=4)
+    step = loop.our_step(loop.subject_of(options, shape), shape)
+    found = measure.measured({"ours": step}, SimpleNamespace(device="cpu", budget=0.01, rounds=2))
+    assert found["ours"]["median_ms"] > 0 and found["ours"]["workspace_mib"] > 0
+
+
 def test_a_wrong_result_fails_a_benchmark_of_a_trainer(tmp_path):
     """Check that the report is written, and that the exit status is not 0."""
     fields = {"device": "cpu", "threads": 1, "budget": 1.0, "rounds": 1, "clock": "wall"}

@@ -35,6 +35,7 @@ from benchmarks.gpu.report import table
 from benchmarks.options import new_parser
 from grpo_fast import LossConfig, linear_grpo_loss, linear_logps
 
+# ---- a driver without a GPU ----
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -95,6 +96,7 @@ def patched_launches(launch: Callable[..., None]) -> Iterator[None]:
         yield
 
 
+# ---- the measured calls ----
 ROWS = 1024
 HIDDEN = 896
 # As with V = 151936, dW is written in 16 bits and the rows are one chunk.

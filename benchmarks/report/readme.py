@@ -219,16 +219,14 @@ def draw_readme() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    gpu = [case for case in read_cases(RESULTS / "gpu_session.json") if "TRL" in case["rows"]]
-    cpu = [case for case in read_cases(machine_files()[0]) if case["shape"] == BARS_SHAPE]
-    timed = [gpu[0], cpu[0]]
+    gpu = next(x for x in read_cases(RESULTS / "gpu_session.json") if "TRL" in x["rows"])
+    cpu = next(x for x in read_cases(machine_files()[0]) if x["shape"] == BARS_SHAPE)
     memory = json.loads(file_of("memory").read_text())
-    places = [f"time {index}" for index in range(len(timed))]
-    figure, axes = pyplot.subplot_mosaic([places, ["memory"] * len(timed)], figsize=(9.6, 7.4))
-    for place, case in zip(places, timed, strict=True):
-        draw_bars(axes[place], case)
+    figure, axes = pyplot.subplot_mosaic([["gpu", "cpu"], ["memory"] * 2], figsize=(9.6, 7.4))
+    draw_bars(axes["gpu"], gpu)
+    draw_bars(axes["cpu"], cpu)
     draw_memory(axes["memory"], memory)
-    commits = {re.sub(r"^(\w{12})\w*", r"\1", case["commit"]) for case in [*timed, memory]}
+    commits = {re.sub(r"^(\w{12})\w*", r"\1", x["commit"]) for x in (gpu, cpu, memory)}
     note = f"measured at {', '.join(sorted(commits))}"
     figure.suptitle("Loss and its gradients: lower is better", fontsize=13)
     figure.text(0.99, 0.005, note, ha="right", fontsize=8, color="gray")

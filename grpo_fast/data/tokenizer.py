@@ -59,10 +59,15 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
 
     Args:
         symbols: distinct words without whitespace.
+
+    Raises:
+        ValueError: there is no symbol, or a symbol is `<|pad|>` or `<|eos|>`, or occurs twice.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [PAD_TOKEN, EOS_TOKEN, *symbols]
+    fits = symbols and len({*words}) == len(words)
+    require(fits, "symbols", f"different words other than {PAD_TOKEN} and {EOS_TOKEN}", symbols)
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -116,7 +116,7 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
     A token counts only if its advantage pushes the ratio further out of the clip range. For each of
     the three fractions, the mean, the minimum and the maximum are returned, keyed by name.
     """
-    epsilon_low, epsilon_high = config.params[:2]
+    epsilon_low, epsilon_high = config.params[:2]  # the first two of every loss with `clips="ppo"`
     low = (r < 1 - epsilon_low) & (tokens.advantages < 0)
     high = (r > 1 + epsilon_high) & (tokens.advantages > 0)
     metrics = {}

@@ -272,3 +272,6 @@ def test_symbol_tokenizer(tmp_path):
         assert batch["input_ids"][1][0] == loaded.pad_token_id
         with pytest.raises(Exception, match="UNK"):
             loaded("77")
+    for wrong in ([], ["a", "a"], ["a", "<|pad|>"]):
+        with pytest.raises(ValueError, match="symbols: expected different"):
+            build_symbol_tokenizer(wrong)

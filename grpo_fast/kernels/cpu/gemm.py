@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -132,6 +132,13 @@ def mm_(
     loader.operator("gemm", "mm_")(
         detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra
     )
+    return out
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return the product of a (M, K) and b (K, N) in a new tensor of the shape (*shape, N)."""
+    out = a.new_empty(*shape, b.shape[1], dtype=dtype)
+    mm_(a, b, out.view(-1, b.shape[1]))
     return out
 
 

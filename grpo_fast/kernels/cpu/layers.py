@@ -17,9 +17,11 @@ fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -42,7 +44,6 @@ MLP = "gate_proj", "up_proj", "down_proj"  # linear layers of a SwiGLU MLP
 # Scales of the random input rows of a comparison. In the smallest rows, the eps of a norm is
 # larger than the mean square. The largest rows reach the bounds of an MLP that clamps.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
-FIELDS = vars(nn.Module()).keys() - {"training"}  # weights, hooks and submodules of a module
 
 _operator = partial(loader.operator, "layers")
 
@@ -83,15 +84,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         stored = gemm.narrow_copy(weight) if narrow else weight
         # An autograd Function must not return a view, because models may modify it in place. The
         # bias is added in fp32 before the result is rounded.
-        out = _product(rows, stored.t(), rows.dtype if bias is None else torch.float32, shape[:-1])
+        wide = rows.dtype if bias is None else torch.float32
+        out = gemm.product(rows, stored.t(), wide, shape[:-1])
         if bias is not None:
             out = out.add_(bias.to(rows.dtype)).to(rows.dtype)
         return out, (rows if weight.requires_grad else None, stored if x.requires_grad else None)
 
     def backward(grad: Tensor, rows: Tensor | None, weight: Tensor | None) -> Any:
         grad = grad.reshape(-1, grad.shape[-1])
-        dx = None if weight is None else _product(grad, weight, dtype, shape[:-1])
-        dw = None if rows is None else _product(grad.t(), rows, torch.float32, grad.shape[1:])
+        dx = None if weight is None else gemm.product(grad, weight, dtype, shape[:-1])
+        dw = None if rows is None else gemm.product(grad.t(), rows, torch.float32, grad.shape[1:])
         return dx, dw, grad.float().sum(0) if learns_bias else None
 
     return _run(forward, backward, x, weight, bias)
@@ -218,13 +220,6 @@ def _rows(x: Tensor) -> Tensor:
     return contiguous_rows(x.reshape(-1, x.shape[-1]))
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return the product of a (M, K) and b (K, N) with the shape (*shape, N)."""
-    out = a.new_empty(*shape, b.shape[1], dtype=dtype)
-    gemm.mm_(a, b, out.view(-1, b.shape[1]))
-    return out
-
-
 def _run(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor | None) -> Any:
     """Return the outputs of a layer.
 
@@ -264,7 +259,6 @@ def fast_layers(model: nn.Module) -> None:
 
     Call this function after the weights are loaded. Modules on the meta device keep their forward.
     """
-    verdicts: dict[Hashable, tuple[bool, object]] = {}
 
     def install() -> None:
         for module in model.modules():
@@ -275,7 +269,7 @@ def fast_layers(model: nn.Module) -> None:
             # The module keeps its forward if a comparison raises an error. For example, FSDP2's
             # classes cannot be copied.
             with suppress(Exception):
-                if layer := _layer_of(module, verdicts):
+                if layer := _layer_of(module):
                     vars(module)["forward"] = partial(_forward, layer, module)
 
     if loader.unavailable("layers") is None:
@@ -283,25 +277,22 @@ def fast_layers(model: nn.Module) -> None:
             in_fresh_thread(install)
 
 
-def _layer_of(module: Any, verdicts: dict[Hashable, Any]) -> Callable[..., Any] | None:
+def _layer_of(module: Any) -> Callable[..., Any] | None:
     """Return the fast layer of a module, or None if its attributes or its results do not fit.
 
-    `verdicts` stores the results of comparisons. Two norms or MLPs share a comparison if they and
-    their activations have the same classes, settings and objects as attributes, and if the weights
-    of the norms have the same size.
+    A comparison takes about a millisecond.
     """
     kind = type(module)
     # Leave out the linear layers of an MLP, which the fast layer calls.
-    parts = [(n, m) for n, m in module.named_modules() if n.partition(".")[0] not in MLP]
+    parts = [m for n, m in module.named_modules() if n.partition(".")[0] not in MLP]
     # Include entries that are None, because they may be set later. A learnable activation may equal
     # SiLU with its initial weights, but training changes them.
-    own = [x for _, m in parts for x in (*m._parameters, *m._buffers)]
-    # A decorated forward has the global variables of the decorator's module, which do not include
-    # the rotary function. Such an attention module keeps its forward.
-    rotate: Any = getattr(kind.forward, "__globals__", {}).get(ROTARY)
+    own = [x for m in parts for x in (*m._parameters, *m._buffers)]
+    rotate: Any = getattr(inspect.unwrap(kind.forward), "__globals__", {}).get(ROTARY)
     if kind is nn.Linear:  # not a subclass, which may override forward
         return _linear_layer
     if kind.__name__.endswith("Attention") and rotate is not None:
+        _with_our_rotary(kind.forward)  # raises an error if the forward cannot be copied
         return _attention if _rotates_halves(rotate) else None
     if own == ["weight"] and not module._modules and module.weight.dim() == 1:
         layer: Callable[..., Any] = _norm_layer
@@ -309,13 +300,7 @@ def _layer_of(module: Any, verdicts: dict[Hashable, Any]) -> Callable[..., Any] 
         layer = partial(_swiglu_mlp, module.act_fn)
     else:
         return None
-    fields = [(n, type(m), *x) for n, m in parts for x in vars(m).items() if x[0] not in FIELDS]
-    sizes = [x.shape for x in module.parameters(recurse=False)]
-    # Equal numbers may be different objects. The repr distinguishes 1, 1.0 and True.
-    key = *((*f, repr(x) if type(x) in (int, float, str) else id(x)) for *f, x in fields), *sizes
-    if key not in verdicts:
-        verdicts[key] = _fits(module, layer), fields  # keep the objects, so that ids stay unique
-    return layer if verdicts[key][0] else None
+    return layer if _fits(module, layer) else None
 
 
 def _fits(module: Any, layer: Callable[..., Any]) -> bool:
@@ -397,18 +382,27 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
 
 @cache
 def _with_our_rotary(forward: Any) -> Callable[..., Any]:
-    """Return a copy of an attention's forward whose global rotary function is `rotary`."""
-    theirs = forward.__globals__[ROTARY]
+    """Return a copy of an attention's forward whose global rotary function is `rotary`.
 
-    def rotate(*inputs: Any, **options: Any) -> Any:
-        if options or len(inputs) != 4:
-            return theirs(*inputs, **options)
-        q, k, *angles = inputs
-        if in_bf16():  # the angles are fp32, so the formula computes in fp32
-            q, k = q.float(), k.float()
-        return (rotary if can_rotate(q, k, *angles) else theirs)(q, k, *angles)
+    Decorators stay, for example the one that renames an argument in transformers 5.24.
+    """
+    names = forward.__globals__
+    cells = forward.__closure__
+    if inner := getattr(forward, "__wrapped__", None):
+        ours = CellType(_with_our_rotary(inner))
+        cells = tuple(ours if cell.cell_contents is inner else cell for cell in cells)
+    else:
+        names = {**names, ROTARY: partial(_rotate, names[ROTARY])}
+    copied = FunctionType(forward.__code__, names, None, forward.__defaults__, cells)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
 
-    names = {**forward.__globals__, ROTARY: rotate}
-    ours = type(forward)(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
-    ours.__kwdefaults__ = forward.__kwdefaults__
-    return ours
+
+def _rotate(theirs: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Rotate q and k with `rotary`, or with the model's own function if it does not fit."""
+    if options or len(inputs) != 4:
+        return theirs(*inputs, **options)
+    q, k, *angles = inputs
+    if in_bf16():  # the angles are fp32, so the formula computes in fp32
+        q, k = q.float(), k.float()
+    return (rotary if can_rotate(q, k, *angles) else theirs)(q, k, *angles)

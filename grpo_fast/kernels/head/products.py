@@ -52,8 +52,7 @@ def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
     and round each partial sum.
     """
     if uses_csrc_gemm(weight):
-        out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
-        return gemm.mm_(d, weight, out)
+        return gemm.product(d, weight, torch.float32, d.shape[:1])
     if is_full_precision(weight):
         return d @ weight
     if weight.is_cuda:

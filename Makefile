@@ -240,11 +240,11 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 	@GRPO_FAST_TRAINERS='$(abspath $(TRAINERS))' $(PYTEST) tests/integrations
 
 # Tests of modules that import transformers.
-TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py shared_prompt.py trees.py windows.py) \
+TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py trees.py windows.py) \
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
-  $(addprefix tests/train/test_,fingerprints.py longcontext.py memory_model.py pretrained.py \
+  $(addprefix tests/train/test_,checkpoints.py longcontext.py memory_model.py pretrained.py \
     train_policy.py) \
-  tests/examples/test_reward_model_script.py tests/examples/test_capitals.py
+  tests/examples/test_example_scripts.py
 
 test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)
 	@$(STEP) 'what concerns transformers, on transformers 5.17'

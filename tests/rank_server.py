@@ -2,6 +2,7 @@
 
 A test sends jobs to the server. A job is the list [function, argument, …]. The server imports the
 modules of the jobs and then forks the ranks, because the imports are slow. All ranks run every job.
+`alive` and `wait_until` also serve tests of other processes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,22 @@ from types import FunctionType
 from typing import Any
 
 import torch
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process runs. A process that ended but was not reaped does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
 
 ROOT = Path(__file__).resolve().parents[1]
 

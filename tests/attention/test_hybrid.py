@@ -35,7 +35,7 @@ from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.train.policy import Policy, enable_checkpointing, self_check
 from tests.attention.families import HYBRID, SINKS, family_model
-from tests.attention.test_shared_prompt import by_sample, samples_of
+from tests.attention.test_trees import by_sample, samples_of
 
 # Prompts and completions. A completion of two tokens has one row in the pack, which is the case
 # that needs padding to two rows. A completion of one token has none.

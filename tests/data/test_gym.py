@@ -17,7 +17,7 @@ from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.workers.gym_scores import check_arithmetic
 from grpo_fast.train.config import load_recipe
 from tests.command_line import invoke, refused
-from tests.train.tiny_runs import TINY_SORT, run
+from tests.train.resuming import TINY_SORT, train_recipe
 
 # A generator of sums whose items depend on seed + index, as in the package. The scorers of `lists`
 # and `terms` execute answers. `tuples` compares an answer with a tuple.
@@ -113,7 +113,7 @@ def test_one_word_trains_with_the_scorer_as_the_reward(tmp_path):
     assert [reward.name for reward in config.rewards] == ["reasoning_gym"]
     before = load_recipe("sort", ["rewards=exact_match", *words])
     assert [reward.name for reward in before.rewards] == ["exact_match"]
-    summary, rows = run(tmp_path / "run", "sort", *words)
+    summary, rows = train_recipe(tmp_path / "run", "sort", *words)
     assert summary["before"]["eval_n"] == 12
     assert all(0 <= row["rewards/reasoning_gym/mean"] <= 1 for row in rows)
 

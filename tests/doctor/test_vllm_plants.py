@@ -15,7 +15,7 @@ import torch
 from grpo_fast.doctor import causes
 from grpo_fast.rollout import Engine, Sampling, build_engine
 from grpo_fast.train.policy import Policy
-from tests.doctor.faulty import MESSAGES, found_by, policy_of
+from tests.doctor.test_causes import MESSAGES, found_by, policy_of
 from tests.rollout.test_vllm_real import Process, options_of
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from grpo_fast import LossConfig, grpo_loss, linear_grpo_loss
 from grpo_fast.attention import head_of, register
 from grpo_fast.examples import verifiers_traces
 from grpo_fast.examples.verifiers_traces import branches, pack_traces
-from tests.attention.test_shared_prompt import by_sample
+from tests.attention.test_trees import by_sample
 from tests.tiny import tiny_model
 
 RECORDED = Path(__file__).parent / "recorded" / "verifiers-0.4.0.jsonl"

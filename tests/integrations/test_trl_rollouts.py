@@ -13,7 +13,7 @@ from packaging.version import Version
 
 trl = pytest.importorskip("trl", minversion="1.16")
 cases = importlib.import_module("tests.integrations.trl_cases")
-tools = importlib.import_module("tests.integrations.trl_tools")
+tools = importlib.import_module("tests.integrations.trl_cases")
 fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 
 OURS = {"forward": "packed", "loss": "single pass", "rollouts": "ours"}

@@ -15,7 +15,7 @@ from grpo_fast.rewards import build_rewards
 from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.isolated import IsolatedReward, path_of
 from grpo_fast.rewards.scoring import EXPRESSIONS
-from tests.pids import alive, wait_until
+from tests.rank_server import alive, wait_until
 from tests.reward_specs import ask as rewarded
 from tests.reward_specs import own, spec
 

@@ -13,8 +13,7 @@ from grpo_fast.train import loop, ranks
 from grpo_fast.train.config import load_recipe
 from grpo_fast.train.report import report
 from tests.command_line import ROOT
-from tests.train.resuming import TINY, Leave
-from tests.train.tiny_runs import is_timing, logged
+from tests.train.resuming import TINY, Leave, is_timing, logged
 
 SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_norm=0.05",
          "checkpoint.keep=9"]  # fmt: skip

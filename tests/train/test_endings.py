@@ -25,7 +25,7 @@ from grpo_fast.errors import SAVED, EngineError, NonFiniteLogits, WriteError
 from grpo_fast.train.checkpoint import UNFINISHED, read_state
 from grpo_fast.train.folder import checkpoints_in
 from tests.command_line import ROOT, invoke, refused, write_recipe
-from tests.pids import alive, wait_until
+from tests.rank_server import alive, wait_until
 from tests.train.resuming import Leave, config_of, opened, result, run
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -12,8 +12,7 @@ import pytest
 from grpo_fast.errors import SAVED
 from grpo_fast.train.folder import checkpoints_in
 from tests.train.rank_runs import CASES, differences, train, train_until
-from tests.train.resuming import result
-from tests.train.tiny_runs import sort
+from tests.train.resuming import result, sort
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -27,7 +27,7 @@ from grpo_fast.train.policy import Policy, apply_options
 from tests.attention.families import family_model
 from tests.command_line import invoke
 from tests.tiny import SYMBOLS, tiny_model
-from tests.train.test_train_config import MINIMAL
+from tests.train.test_words import MINIMAL
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 16,
          "num_key_value_heads": 2, "max_position_embeddings": 4096}  # fmt: skip

@@ -1,4 +1,7 @@
-"""Interpreter cases that compare the kernels around the gradient GEMMs with fp64."""
+"""Interpreter cases for the kernels around the gradient GEMMs, and for the scaling of gradients.
+
+They compare the kernels with fp64.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels.formulas import draw
 from tests.kernels.triton_tools.interpreter import only_memory_of, reversed_programs
 from tests.loss_cases import worst_row
+from tests.pairs import pairs
 
 NAN = float("nan")
 
@@ -314,3 +318,32 @@ def test_what_is_known_before_the_loop():
     for more in (terms._replace(kl_weights=terms[0]), terms._replace(grad_entropy=terms[0])):
         assert TokenLevel(more, LossConfig()).mask(0) is None
     assert TokenLevel(terms, LossConfig(loss_type="kimi")).mask(0) is None
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pairs(programs=[1, 2, 2048], size=[0, 1, 4095, 4096, 4097, 20000], dtype=DTYPES, count=[1, 2, 3])
+def test_scaled(dtype, size, programs, count, monkeypatch):
+    """Check that `scale_` multiplies each element once, even if a program processes several blocks.
+
+    The product is computed in fp32 and rounded once. Each gradient has a different factor.
+    """
+    monkeypatch.setattr(gradients, "SCALE_PROGRAMS", programs)
+    generator = torch.Generator().manual_seed(size)
+    before = [torch.randn(size + i, generator=generator).to(dtype) for i in range(count)]
+    x = [y.clone() for y in before]
+    factors = [torch.tensor(-0.3 - i) for i in range(count)]
+    with only_memory_of(*x, *factors):
+        gradients.scale_(x, factors)
+    for found, y, factor in zip(x, before, factors, strict=True):
+        assert torch.equal(found, (y.float() * factor).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_upstream_of_one_writes_nothing(dtype):
+    x = torch.randn(5000).to(dtype)
+    x[7], x[8] = float("nan"), float("inf")
+    bits = x.view(torch.uint8).clone()
+    gradients.scale_([x], [torch.ones((), dtype=dtype)])
+    assert torch.equal(x.view(torch.uint8), bits)

@@ -26,7 +26,7 @@ from torch import Tensor
 import grpo_fast
 from grpo_fast.kernels import route
 from grpo_fast.objective.losses import OBJECTIVES
-from tests import oracle_inputs, oracles
+from tests import oracles
 
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETER  # the interpreter needs CPU tensors
@@ -419,7 +419,7 @@ def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
     rule = {"temperature": o.temperature, "softcap": o.softcap, "logit_scale": o.logit_scale}
     kept = None if case.kept is None else case.kept.flatten(0, 1)
     ids = case.ids.flatten().clamp(0, raw.shape[1] - 1)
-    found = oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
+    found = oracles.logps_and_entropy(raw, ids, kept=kept, **rule)
     return tuple(x.reshape(case.ids.shape) for x in found)
 
 
@@ -442,15 +442,11 @@ def truth(function: str, case: Case):
     own = case.advantages, case.options
     if function == "linear":
         head = case.hidden, case.weight, case.ids
-        return oracle_inputs.oracle_from_hidden(
-            *head, *own, bias=case.bias, kept=case.kept, **given
-        )
+        return oracles.oracle_from_hidden(*head, *own, bias=case.bias, kept=case.kept, **given)
     if function == "logits":
-        return oracle_inputs.oracle_from_logits(
-            case.logits, case.ids, *own, kept=case.kept, **given
-        )
+        return oracles.oracle_from_logits(case.logits, case.ids, *own, kept=case.kept, **given)
     logps, entropy = reference_logps(case)
-    return oracle_inputs.oracle_from_logps(logps, *own, entropy=entropy, **given)
+    return oracles.oracle_from_logps(logps, *own, entropy=entropy, **given)
 
 
 # ----------------------------------------------------------

@@ -200,7 +200,7 @@ def trained(words: list[str]) -> dict[str, Tensor | None]:
     """
     from safetensors.torch import load_file
 
-    from tests.train.resuming import is_timing
+    from tests.train.runs import is_timing
 
     alone = [sys.executable, "-W", "ignore", "-m", "grpo_fast"]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "grpo_fast"]

@@ -30,7 +30,7 @@ from grpo_fast.train import checkpoint, loop
 from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.report import report
 from tests.rank_server import free_port
-from tests.train.resuming import config_of, result, run
+from tests.train.runs import config_of, result, run
 
 OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "checkpoint.keep=2",
            "inner_iterations=2", "minibatches=2", "shuffle=completions", "reference.kind=synced",

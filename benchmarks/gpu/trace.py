@@ -7,7 +7,7 @@ The traced call does not use autograd, which needs a CUDA build. It includes the
 backward pass, which scales the gradients. Some of the work depends on values, which are unknown
 here. The trace assumes that every row is active, that no sum in dW cancels almost to zero, and that
 the upstream gradient is 1. The GPU has the memory of an H200.
-tests/benchmarks/test_gpu_trace.py has the budgets of the calls.
+tests/benchmarks/test_measurements.py has the budgets of the calls.
 
 All tensors are FakeTensors on "cuda", which have shapes and dtypes but no memory. An ATen operation
 counts as one launch, unless it is a view or an allocation. A Triton kernel is recorded instead of

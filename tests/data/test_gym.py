@@ -17,7 +17,7 @@ from grpo_fast.rewards.conventions import RewardFailure
 from grpo_fast.rewards.workers.gym_scores import check_arithmetic
 from grpo_fast.train.config import load_recipe
 from tests.command_line import invoke, refused
-from tests.train.resuming import TINY_SORT, train_recipe
+from tests.train.runs import TINY_SORT, train_recipe
 
 # A generator of sums whose items depend on seed + index, as in the package. The scorers of `lists`
 # and `terms` execute answers. `tuples` compares an answer with a tuple.

@@ -20,7 +20,7 @@ from grpo_fast.kernels.head import sums as half_range
 from grpo_fast.kernels.types import HeadInputs, LogitTransform
 from grpo_fast.loss.checks import ValueChecks, checked_total
 from tests.gpu.test_cuda_graphs import OnGpu
-from tests.kernels.triton_tools.launcher import HAS_TRITON
+from tests.kernels.test_triton_interpreter import HAS_TRITON
 
 FLAGS = ((False, True), (False, True))
 

@@ -16,7 +16,7 @@ from importlib import metadata
 
 import pytest
 
-from tests.kernels.triton_tools.launcher import HAS_TRITON, run_python
+from tests.kernels.test_triton_interpreter import HAS_TRITON, run_python
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 WHERE_ALL = pytest.mark.skipif(

@@ -14,7 +14,7 @@ import grpo_fast
 from benchmarks.kernels.exact import logps_bar
 from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head import support as head_support
-from tests import oracle_inputs
+from tests import oracles
 from tests.kernels.formulas import torch_threads
 from tests.loss_cases import (
     BACKENDS,
@@ -229,7 +229,7 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
 )  # fmt: skip
 def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
     hidden, weight, ids, _ = problem(dtype, N=16, H=H, V=1000, std=2.5)
-    lp64, H64 = oracle_inputs.logps_and_entropy(hidden.double() @ weight.double().T, ids)
+    lp64, H64 = oracles.logps_and_entropy(hidden.double() @ weight.double().T, ids)
     bar = logps_bar(H, on_device(backend))
     for wants in (False, True):
         given = moved((hidden, weight.requires_grad_(wants), ids), on_device(backend))
@@ -250,7 +250,7 @@ def exact_of(hidden, weight, ids, advantages, options, old=None):
     """Compute loss and gradients with the fp64 oracle. All tokens form one completion."""
     mask = torch.ones(1, len(ids), dtype=torch.bool)
     own = hidden[None], weight, ids[None], advantages[None], options
-    return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
+    return oracles.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
 
 
 # On a GPU, use sizes (N, H, V) just below, at and above the block sizes of the kernels. The blocks
@@ -277,7 +277,7 @@ def test_gradients_against_fp64_overall_and_worst_row(
     old, options = None, {"loss_type": "dapo", "softcap": softcap}
     if off_policy:
         raw = hidden.double() @ weight.double().T
-        lp64, _ = oracle_inputs.logps_and_entropy(raw, ids, softcap=softcap)
+        lp64, _ = oracles.logps_and_entropy(raw, ids, softcap=softcap)
         g = torch.Generator().manual_seed(9)
         old = (lp64 - 0.11 * torch.randn(len(ids), generator=g).clamp(-1, 1)).float()
     d_hidden, d_weight = loss_gradients(

@@ -13,7 +13,7 @@ from benchmarks import measure
 from grpo_fast import TeacherHead, TeacherTopK, linear_divergence
 from grpo_fast.objective.kl import DIVERGENCES
 from tests.loss_cases import ENGINES, HAS_GPU, IS_INTERPRETER, moved, on_device, relative_l2
-from tests.oracle_inputs import scaled_logits
+from tests.oracles import scaled_logits
 from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from grpo_fast.kernels.head import sources as linear
 from grpo_fast.objective.losses import OBJECTIVES
-from tests import oracle_inputs, oracles
+from tests import oracles
 from tests.loss_cases import (
     AGGREGATIONS,
     EVERYWHERE,
@@ -385,7 +385,7 @@ def decisions_are_clear(case, expected) -> bool:
     given_logps, given_entropy = (x.double() for x in reference_logps(case))
     lp = getattr(expected, "logps", given_logps)
     entropy = getattr(expected, "entropy", given_entropy)
-    rows = oracle_inputs.completions_of(
+    rows = oracles.completions_of(
         lp, case.advantages, case.mask, old=case.old, sampling=case.sampling
     )
     bounds = [1 - o.epsilon_low, 1 + o.epsilon_high, o.dual_clip_c, o.delta or 9e9, o.epsilon_high]

@@ -14,7 +14,7 @@ import torch
 from grpo_fast import Support, linear_logps, logits_logps
 from grpo_fast.kernels import support
 from grpo_fast.kernels.head import support as head_support
-from tests import oracle_inputs
+from tests import oracles
 from tests.loss_cases import (
     EVERYWHERE,
     IS_INTERPRETER,
@@ -86,7 +86,7 @@ def test_values_and_gradients(
     def plain(dtype):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
         raw = leaves[0] if function == "logits" else leaves[0][index] @ leaves[1].T + leaves[2]
-        return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
+        return leaves, *oracles.logps_and_entropy(raw, ids, kept=kept, **rule)
 
     (exact, *true), (narrow, *torchs) = plain(torch.float64), plain(torch.float32)
     # 3. Compare the values.

@@ -18,7 +18,7 @@ from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.head import products
 from grpo_fast.kernels.workspace import drop_workspace
-from tests import oracle_inputs, oracles
+from tests import oracles
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -127,7 +127,7 @@ def test_metrics_are_masked_means(loss_type, level, layout):
         assert m["kl_guarded"] == 0
     if loss_type in ("vespo", "gmpo", "gspo_token"):
         return
-    rows = oracle_inputs.completions_of(expected.logps, case.advantages, case.mask, old=case.old)
+    rows = oracles.completions_of(expected.logps, case.advantages, case.mask, old=case.old)
     o = oracles.resolve(case.options)
     rows = [(oracles.ratio(c, o), c.advantage) for c in rows if len(c.logp)]
     flat = torch.cat([r for r, _ in rows])
@@ -154,7 +154,7 @@ def test_vespo_phi():
     case = make_case(45, **options_for("vespo"))
     case = case.but(old=case.old * 0.1 + 0.9 * truth("linear", case).logps.float())
     m = run("linear", case).metrics
-    rows = oracle_inputs.completions_of(
+    rows = oracles.completions_of(
         truth("linear", case).logps, case.advantages, case.mask, old=case.old
     )
     phi = torch.cat(

@@ -1,6 +1,6 @@
 """Test which DTensors the public functions accept, and which raise an error.
 
-The tests run in one process. vocabulary_ranks.py compares gradients over several processes.
+The tests run in one process. test_vocabulary_shards.py compares gradients over several processes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from grpo_fast.data.records import parse_record
 from grpo_fast.rewards import RewardError, build_rewards, check_examples, score
 from grpo_fast.train.config import DataConfig, load_recipe
 from tests.reward_specs import ask, spec
-from tests.train.resuming import sort
+from tests.train.runs import sort
 
 MODULE = r"""
 import asyncio, collections, decimal, itertools, os, sys

@@ -28,7 +28,7 @@ from grpo_fast.train.config import load_recipe
 from grpo_fast.train.policy import build_tokenizer, load_policy
 from tests.command_line import invoke
 from tests.rollout.vllm_stand_in import difference
-from tests.train.resuming import result
+from tests.train.runs import result
 
 pytestmark = pytest.mark.skipif(
     "GRPO_FAST_VLLM" not in os.environ, reason="vLLM: make test-vllm runs this against it"

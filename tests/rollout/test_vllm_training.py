@@ -10,7 +10,7 @@ from grpo_fast.rollout import EngineError
 from grpo_fast.train import loop
 from grpo_fast.train.policy import build_tokenizer, load_policy
 from tests.rollout.vllm_stand_in import GENERATE, UPDATE, StandIn
-from tests.train.resuming import config_of, run
+from tests.train.runs import config_of, run
 
 
 def settings_for(*servers: StandIn, **options: float) -> list[str]:

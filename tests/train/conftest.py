@@ -7,7 +7,7 @@ import pytest
 
 from tests.command_line import invoke, write_recipe
 from tests.rank_server import Ranks
-from tests.train.rank_runs import train_until, warm_up
+from tests.train.runs import train_until, warm_up
 
 
 @pytest.fixture(scope="session")

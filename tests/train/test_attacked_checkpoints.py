@@ -17,7 +17,7 @@ from grpo_fast.train import checkpoint as module
 from grpo_fast.train import loop
 from grpo_fast.train.folder import checkpoints_in, locked
 from tests.command_line import invoke, refused
-from tests.train.resuming import run
+from tests.train.runs import run
 
 FILE = "weights/model-00001-of-00001.safetensors"
 WORDS = ["steps=2", "checkpoint.every=1", "checkpoint.keep=9", "log.save_model=false",

@@ -26,7 +26,7 @@ from grpo_fast.train.report.report import RunReport
 from tests.command_line import ROOT, invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
-from tests.train.resuming import Leave, config_of, questions, run
+from tests.train.runs import Leave, config_of, questions, run
 
 EVERY = ["checkpoint.every=1", "checkpoint.keep=3"]
 

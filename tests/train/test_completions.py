@@ -25,7 +25,7 @@ from grpo_fast.train.report.page import (
 )
 from tests import chromium
 from tests.tiny import TEXTS
-from tests.train.resuming import TINY_SORT, logged
+from tests.train.runs import TINY_SORT, logged
 from tests.train.tiny_steps import batch_of, table_of
 
 HOSTILE = (

@@ -26,7 +26,7 @@ from grpo_fast.train.checkpoint import UNFINISHED, read_state
 from grpo_fast.train.folder import checkpoints_in
 from tests.command_line import ROOT, invoke, refused, write_recipe
 from tests.rank_server import alive, wait_until
-from tests.train.resuming import Leave, config_of, opened, result, run
+from tests.train.runs import Leave, config_of, opened, result, run
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LONG = ["steps=100000", "eval.n=2", "log.completions_every=0"]

@@ -22,7 +22,7 @@ from grpo_fast.train.policy import Policy, Reference, apply_options, load_policy
 from tests.data import test_data
 from tests.data.test_data import write_lines
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
-from tests.train.resuming import logged, questions
+from tests.train.runs import logged, questions
 from tests.train.tiny_steps import batch_of, gradients, rollout_of
 
 SHAPES = [(11, (9, 1, 4)), (5, (3, 7, 2))]

@@ -11,8 +11,7 @@ import pytest
 
 from grpo_fast.errors import SAVED
 from grpo_fast.train.folder import checkpoints_in
-from tests.train.rank_runs import CASES, differences, train, train_until
-from tests.train.resuming import result, sort
+from tests.train.runs import CASES, differences, result, sort, train, train_until
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

@@ -11,7 +11,7 @@ from grpo_fast.train import run as trainer
 from grpo_fast.train.critic import Critic
 from grpo_fast.train.folder import checkpoints_in
 from grpo_fast.train.update import Optimizer, schedule
-from tests.train.resuming import sort
+from tests.train.runs import sort
 
 PPO = ["advantages=gae", "critic={}"]
 FILE = "model-00001-of-00001.safetensors"

@@ -27,7 +27,7 @@ from grpo_fast.train.report import report
 from grpo_fast.train.update import Optimizer
 from tests.data.test_data import write_lines
 from tests.tiny import FAMILIES, SYMBOLS, tiny_folder, tiny_model
-from tests.train.rank_runs import SMALL, train
+from tests.train.runs import SMALL, train
 
 
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:

@@ -17,7 +17,7 @@ from grpo_fast.train.metrics import support_metrics
 from grpo_fast.train.policy import Reference
 from grpo_fast.train.update import precompute
 from tests.tiny import tiny_policy
-from tests.train.resuming import sort
+from tests.train.runs import sort
 from tests.train.tiny_steps import accumulate, batch_of, table_of
 
 PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]

@@ -19,7 +19,7 @@ from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smoot
 from grpo_fast.train.report.page import step_html
 from grpo_fast.train.report.report import closing_lines, final_line, shown_number
 from tests.command_line import ROOT, invoke, write_recipe
-from tests.train.resuming import opened
+from tests.train.runs import opened
 from tests.train.test_completions import row
 from tests.train.test_words import MINIMAL
 

@@ -16,7 +16,7 @@ from grpo_fast.train.policy import Reference, load_policy
 from tests import oracles
 from tests.pairs import pairs
 from tests.tiny import tiny_folder, tiny_policy
-from tests.train.resuming import sort
+from tests.train.runs import sort
 from tests.train.test_ppo_step import CUT, SCORES, make_batch
 from tests.train.tiny_steps import accumulate, batch_of, gradients, logits_of, rollout_of, table_of
 

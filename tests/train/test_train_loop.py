@@ -23,8 +23,8 @@ from grpo_fast.train.update import Optimizer, schedule
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
-from tests.train.resuming import TINY_SORT, config_of, logged, questions, sort, train_recipe
-from tests.train.test_run_refusals import texts_recipe
+from tests.train.runs import TINY_SORT, config_of, logged, questions, sort, train_recipe
+from tests.train.test_hostile_input import texts_recipe
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

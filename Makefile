@@ -242,8 +242,7 @@ test-integrations: $(SETUP) csrc $(TRAINERS)
 # Tests of modules that import transformers.
 TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py hybrid.py trees.py windows.py) \
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
-  $(addprefix tests/train/test_,checkpoints.py longcontext.py memory_model.py pretrained.py \
-    train_policy.py) \
+  $(addprefix tests/train/test_,checkpoints.py longcontext.py memory_model.py train_policy.py) \
   tests/examples/test_example_scripts.py
 
 test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)

@@ -7,11 +7,13 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from grpo_fast.kernels import route
 from tests.loss_cases import IS_INTERPRETER, Fused
@@ -63,6 +65,15 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNa
         return calls
 
     return spy
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    """Start a process group of one process."""
+    store = f"file://{tmp_path}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -71,10 +71,17 @@ def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backen
             assert torch.equal(result.grads[name], alone.grads[name]), name
 
 
-def token_problem(dtype, N, H, V, seed=0):
-    g = torch.Generator().manual_seed(seed)
+def token_problem(dtype, N, H, V, *, std=1.0):
+    """Return random inputs whose logits have the standard deviation `std`.
+
+    Every fp32 matrix product computes a logit z with an error of about z·6e-8·√H/4.
+
+    Returns:
+        hidden (N, H), weight (V, H), target ids (N,), advantages (N,) and old logps (N,).
+    """
+    g = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, H, generator=g).to(dtype)
-    weight = (2 * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
+    weight = (std * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
     ids, A = torch.randint(V, (N,), generator=g), torch.randn(N, generator=g)
     return hidden, weight, ids, A, -6 + torch.randn(N, generator=g)
 
@@ -116,7 +123,7 @@ def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkey
     It also does not matter which other rows have a coefficient of 0, and which gradients are
     computed.
     """
-    problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
+    problem, g = token_problem(dtype, N, H, V, std=2.0), torch.Generator().manual_seed(1)
     hidden, weight, ids, A, _ = problem
     whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
     subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
@@ -147,7 +154,9 @@ def test_a_row_does_not_see_its_batch_on_a_gpu(entropy):
 
     If the entropy is computed, the kernel uses a different tile size.
     """
-    hidden, weight, ids, *_ = (x.cuda() for x in token_problem(torch.bfloat16, 700, 896, 32000))
+    hidden, weight, ids, *_ = (
+        x.cuda() for x in token_problem(torch.bfloat16, 700, 896, 32000, std=2.0)
+    )
 
     def logps(rows):
         found = grpo_fast.linear_logps(hidden[rows], weight, ids[rows], return_entropy=entropy)
@@ -165,7 +174,7 @@ def test_any_number_of_threads_gives_the_same_bits(kind, monkeypatch):
     """Check also 2,000 targets that share 7 rows of `hidden`, and token sets of a sampler."""
     monkeypatch.setattr(head_support, "GATHERED_COST", 0 if kind == "gathered" else 10**9)
     T, V = 2000, 50
-    hidden, weight, ids, *_ = token_problem(torch.float32, T, 64, V)
+    hidden, weight, ids, *_ = token_problem(torch.float32, T, 64, V, std=2.0)
     leaves, more = [hidden, weight], {}
     if kind == "hidden_rows":
         more = {"hidden_rows": torch.randint(7, (T,), generator=torch.Generator().manual_seed(2))}
@@ -205,22 +214,6 @@ def test_a_token_of_any_token_level_loss_does_not_see_its_batch(loss_type):
 GRADIENT_BAR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 
-def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
-    """Return random inputs whose logits have the standard deviation `std`.
-
-    Every fp32 matrix product computes a logit z with an error of about z·6e-8·√H/4.
-
-    Returns:
-        hidden (N, H), weight (V, H), target ids (N,) and advantages (N,).
-    """
-    g = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(N, H, generator=g).to(dtype)
-    weight = (std * torch.randn(V, H, generator=g) / H**0.5).to(dtype)
-    ids = torch.randint(V, (N,), generator=g)
-    advantages = torch.randn(N, generator=g)
-    return hidden, weight, ids, advantages
-
-
 # 896 and 2048 are the hidden sizes of the models in our recipes. 8192 is the largest hidden size
 # for which the bounds are promised, and 33 is not a multiple of any vector width.
 @pairs(
@@ -228,7 +221,7 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
     dtype=[torch.bfloat16, torch.float16, torch.float32],
 )  # fmt: skip
 def test_logps_against_fp64_of_the_same_inputs(dtype, H, backend):
-    hidden, weight, ids, _ = problem(dtype, N=16, H=H, V=1000, std=2.5)
+    hidden, weight, ids, *_ = token_problem(dtype, 16, H, 1000, std=2.5)
     lp64, H64 = oracles.logps_and_entropy(hidden.double() @ weight.double().T, ids)
     bar = logps_bar(H, on_device(backend))
     for wants in (False, True):
@@ -270,7 +263,7 @@ def test_gradients_against_fp64_overall_and_worst_row(
     off_policy, chunks, dtype, backend, size, softcap, monkeypatch
 ):
     N, H, V = size
-    hidden, weight, ids, advantages = problem(dtype, N=N, H=H, V=V)
+    hidden, weight, ids, advantages, _ = token_problem(dtype, N, H, V)
     if chunks > 1:
         rows = -(-N // chunks // 32) * 32
         monkeypatch.setattr(sources.DenseHead, "chunk_rows", rows)
@@ -298,7 +291,7 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
     The tolerance is 1.05 times the error of one rounding. Sums in bf16 would have 2.8 times the
     error of one rounding.
     """
-    hidden, weight, ids, advantages = problem(torch.bfloat16, N=1024, H=16, V=64)
+    hidden, weight, ids, advantages, _ = token_problem(torch.bfloat16, 1024, 16, 64)
     # Use advantages of one sign, so that the running sum is much larger than each term.
     advantages = 1.0 + 0.1 * advantages
     monkeypatch.setattr(sources.DenseHead, "chunk_rows", 32)

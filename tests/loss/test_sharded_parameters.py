@@ -9,21 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import grpo_fast
 
+pytestmark = pytest.mark.usefixtures("one_process")
 CONFIG = grpo_fast.LossConfig(loss_type="reinforce")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def arguments() -> dict[str, Any]:

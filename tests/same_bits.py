@@ -200,7 +200,7 @@ def trained(words: list[str]) -> dict[str, Tensor | None]:
     """
     from safetensors.torch import load_file
 
-    from tests.train.runs import is_timing
+    from tests.train.runs import untimed
 
     alone = [sys.executable, "-W", "ignore", "-m", "grpo_fast"]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "grpo_fast"]
@@ -213,11 +213,10 @@ def trained(words: list[str]) -> dict[str, Tensor | None]:
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         found: dict[str, Tensor | None] = {}
-        for number, row in enumerate(map(json.loads, lines)):
-            numbers = {k: v for k, v in row.items() if not is_timing(k) and v is not None}
-            found |= {f"{number}/{key}": torch.tensor(v) for key, v in numbers.items()}
+        for number, row in enumerate(untimed(Path(folder) / "run")):
+            numbers = {key: value for key, value in row.items() if value is not None}
+            found |= {f"{number}/{key}": torch.tensor(value) for key, value in numbers.items()}
         for file in sorted((Path(folder) / "run" / "model").glob("*.safetensors")):
             found |= load_file(file)
     return found

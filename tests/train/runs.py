@@ -6,7 +6,6 @@ They also interrupt a run at a chosen point and resume it.
 import functools
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +58,23 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def untimed(folder: Path) -> list[dict[str, Any]]:
+    """Return all logged rows of a run without timings."""
+    return [{k: v for k, v in row.items() if not is_timing(k)} for row in logged(folder)]
+
+
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     """Return the logged metrics of all training steps of a run, without timings."""
-    return [
-        {k: v for k, v in row.items() if not is_timing(k)}
-        for row in logged(folder)
-        if "loss" in row
-    ]
+    return [row for row in untimed(folder) if "loss" in row]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all saved tensors of a run. A name has the folder and the file of the tensor."""
+    return {
+        f"{file.parent.name}/{file.name}/{name}": tensor
+        for file in sorted(folder.glob("*/*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def train_recipe(
@@ -115,10 +124,8 @@ def result(folder: Path) -> dict[str, Any]:
     The results are the metrics except timings, the prompts, the completions, parts of the summary,
     and the bytes of every saved tensor.
     """
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [{k: v for k, v in json.loads(x).items() if not is_timing(k)} for x in lines]
     found: dict[str, Any] = {
-        "metrics": rows,
+        "metrics": untimed(folder),
         "prompts": {
             path.name: [row["prompt"] for row in read_parquet(path)]
             for path in sorted((folder / "completions").glob("*"))
@@ -129,11 +136,7 @@ def result(folder: Path) -> dict[str, Any]:
         found["page"] = page.replace(folder.name, "NAME")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     found["summary"] = {key: summary[key] for key in ("before", "after", "steps", "num_tokens")}
-    for path in sorted(folder.glob("*/*.safetensors")):
-        for name, tensor in load_file(path).items():
-            raw = tensor.numpy().tobytes()
-            found[f"{path.parent.name}/{path.name}:{name}"] = raw
-    return found
+    return found | {name: x.numpy().tobytes() for name, x in tensors_of(folder).items()}
 
 
 class Leave:
@@ -239,18 +242,17 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
     return {"skipped": summary["skipped_steps"], "tokens": summary["tokens_per_microbatch"]}
 
 
-def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for all results of a run that must not depend on the number of ranks.
+def numbers(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all results of a run that must not depend on the number of ranks.
 
     The results are the logged metrics except timings, and the saved tensors.
     """
-    for number, row in enumerate(logged(folder)):
-        for name, value in row.items():
-            if not is_timing(name):
-                yield f"{number}/{name}", torch.tensor(float(value))
-    for file in sorted(folder.glob("*/*.safetensors")):
-        for name, value in load_file(file).items():
-            yield f"{file.parent.name}/{file.name}/{name}", value
+    metrics = {
+        f"{number}/{name}": torch.tensor(float(value))
+        for number, row in enumerate(untimed(folder))
+        for name, value in row.items()
+    }
+    return metrics | tensors_of(folder)
 
 
 def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[str]:
@@ -259,7 +261,7 @@ def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[s
     The tolerance is relative for values above 1 and absolute for smaller values. A tolerance of 0
     requires bitwise equality.
     """
-    ours, theirs = dict(numbers(folder)), dict(numbers(expected))
+    ours, theirs = numbers(folder), numbers(expected)
     apart = [f"{name} is missing" for name in ours.keys() ^ theirs.keys()]
     for name in ours.keys() & theirs.keys():
         a, b = ours[name].double(), theirs[name].double()

@@ -37,7 +37,69 @@ from tests.attention.layouts import ATTENTION, inputs, results
 from tests.tiny import tiny_model
 
 VOCABULARY = 61
-__all__ = ["everything_in_fp64"]
+# Each entry is a group: the length of a prompt, and the lengths of its completions. The shortest
+# length is one token. A group with a single completion has nothing to share.
+GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
+
+
+@pytest.fixture
+def everything_in_fp64(monkeypatch):
+    """Make transformers compute norms, RoPE and softmax in fp64 instead of fp32.
+
+    Otherwise the results could not be equal up to fp64 rounding.
+    """
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def random_groups():
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(n):
+        return torch.randint(2, 61, (n,), generator=generator).tolist()
+
+    return [(ids(prompt), [ids(n) for n in completions]) for prompt, completions in GROUPS]
+
+
+def samples_of(groups):
+    """Return the completions of all groups as samples (ids, trained) for `pack_tree`."""
+    return [(p + c, [0] * len(p) + [1] * len(c)) for p, completions in groups for c in completions]
+
+
+def by_sample(model, samples):
+    """Return the logps (R,) of the trained tokens from a separate forward pass for each sample."""
+    model.set_attn_implementation("eager")
+    logps = []
+    for ids, trained in samples:
+        ids, at = torch.tensor(ids), torch.tensor(trained).nonzero()[:, 0]
+        if len(at):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+            logps.append(logits[at - 1].gather(1, ids[at][:, None])[:, 0])
+    return torch.cat(logps)
+
+
+def by_pack(model, pack):
+    """Return the logps (R,) of the trained tokens from one packed row."""
+    model.set_attn_implementation(register())
+    logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
+    return logits[pack.predicting].gather(1, pack.target_ids[:, None])[:, 0]
+
+
+def gradients(model, loss):
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, [*trained.values()], materialize_grads=True)
+    return dict(zip(trained, found, strict=True))
+
+
+def assert_close(got, expected, bar=1e-12):
+    """Check that differences are small relative to the largest entry of each tensor.
+
+    The tolerance is `bar` times the largest entry, or `bar` if this entry is below 1.
+    """
+    for name, value in expected.items():
+        error = float((got[name] - value).detach().abs().max())
+        assert error <= bar * max(1.0, float(value.detach().abs().max())), (name, error)
 
 
 def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
@@ -376,71 +438,6 @@ def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for()
     assert one.model_inputs.keys() == {"input_ids", "position_ids", "use_cache", "packed_layout"}
     assert one.model_inputs["packed_layout"] is one.layout
     assert one.model_inputs["use_cache"] is False
-
-
-# Each entry is a group: the length of a prompt, and the lengths of its completions. The shortest
-# length is one token. A group with a single completion has nothing to share.
-GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
-
-
-@pytest.fixture
-def everything_in_fp64(monkeypatch):
-    """Make transformers compute norms, RoPE and softmax in fp64 instead of fp32.
-
-    Otherwise the results could not be equal up to fp64 rounding.
-    """
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-def random_groups():
-    generator = torch.Generator().manual_seed(1)
-
-    def ids(n):
-        return torch.randint(2, 61, (n,), generator=generator).tolist()
-
-    return [(ids(prompt), [ids(n) for n in completions]) for prompt, completions in GROUPS]
-
-
-def samples_of(groups):
-    """Return the completions of all groups as samples (ids, trained) for `pack_tree`."""
-    return [(p + c, [0] * len(p) + [1] * len(c)) for p, completions in groups for c in completions]
-
-
-def by_sample(model, samples):
-    """Return the logps (R,) of the trained tokens from a separate forward pass for each sample."""
-    model.set_attn_implementation("eager")
-    logps = []
-    for ids, trained in samples:
-        ids, at = torch.tensor(ids), torch.tensor(trained).nonzero()[:, 0]
-        if len(at):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-            logps.append(logits[at - 1].gather(1, ids[at][:, None])[:, 0])
-    return torch.cat(logps)
-
-
-def by_pack(model, pack):
-    """Return the logps (R,) of the trained tokens from one packed row."""
-    model.set_attn_implementation(register())
-    logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
-    return logits[pack.predicting].gather(1, pack.target_ids[:, None])[:, 0]
-
-
-def gradients(model, loss):
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, [*trained.values()], materialize_grads=True)
-    return dict(zip(trained, found, strict=True))
-
-
-def assert_close(got, expected, bar=1e-12):
-    """Check that differences are small relative to the largest entry of each tensor.
-
-    The tolerance is `bar` times the largest entry, or `bar` if this entry is below 1.
-    """
-    for name, value in expected.items():
-        error = float((got[name] - value).detach().abs().max())
-        assert error <= bar * max(1.0, float(value.detach().abs().max())), (name, error)
 
 
 def test_lora(everything_in_fp64):

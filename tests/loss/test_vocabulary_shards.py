@@ -546,7 +546,7 @@ BARS["confident"], LOGPS = 1e-5, 1e-5
 # The error of one process with the full head may exceed a tolerance in BARS. The allowed error on
 # the ranks is then the error of that process, multiplied by this factor.
 TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}
-CASES = [(size, name) for size in RANKS for name in cases_for(size)]
+COMPARED = [(size, name) for size in RANKS for name in cases_for(size)]
 Ranks = list[dict[str, dict[str, Any]]]
 
 
@@ -583,7 +583,7 @@ def check(ranks: Ranks, name: str) -> None:
             assert message.startswith(begin), (begin, message)
 
 
-@pytest.mark.parametrize(("size", "name"), CASES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("size", "name"), COMPARED, ids=lambda x: str(x))
 def test_a_shared_head_is_the_whole_head(worlds, size, name):
     check(worlds(size), name)
 

@@ -5,8 +5,6 @@ under a different module name than `grpo_fast`. The copy therefore uses relative
 trainer, the attention kernels and the integrations are not copied.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -13,8 +13,6 @@ INTELLECT-2, PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, G
 `get_off_policy_mask` and `get_high_entropy_mask`. DPPO follows verl's `core_algos`.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Modules may import only from the same layer and lower layers. Files and function
 The rules for all code are about the oldest packages it runs with, and about security.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib
@@ -149,7 +147,7 @@ def test_imports_make_no_cycle():
 
 def test_tests_share_no_code_with_the_oracle():
     imported = {m for m, _ in imports_of(ROOT / "tests" / "oracles.py")}
-    assert imported <= {"__future__", "math", "types", "typing", "torch"}
+    assert imported <= {"math", "types", "typing", "torch"}
 
 
 def test_optional_packages_are_not_imported_by_the_loss():

@@ -1,7 +1,5 @@
 """Tests that pin the public names, signatures and defaults, because other code relies on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -3,8 +3,6 @@
 One generic configuration is used for all classes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

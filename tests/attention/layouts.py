@@ -1,7 +1,5 @@
 """Layouts, random inputs and function calls for the tests of packed attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

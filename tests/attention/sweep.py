@@ -12,8 +12,6 @@ are right, but transformers' `generate` runs the rollouts. "plain" means that ea
 computed alone by the model's own forward. The exit status is 1 if a family is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

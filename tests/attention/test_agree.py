@@ -4,8 +4,6 @@ The tests check the limits that a comparison reaches, its random weights, and th
 finds.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

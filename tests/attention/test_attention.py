@@ -3,8 +3,6 @@
 A kernel with wrong results must be skipped.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Test every kernel of packed attention that runs on a CPU against the definition of attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ The expected results come from one forward pass of each sequence alone.
 The models are tiny and have both recurrent layers and attention.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

@@ -4,8 +4,6 @@ The logps of all completions and the gradients of all parameters must equal thos
 pass per completion, with LoRA, in bf16 and in the README's example, too.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import time

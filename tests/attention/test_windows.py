@@ -3,8 +3,6 @@
 The window is read from the mask that the model requests.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

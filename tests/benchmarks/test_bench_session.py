@@ -1,7 +1,5 @@
 """Tests of the GPU session and its report on a machine without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

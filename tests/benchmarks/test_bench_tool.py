@@ -1,7 +1,5 @@
 """Tests of the bench command: verification of results, rejected options and tables."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

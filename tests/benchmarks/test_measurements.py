@@ -5,8 +5,6 @@ benchmarks/kernels/memory.py measures memory over the number of tokens, and
 benchmarks/trainers/step.py compares the providers of a step.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -6,8 +6,6 @@ The command prints the place, the text and a better wording of each construction
 1 if it finds one.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -10,8 +10,6 @@ file, so that a new figure without results fails. The table of the loss is teste
 tests/benchmarks/test_bench_tool.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools

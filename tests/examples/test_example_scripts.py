@@ -1,7 +1,5 @@
 """Tests of the examples that have no counterpart in another library."""
 
-from __future__ import annotations
-
 import copy
 import json
 

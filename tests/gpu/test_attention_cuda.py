@@ -3,8 +3,6 @@
 Fake functions with the documented signatures replace flash-attn and torch's CUDA kernels.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace

@@ -11,8 +11,6 @@ not launched, because a launch reads no values on the host. test_argument_table.
 GPU path gives the values of a normal call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

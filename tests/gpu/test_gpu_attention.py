@@ -4,8 +4,6 @@
 because they test torch's FlashAttention. They also test flash-attn (FA2, FA3 or FA4) if installed.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

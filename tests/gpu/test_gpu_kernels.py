@@ -7,8 +7,6 @@ misaligned vector loads and wrong tensor-core code. The tests in Triton's interp
 compile tests cannot find such errors. Other tests compare torch's fp32 results with fp64.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ require different versions of torch and transformers, and OpenRLHF's wheel has a
 not needed if verl and OpenRLHF are installed in the environment.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Tests of the rollouts of FastGRPOTrainer: greedy tokens, fallbacks, seeds and tools."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from typing import Any

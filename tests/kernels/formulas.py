@@ -4,8 +4,6 @@ In Triton's interpreter, `only_memory_of` checks memory accesses, and `reversed_
 the order of the programs (see triton_tools). Outside the interpreter, both do nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

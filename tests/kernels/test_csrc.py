@@ -3,8 +3,6 @@
 The kernels must refuse indices and sizes with which they would leave their memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Tests of the loader on machines where the C++ kernels cannot be built or loaded."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

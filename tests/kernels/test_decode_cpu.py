@@ -4,8 +4,6 @@ They cover lengths around the sizes of tiles and registers, prompts with differe
 completions, windows, NaN and uninitialised memory.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

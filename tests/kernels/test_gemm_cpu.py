@@ -1,7 +1,5 @@
 """Tests of the csrc matrix product: values in every layout, bit invariance, and when it is used."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Patched functions simulate two GPUs, and fp64 sums simulate the sums of tensor cores.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ They check that the reported fraction of skipped gradient is exact, and that the
 their bounds. test_triton_interpreter.py runs the tests again in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ They check fp64 values, bit invariance and unusual rows. This file runs the C++ 
 test_triton_interpreter.py runs the Triton kernels.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

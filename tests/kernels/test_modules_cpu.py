@@ -3,8 +3,6 @@
 They check values and gradients, derivatives, trials, hooks, submodules and compilation.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -4,8 +4,6 @@ They run in C++ and in Triton's interpreter. Some also run with the torch backen
 test_csrc.py runs the tests named *numerics* again with other instruction sets.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

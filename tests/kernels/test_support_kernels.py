@@ -5,8 +5,6 @@ uninitialised memory. All backends are tested. test_triton_interpreter.py runs t
 Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -8,8 +8,6 @@ them.
 test-floor` compile for all architectures.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import metadata

@@ -6,8 +6,6 @@ test files that OF_ENGINES lists. All cases run in one process with TRITON_INTER
 interpreter and its compiler cannot run in the same process.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

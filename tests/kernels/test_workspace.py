@@ -1,7 +1,5 @@
 """Tests of the workspace of the chunk loop: reuse on the CPU, size limits, and fast zeros."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

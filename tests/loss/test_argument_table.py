@@ -5,8 +5,6 @@ raised. The keywords come from the signatures, so a new keyword without an entry
 The tests use the real torch.compile, which calls the functions outside of its graphs.
 """
 
-from __future__ import annotations
-
 import doctest
 import functools
 import inspect

@@ -5,8 +5,6 @@ is the same in every run (level L1). These comparisons use torch.equal, without 
 test_fuzz.py tests masked tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

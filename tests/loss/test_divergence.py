@@ -1,7 +1,5 @@
 """Test `linear_divergence` against textbook formulas in fp64: values, gradients, limits, errors."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

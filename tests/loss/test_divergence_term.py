@@ -1,7 +1,5 @@
 """Test that `linear_grpo_loss(divergence=)` computes the sum of two separate calls in one pass."""
 
-from __future__ import annotations
-
 import torch
 
 from grpo_fast import DivergenceTerm, TeacherHead, TeacherTopK, linear_divergence

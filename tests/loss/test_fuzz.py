@@ -6,8 +6,6 @@ two calls (`RELATIONS`). A failure prints the seed.
 sets the number of cases.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

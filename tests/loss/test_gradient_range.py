@@ -10,8 +10,6 @@ masks and weights of 0 must not hide the NaN. A user can then find it by checkin
 any gradient. test_sweeps of test_loss_parity.py checks every loss.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

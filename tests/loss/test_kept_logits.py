@@ -4,8 +4,6 @@ The cache saves matrix products in the backward pass. It holds as many chunks of
 the workspace. test_logps.py checks that it does not change the results.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

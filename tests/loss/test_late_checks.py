@@ -5,8 +5,6 @@ raised, kernels must clamp invalid values, and no error may be lost. The tests n
 they treat CPU tensors like GPU tensors and replace CUDA events by a fake class.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ implementations: one gathers rows of W, and one computes all logits. A third imp
 given logits. test_values_and_gradients and test_loss_parity.py test the values of all three.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ double backward, overwritten logits, frozen and expanded inputs. test_fuzz.py te
 gradients, repeated backward passes and the bits of frozen inputs.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -7,8 +7,6 @@ differences come only from fp32 arithmetic. The tolerance for gradients is a rel
 term, and test_contract.py tests it.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ weights, and some tokens are nearly certain. `make test-real` installs the model
 GRPO_FAST_REAL_MODEL to its folder. Without this variable the tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ The message must name the argument, the expected value and the actual value. The
 public entry point. test_divergence.py has the table of `linear_divergence`.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 The tests run in one process. test_vocabulary_shards.py compares gradients over several processes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ compares them with one process. It also has calls with invalid arguments, for wh
 raise the same error. The process groups run the cases once for all tests.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -10,8 +10,6 @@ if a pattern does not occur exactly once, if a test fails without a bug, or if a
 compile. The bugs are defined in csrc.py, gpu.py and head.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -3,8 +3,6 @@
 Groups with equal rewards must get exactly 0, and missing rewards must be excluded.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings

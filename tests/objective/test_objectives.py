@@ -3,8 +3,6 @@
 The losses of the value function and the explained variance are compared with loops over numbers.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -5,8 +5,6 @@ expected values. It also has our options that correspond to the options of that 
 in grpo_fast/integrations/README.md list these options by key.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

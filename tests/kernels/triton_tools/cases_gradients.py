@@ -3,8 +3,6 @@
 They compare the kernels with fp64.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Interpreter cases for the row kernel that keeps blocks in registers (benchmarks/gpu)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ It must launch the Triton kernels, and only those that a call needs. Tests of va
 this, because they also pass if a different backend computes the results.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ weight with more than 2^31 elements, the element offsets are too large for 32-bi
 test_head.py also checks values, with the tiles that are selected by default.
 """
 
-from __future__ import annotations
-
 import mmap
 
 import pytest

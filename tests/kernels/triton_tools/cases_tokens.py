@@ -3,8 +3,6 @@
 They expand tokens, find the extremes of vectors for value checks, and sort targets.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ arithmetic converts each bf16 operand to fp32, computes, and rounds the result t
 `tl.sum` of bf16 is not repaired, so kernels must reduce in fp32.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

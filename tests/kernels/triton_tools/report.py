@@ -8,8 +8,6 @@ The script needs no GPU and must run without TRITON_INTERPRET. It uses an empty 
 it takes minutes.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -5,8 +5,6 @@ On sm_90, they also use the candidates of benchmarks/gpu/row_candidates.py.
 `report.entries` compiles the kernels that these calls launch.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

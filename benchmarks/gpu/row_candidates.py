@@ -45,7 +45,7 @@ from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, finish
 from grpo_fast.kernels.gpu.rows import RowConfig
 from grpo_fast.kernels.gpu.tokens import loss_and_slope, loss_arguments
 from grpo_fast.kernels.types import LogitRows, LogitTransform, RowLoss
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 
 
@@ -172,7 +172,7 @@ def kept_row_loss_(
     sizes: KeptRows,
     rows: LogitRows,
     out: Tensor,  # (C, V)
-    terms: RowTerms,
+    terms: RowInputs,
     config: LossConfig,
     *,
     return_entropy: bool,
@@ -239,7 +239,7 @@ def call_of(count: int, vocab: int, device: str) -> tuple[Callable[[], Tensor], 
     logits = torch.randn(count, vocab, device=device).bfloat16()
     targets = torch.randint(vocab, (count,), device=device)
     d_logits, v = torch.empty_like(logits), torch.ones(count, device=device)
-    terms, config = RowTerms(v, v, old_logps=-12 * v), LossConfig(loss_type="dapo")
+    terms, config = RowInputs(v, v, old_logps=-12 * v), LossConfig(loss_type="dapo")
     p = LogitRows(logits, targets, LogitTransform())
     return lambda: rows.row_loss_(p, d_logits, terms, config, return_entropy=False).logps, d_logits
 

@@ -55,6 +55,7 @@ class Provider(NamedTuple):
         return self.why_not(device, dtype) if self.why_not else None
 
 
+# ---- steps and losses for all providers ----
 def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
     """Return a step that computes a loss and its gradients.
 
@@ -271,7 +272,7 @@ def ours_from_logps(prepare: Callable[..., Step]) -> list[Provider]:
     return our_providers(lambda name, problem: prepare(partial(our_logps, name), problem))
 
 
-# ---- other libraries ----
+# ---- other libraries, from hidden states ----
 QUACK_ROWS = 4096  # the default chunk of QuACK
 # Type of a function that prepares a problem. It returns a function without arguments that computes
 # the logps, (N,). The logps of masked rows are not compared.
@@ -394,28 +395,6 @@ def liger_loss(problem: Problem) -> Step:
     return differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
 
 
-# ---- from logits ----
-
-
-def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | int) -> Tensor:
-    """Compute the loss from logits (B, L + 1, V) in plain torch.
-
-    The last of the L + 1 rows is masked instead of sliced off, because slicing would copy the
-    logits.
-    """
-    logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
-    return dapo(logps, *arguments)  # type: ignore[arg-type]
-
-
-def plain_logits(compile_it: bool, problem: Problem) -> Step:
-    function: Callable[..., Tensor] = plain_logits_loss
-    if compile_it:
-        function = torch.compile(plain_logits_loss, dynamic=False)
-    *tensors, count = problem.target_ids, *dapo_arguments(problem)
-    arguments = (*map(spread, tensors), count)
-    return differentiate_logits(problem, lambda logits: function(logits, *arguments))
-
-
 def needs_hopper(device: str, dtype: torch.dtype) -> str | None:
     is_gpu = device == "cuda" and torch.cuda.is_available()
     if not is_gpu or torch.cuda.get_device_capability() != (9, 0):
@@ -466,7 +445,27 @@ def loss_peers() -> list[Provider]:
     return [*found, Provider("Liger", "peer", liger_loss, needs="liger_kernel")]
 
 
-# ---- all providers ----
+# ---- other libraries, from logits ----
+def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | int) -> Tensor:
+    """Compute the loss from logits (B, L + 1, V) in plain torch.
+
+    The last of the L + 1 rows is masked instead of sliced off, because slicing would copy the
+    logits.
+    """
+    logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
+    return dapo(logps, *arguments)  # type: ignore[arg-type]
+
+
+def plain_logits(compile_it: bool, problem: Problem) -> Step:
+    function: Callable[..., Tensor] = plain_logits_loss
+    if compile_it:
+        function = torch.compile(plain_logits_loss, dynamic=False)
+    *tensors, count = problem.target_ids, *dapo_arguments(problem)
+    arguments = (*map(spread, tensors), count)
+    return differentiate_logits(problem, lambda logits: function(logits, *arguments))
+
+
+# ---- all providers of an operation ----
 def providers_of(operation: str) -> list[Provider]:
     """Return the providers of an operation: its limits, grpo_fast and other libraries."""
     if operation == "linear_grpo_loss":

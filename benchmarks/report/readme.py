@@ -6,8 +6,9 @@
 
 Measure on a quiet machine. Each step writes benchmarks/results/cpu-STEP-PROCESSOR.json. The command
 then draws readme.png, and updates the tables in benchmarks/README.md and the table of the loss in
-README.md. The GPU tables come from gpu_session.json, which benchmarks/gpu_session.sh writes, and
-the memory in readme.png from `python -m benchmarks.kernels.memory`.
+README.md. The GPU tables come from gpu_session.json, which benchmarks/gpu_session.sh writes. The
+memory in benchmarks/README.md and readme.png comes from cpu-memory.json, which `python -m
+benchmarks.kernels.memory` writes.
 """
 
 from __future__ import annotations
@@ -296,6 +297,9 @@ def draw_memory(axes: Any, report: dict[str, Any]) -> None:
     axes.set_ylim(top=9 * limit)
     axes.minorticks_off()
     axes.legend(fontsize=11, frameon=False, loc="upper left", ncols=3)
+
+
+# ---- the command ----
 
 
 def main(arguments: list[str]) -> int:

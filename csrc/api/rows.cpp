@@ -132,7 +132,7 @@ using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Computes statistics, loss and gradient of each row while the row is in cache.
 RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
-                    const RowTerms& terms, const LossFunction& function, bool return_entropy) {
+                    const RowInputs& terms, const LossFunction& function, bool return_entropy) {
   const Tensor losses = empty(logits, chunk.rows), grad_logps = empty(logits, chunk.rows);
   const Statistics found(logits, chunk.rows, return_entropy || terms.grad_entropy);
   const RowOutputs& to = found.to;
@@ -168,7 +168,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
   const LogitTransform transform{logit_scale, softcap, temperature};
   const Chunk chunk = chunk_of(logits, target_ids, transform);
   check_out(logits, out);
-  const RowTerms terms{checked_vector<float>(advantages, chunk.rows, "advantages"),
+  const RowInputs terms{checked_vector<float>(advantages, chunk.rows, "advantages"),
                        checked_vector<float>(policy_weights, chunk.rows, "policy_weights"),
                        checked_vector(kl_weights, chunk.rows, "kl_weights"),
                        checked_vector(old_logps, chunk.rows, "old_logps"),

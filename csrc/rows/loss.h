@@ -17,14 +17,14 @@ struct LossFunction {
 
 // Inputs of the loss, (C,) each. Only advantages and policy_weights are required. The other
 // pointers may be null.
-struct RowTerms {
+struct RowInputs {
   const float *advantages, *policy_weights, *kl_weights, *old_logps, *ref_logps, *grad_entropy;
 };
 
 // Returns policy_weight * loss + kl_weight * KL of a row, and its derivative with respect to the
 // logp. If the logp is NaN, both results are NaN. Without this rule, a comparison in the loss
 // function or a weight of 0 would hide the NaN.
-inline ValueAndSlope row_loss(const LossFunction& function, const RowTerms& terms, int64_t row,
+inline ValueAndSlope row_loss(const LossFunction& function, const RowInputs& terms, int64_t row,
                               double logp) {
   if (std::isnan(logp)) return {logp, logp};
   double log_ratio = terms.old_logps ? logp - terms.old_logps[row] : 0.0;

@@ -1,7 +1,9 @@
-"""Pack samples into rows in which a shared prefix is stored once.
+"""Packing of samples into rows in which a shared prefix is stored once.
 
-For each trained token, the result also contains the index of the hidden state that predicts it.
-`plan_packs` and `plan_trees` distribute samples over rows with a token budget.
+`Trie` is the prefix tree of several sequences. It decides which tokens become a segment of a row,
+and which sequences share a row. `pack_tree` and `pack_groups` build a packed row. For each trained
+token, the row also has the index of the hidden state that predicts it. `plan_trees` and
+`plan_packs` distribute samples and groups over rows with a token budget.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.errors import require
 
+# ------------------------------------------------------------------------------------- Prefix trees
 # A node becomes a segment only if storing its tokens once saves at least this fraction of the
 # tokens below the node. Otherwise, its tokens are copied into its children. The value reflects the
 # cost of a segment: the attention results of all tokens below it are merged once more, which takes
@@ -521,7 +524,7 @@ def _tensor(ids: Ids) -> Tensor:
     return torch.as_tensor(ids, dtype=torch.int64, device="cpu")
 
 
-# ------------------------------------------------------------------- Rows with a token budget
+# ------------------------------------------------------------------------- Rows with a token budget
 class Share(NamedTuple):
     """Completions of one group that are placed in the same packed row.
 

@@ -29,10 +29,6 @@ from grpo_fast.attention.layout import AttentionParams, Call, Spans
 
 Result = tuple[Tensor, Tensor]  # output and lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
-# Maximum number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
-CHUNK_SCORES = 2**22
-# Minimum number of queries in a chunk, because matrix products with fewer rows are slow.
-LEAST_QUERIES = 16
 
 
 class Saved(NamedTuple):
@@ -141,6 +137,7 @@ def _unfolded(x: Tensor, fold: int) -> Tensor:
     return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
 
 
+# ------------------------------------------------------------------ torch's FlashAttention on a CPU
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams
 ) -> Result:
@@ -156,6 +153,16 @@ def _flash_backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionP
         *inputs, 0.0, causal, scale=params.scale
     )
     return dq[0], dk[0], dv[0]
+
+
+flash_cpu = over_spans(_flash_forward, _flash_backward)
+
+
+# ------------------------------------------------------------------- Explicit scores, on any device
+# Maximum number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
+CHUNK_SCORES = 2**22
+# Minimum number of queries in a chunk, because matrix products with fewer rows are slow.
+LEAST_QUERIES = 16
 
 
 class Chunk(NamedTuple):
@@ -245,11 +252,10 @@ def _scores(
     return scores, slope
 
 
-# --------------------------------------------------------------------------- FlashAttention on CUDA
-flash_cpu = over_spans(_flash_forward, _flash_backward)
 explicit = over_spans(_explicit_forward, _explicit_backward)
 
 
+# --------------------------------------------------------------------------- FlashAttention on CUDA
 def longest(spans: Spans) -> tuple[int, int]:
     """Return the length of the longest query span and the length of the longest key span.
 
@@ -258,7 +264,7 @@ def longest(spans: Spans) -> tuple[int, int]:
     return max(2, *spans.queries), max(spans.keys)
 
 
-def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
+def window_sides(spans: Spans, params: AttentionParams) -> tuple[int, int]:
     """Return how many keys before and after its own position a query sees. −1 means all keys."""
     if not spans.causal:
         return -1, -1
@@ -267,7 +273,7 @@ def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
 
 # The next two functions use torch's built-in FlashAttention 2.
 def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
-    left, right = window_of(spans, params)
+    left, right = window_sides(spans, params)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.cu_q, spans.cu_k, *longest(spans), 0.0, spans.causal, False,
         scale=params.scale, window_size_left=left, window_size_right=right,
@@ -275,7 +281,7 @@ def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attentio
 
 
 def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
-    left, right = window_of(spans, params)
+    left, right = window_sides(spans, params)
     # Pass an unused random state, because the kernel reads it only for dropout.
     state = torch.empty(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
@@ -288,16 +294,16 @@ def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPar
 # The next two functions use the package flash-attn (FA2).
 def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, dropout_p=0.0, causal=spans.causal, **_options(spans, params)
+        q, k, v, dropout_p=0.0, causal=spans.causal, **_arguments(spans, params)
     )[:2]
 
 
 def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     # Allocate the gradients here, because the library writes them into tensors of the caller.
-    gradients = _like(*saved[:3])
+    gradients = _empty_gradients(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
-        alibi_slopes=None, **_determinism(), **_options(spans, params),
+        alibi_slopes=None, **_determinism(), **_arguments(spans, params),
     )  # fmt: skip
     return gradients
 
@@ -305,15 +311,15 @@ def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
 # The next two functions use flash_attn_interface (FA3).
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
-        q, k, v, causal=spans.causal, **_options(spans, params)
+        q, k, v, causal=spans.causal, **_arguments(spans, params)
     )[:2]
 
 
 def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
-    dq, dk, dv = _like(*saved[:3])
+    dq, dk, dv = _empty_gradients(*saved[:3])
     import_module("flash_attn_interface")._flash_attn_backward(
         grad, *saved[:4], saved.lse.contiguous(), dq=dq, dk=dk, dv=dv, is_causal=spans.causal,
-        **_determinism(), **_options(spans, params),
+        **_determinism(), **_arguments(spans, params),
     )  # fmt: skip
     return dq, dk, dv
 
@@ -322,7 +328,7 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
 # and sets the right side of a causal window itself.
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, is_fa4=True)
+        q, k, v, causal=spans.causal, return_lse=True, **_arguments(spans, params, is_fa4=True)
     )[:2]
 
 
@@ -337,13 +343,13 @@ def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
         return dq, dk, dv
     return import_module("flash_attn.cute.interface")._flash_attn_bwd(
         *saved[:4], grad, saved.lse.contiguous(), causal=spans.causal, **_determinism(),
-        **_options(spans, params, is_fa4=True),
+        **_arguments(spans, params, is_fa4=True),
     )[:3]  # fmt: skip
 
 
-def _options(spans: Spans, params: AttentionParams, *, is_fa4: bool = False) -> dict[str, object]:
+def _arguments(spans: Spans, params: AttentionParams, *, is_fa4: bool = False) -> dict[str, object]:
     max_q, max_k = longest(spans)
-    left, right = window_of(spans, params)
+    left, right = window_sides(spans, params)
     options = {
         "cu_seqlens_q": spans.cu_q, "cu_seqlens_k": spans.cu_k,
         "max_seqlen_q": max_q, "max_seqlen_k": max_k, "softmax_scale": params.scale,
@@ -357,7 +363,7 @@ def _determinism() -> dict[str, bool]:
     return {"deterministic": torch.are_deterministic_algorithms_enabled()}
 
 
-def _like(*tensors: Tensor) -> Gradients:
+def _empty_gradients(*tensors: Tensor) -> Gradients:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
     return dq, dk, dv
 

@@ -142,7 +142,7 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
 
 # ----------------------------------------------------------------------------------- flex_attention
-BLOCK = 128  # size of a block of the mask
+FLEX_BLOCK = 128  # size of a block of the mask
 
 
 def attend_flex(
@@ -159,7 +159,7 @@ def attend_flex(
     # Compile flex_attention only on CUDA. Without compilation it stores all T² scores, but on the
     # CPU only small tests use it.
     sinks = params.sinks
-    out = _function(q.is_cuda)(
+    out = _flex_function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap, q.device), block_mask=mask,
         scale=params.scale, enable_gqa=q.shape[1] != k.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True),
@@ -173,7 +173,7 @@ def attend_flex(
 
 
 @cache
-def _function(is_compiled: bool) -> Any:
+def _flex_function(is_compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True) if is_compiled else flex_attention
@@ -214,12 +214,12 @@ def _block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
 
     some, full = block_map(layout, window)
     return BlockMask.from_kv_blocks(
-        *_indices(some & ~full), *_indices(full), BLOCK_SIZE=BLOCK, mask_mod=mask_mod,
-        seq_lengths=(layout.total, layout.total),
+        *_block_indices(some & ~full), *_block_indices(full), BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=mask_mod, seq_lengths=(layout.total, layout.total),
     )  # fmt: skip
 
 
-def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _block_indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Convert a (Q, K) bool mask of blocks to the counts and indices of a BlockMask.
 
     Returns:
@@ -231,17 +231,17 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return two bool tensors (Q, K): the partly visible blocks, and the fully visible blocks.
+    """Return two bool tensors (Q, K): the visible blocks, and the fully visible blocks.
 
-    A block is partly visible if at least one of its queries attends to one of its keys. It is fully
+    A block is visible if at least one of its queries attends to one of its keys. It is fully
     visible if all its queries attend to all its keys.
     """
     some = []
     full = []
-    padding = (0, -layout.total % BLOCK)
-    for start in range(0, layout.total, BLOCK):
-        seen = layout.visible(window, slice(start, start + BLOCK))
-        seen = F.pad(seen, padding).unflatten(1, (-1, BLOCK))  # (queries, K, BLOCK)
+    padding = (0, -layout.total % FLEX_BLOCK)
+    for start in range(0, layout.total, FLEX_BLOCK):
+        seen = layout.visible(window, slice(start, start + FLEX_BLOCK))
+        seen = F.pad(seen, padding).unflatten(1, (-1, FLEX_BLOCK))  # (queries, K, FLEX_BLOCK)
         some.append(seen.any(2).any(0))
-        full.append(seen.all(2).all(0) & (len(seen) == BLOCK))
+        full.append(seen.all(2).all(0) & (len(seen) == FLEX_BLOCK))
     return torch.stack(some), torch.stack(full)

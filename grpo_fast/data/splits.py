@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
+# ---------------------------------------------------------------------------------- Generated tasks
 TRAINING_EXAMPLES = 1 << 16
 USUAL_TEST = 256  # default number of test prompts, if at least twice as many prompts exist
 HELD_OUT_SEED = "grpo_fast held-out prompts"
@@ -98,12 +100,12 @@ OPEN = (
 )
 
 
+# ------------------------------------------------------------------------------------------- Splits
 GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
 SPLIT_SEED = "grpo_fast held-out lines"
 Usable = Callable[[list[Example]], Sequence[Example]]
 
 
-# ------------------------------------------------------------------------------------------- Splits
 class Splits:
     """The training and test examples of a data set.
 

@@ -1,7 +1,8 @@
-"""Divergences from a teacher: types, and the reference implementation in plain torch.
+"""Divergences from a teacher: their types, and their computation in plain torch.
 
-Each function in objective/kl.py's table DIVERGENCES returns a value and a slope for every logit.
-The value is the logit's contribution to the divergence D. This module computes D of a row, and its
+`row_divergence_` is the reference implementation. `row_topk_divergence_` is used by all backends.
+Each function in DIVERGENCES (objective/kl.py) returns a value and a slope for every logit. The
+value is the logit's contribution to the divergence D. This module computes D of a row, and its
 gradient with respect to the student's logits z, where p is the softmax of z:
 
     D = Σ_j value_j,    dD/dz_j = slope_j - p_j·Σ_k slope_k
@@ -188,7 +189,7 @@ def row_divergence_(
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
-        value, slope = _terms(lp, lq, term)
+        value, slope = _values_and_slopes(lp, lq, term)
         center = slope.sum(-1, dtype=torch.float64)
         if out is not None:
             center = here.centers if here else center
@@ -210,7 +211,7 @@ def row_topk_divergence_(
     *,
     out: Tensor | None,  # (C, V)
 ) -> Tensor:
-    """Compute divergences from a teacher's top-k log-probabilities in fp64. All backends use this.
+    """Compute divergences from a teacher's top-k log-probabilities in fp64.
 
     The vocabulary is reduced to K + 1 categories: the K ids, and one tail category for all other
     ids. The student's tail probability is summed over the tail ids, because 1 - Σ p would suffer
@@ -249,7 +250,7 @@ def row_topk_divergence_(
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
         lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
         # 3. Compute the divergence over the K + 1 categories.
-        value, slope = _terms(lp, lq, term)
+        value, slope = _values_and_slopes(lp, lq, term)
         if out is not None:
             # 4. Compute the gradient, and distribute the gradient of the tail over the tail ids.
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
@@ -306,7 +307,7 @@ def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
     return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
 
 
-def _terms(lp: Tensor, lq: Tensor, term: DivergenceTerm) -> tuple[Tensor, Tensor]:
+def _values_and_slopes(lp: Tensor, lq: Tensor, term: DivergenceTerm) -> tuple[Tensor, Tensor]:
     """Return the value and the slope of the divergence for every logit, (C, V) each."""
     # Where both are -inf, set the difference to 0, because -inf - (-inf) is NaN.
     d = (lp - lq).masked_fill_(lp == lq, 0.0)

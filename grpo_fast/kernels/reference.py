@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels.types import LogitRows, LogitTransform, RowLoss, RowStats, pick
-from grpo_fast.objective.coefficients import RowTerms, row_coefficients
+from grpo_fast.objective.coefficients import RowInputs, row_coefficients
 from grpo_fast.objective.config import LossConfig
 
 
@@ -165,7 +165,7 @@ def row_grad_(
 
 
 def row_loss_(
-    rows: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
+    rows: LogitRows, out: Tensor, terms: RowInputs, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute a token-level loss and its gradient with respect to the raw logits.
 

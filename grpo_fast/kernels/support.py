@@ -65,7 +65,7 @@ def head_rows(
     dtype = torch.promote_types(weight.dtype, torch.float32)
     raw = weight.new_empty(len(rows.ids), dtype=dtype)
     sources = rows.hidden_rows
-    for block in _blocks(len(raw), weight):
+    for block in _id_blocks(len(raw), weight):
         h = hidden[sources[block]].to(dtype)
         w = weight[rows.ids[block]].to(dtype)
         # Use a batched dot product, which gives a row the same bits in every block.
@@ -108,12 +108,12 @@ def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, ad
 
 def _add_terms_(sums: Tensor, to: Tensor, d: Tensor, matrix: Tensor, index: Tensor) -> None:
     """Add d[i]·matrix[index[i]] to sums[to[i]] for every i, in order. Terms with d = 0 are 0."""
-    for block in _blocks(len(d), matrix):
+    for block in _id_blocks(len(d), matrix):
         terms = scaled_rows(matrix[index[block]].to(d.dtype), d[block])
         add_rows_(sums, to[block], terms)
 
 
-def _blocks(count: int, like: Tensor) -> Iterator[slice]:
+def _id_blocks(count: int, like: Tensor) -> Iterator[slice]:
     step = max(BLOCK_ELEMENTS // like.shape[1], 1)
     for start in range(0, count, step):
         yield slice(start, start + step)

@@ -1,7 +1,9 @@
-"""Types shared by the kernels and the passes over the LM head.
+"""Types that the kernels and the passes over the LM head share, and small functions on tensors.
 
-In shapes, T is the number of active tokens (rows with a target), and C is the number of rows in one
-chunk. `Support` is public; the other types are internal.
+In shapes, N is the number of the caller's rows, T the number of active rows (rows with a target), R
+the number of active rows with a token set, nnz the number of ids in all sets, and C the number of
+rows in one chunk. `Support` is public, and its T counts all targets, also masked ones. The other
+types are internal.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ Values = TypeVar("Values", Tensor, Tensor | None)  # None stays None
 Context = Any  # an autograd context, on which torch and our functions set attributes
 # Statistics of rows: lse, logps, and entropy or None, each (C,) fp32.
 RowStats = tuple[Tensor, Tensor, Tensor | None]
-
 # Chunks are padded to a multiple of this number of rows. With fewer rows, a GEMM of torch may add
 # in a different order. Padding does not prevent this for all numbers of rows.
 ROW_MULTIPLE = 32
@@ -28,6 +29,98 @@ ROW_MULTIPLE = 32
 POSITIVE16 = torch.int16
 
 
+# ----------------------------------------------------------------------------- Rows and the LM head
+class LogitTransform(NamedTuple):
+    """The transform from raw logits to the logits of the distribution.
+
+    z = softcap · tanh(logit_scale · raw / softcap) / temperature. If softcap is None, tanh is not
+    applied: z = logit_scale · raw / temperature.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, logit_scale: float, softcap: float | None, temperature: float) -> LogitTransform:
+        """Return the transform with numbers of the type float, which Triton kernels expect."""
+        softcap = None if softcap is None else float(softcap)
+        return cls(float(logit_scale), softcap, float(temperature))
+
+
+class HeadTensors(NamedTuple):
+    """The hidden states, and the weight and bias of the LM head that receives them."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+
+
+class HeadInputs(NamedTuple):
+    """Inputs of the kernels that start from hidden states.
+
+    A target id outside [0, V) is never used as an index.
+    """
+
+    hidden: Tensor  # (T, H) fp32, bf16 or fp16, any strides
+    weight: Tensor  # (V, H), in the dtype of `hidden`
+    bias: Tensor | None  # (V,)
+    target_ids: Tensor  # (T,) int64
+    transform: LogitTransform
+    # The tensor descriptors (TMA) of a GPU call, keyed by matrix and tile size. `linear.prepared`
+    # sets an empty dict.
+    descriptors: dict[tuple[int, int, int], Any] | None = None
+
+
+class LogitRows(NamedTuple):
+    """Raw logits of C rows and their targets, as the row kernels read them."""
+
+    logits: Tensor  # (C, V), or (1, nnz) with `offsets`
+    target_ids: Tensor  # (C,) int64; with `offsets`, the position of each target in its row
+    transform: LogitTransform
+    # (C+1,) bounds of rows of unequal length, which are stored one after another; None: (C, V)
+    offsets: Tensor | None = None
+
+
+class ActiveRows(NamedTuple):
+    """The T active rows (rows with a target) among the caller's N rows, and their targets."""
+
+    num_rows: int  # N
+    active_index: Tensor | None  # (T,) int64: positions among the N rows; None: all, T = N
+    target_ids: Tensor  # (T,) int64. An id outside [0, V) marks a row without a target.
+    transform: LogitTransform
+    hidden_index: Tensor | None  # (T,) int64: row of `hidden` that predicts each target
+    repeats: bool = False  # one row of `hidden` may predict several targets
+    support: SupportRows | None = None  # None: all rows use the full vocabulary
+
+    def select(self, index: Tensor | None) -> ActiveRows:
+        """Return the active rows at the positions `index`, in that order and without token sets.
+
+        If `index` is None, all rows are returned.
+        """
+        if index is None:
+            return self._replace(support=None)
+        indices = self.active_index, self.hidden_index
+        # None means all rows in order, so indexing it with `index` gives `index` itself.
+        active, hidden = (index if x is None else x[index] for x in indices)
+        targets = self.target_ids[index]
+        return ActiveRows(self.num_rows, active, targets, self.transform, hidden, self.repeats)
+
+    def active(self, x: Values) -> Values:
+        """Select the T active rows from x, which has N rows. Return None if x is None."""
+        return x if x is None else elements_at(x, self.active_index)
+
+    def to_rows(self, x: Values, fill: int = 0) -> Values:
+        """Scatter the values of the active rows, (T,), into a tensor with one value per row, (N,).
+
+        The other rows get the value `fill`. If x is None, the result is None.
+        """
+        if self.active_index is None or x is None:
+            return x
+        return x.new_full((self.num_rows,), fill).index_copy_(0, self.active_index, x)
+
+
+# --------------------------------------------------------------------------------------- Token sets
 class Support(NamedTuple):
     """The ids that a truncating sampler (top-p, top-k) kept for each token.
 
@@ -133,96 +226,7 @@ class HeadRows(NamedTuple):
     slopes: Tensor | None  # (R, H): derivative of each logp with respect to its row of `hidden`
 
 
-class LogitTransform(NamedTuple):
-    """The transform from raw logits to the logits of the distribution.
-
-    z = softcap · tanh(logit_scale · raw / softcap) / temperature. If softcap is None, tanh is not
-    applied: z = logit_scale · raw / temperature.
-    """
-
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
-
-    @classmethod
-    def of(cls, logit_scale: float, softcap: float | None, temperature: float) -> LogitTransform:
-        """Return the transform with numbers of the type float, which Triton kernels expect."""
-        softcap = None if softcap is None else float(softcap)
-        return cls(float(logit_scale), softcap, float(temperature))
-
-
-class ActiveRows(NamedTuple):
-    """The T active rows (rows with a target) among the caller's N rows, and their targets."""
-
-    num_rows: int  # N
-    active_index: Tensor | None  # (T,) int64: positions among the N rows; None: all, T = N
-    target_ids: Tensor  # (T,) int64. An id outside [0, V) marks a row without a target.
-    transform: LogitTransform
-    hidden_index: Tensor | None  # (T,) int64: row of `hidden` that predicts each target
-    repeats: bool = False  # one row of `hidden` may predict several targets
-    support: SupportRows | None = None  # None: all rows use the full vocabulary
-
-    def select(self, index: Tensor | None) -> ActiveRows:
-        """Return the active rows at the positions `index`, in that order and without token sets.
-
-        If `index` is None, all rows are returned.
-        """
-        if index is None:
-            return self._replace(support=None)
-        indices = self.active_index, self.hidden_index
-        # None means all rows in order, so indexing it with `index` gives `index` itself.
-        active, hidden = (index if x is None else x[index] for x in indices)
-        targets = self.target_ids[index]
-        return ActiveRows(self.num_rows, active, targets, self.transform, hidden, self.repeats)
-
-    def active(self, x: Values) -> Values:
-        """Select the T active rows from x, which has N rows. Return None if x is None."""
-        return x if x is None else elements_at(x, self.active_index)
-
-    def to_rows(self, x: Values, fill: int = 0) -> Values:
-        """Scatter the values of the active rows, (T,), into a tensor with one value per row, (N,).
-
-        The other rows get the value `fill`. If x is None, the result is None.
-        """
-        if self.active_index is None or x is None:
-            return x
-        return x.new_full((self.num_rows,), fill).index_copy_(0, self.active_index, x)
-
-
-class HeadTensors(NamedTuple):
-    """The hidden states, and the weight and bias of the LM head that receives them."""
-
-    hidden: Tensor  # (N, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-
-
-class HeadInputs(NamedTuple):
-    """Inputs of the kernels that start from hidden states.
-
-    A target id outside [0, V) is never used as an index.
-    """
-
-    hidden: Tensor  # (T, H) fp32, bf16 or fp16, any strides
-    weight: Tensor  # (V, H), in the dtype of `hidden`
-    bias: Tensor | None  # (V,)
-    target_ids: Tensor  # (T,) int64
-    transform: LogitTransform
-    # The tensor descriptors (TMA) of a GPU call, keyed by matrix and tile size. `linear.prepared`
-    # sets an empty dict.
-    descriptors: dict[tuple[int, int, int], Any] | None = None
-
-
-class LogitRows(NamedTuple):
-    """Raw logits of C rows and their targets, as the row kernels read them."""
-
-    logits: Tensor  # (C, V), or (1, nnz) with `offsets`
-    target_ids: Tensor  # (C,) int64; with `offsets`, the position of each target in its row
-    transform: LogitTransform
-    # (C+1,) bounds of rows of unequal length, which are stored one after another; None: (C, V)
-    offsets: Tensor | None = None
-
-
+# ----------------------------------------------------------------------------- Losses and gradients
 class RowLoss(NamedTuple):
     """Per-row results of `row_loss_`, (C,) fp32 each.
 
@@ -349,6 +353,7 @@ class Exponentials(NamedTuple):
     loss: tuple[Tensor, ...] | None = None
 
 
+# ----------------------------------------------------------------------------- Functions on tensors
 def rows_at(x: Tensor, index: slice | Tensor) -> Tensor:
     """Return the rows x[index].
 

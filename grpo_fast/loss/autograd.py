@@ -29,7 +29,7 @@ from grpo_fast.kernels.types import Context
 from grpo_fast.loss import checks
 from grpo_fast.loss.call import Call, RowTensors
 from grpo_fast.objective.aggregation import Tokens
-from grpo_fast.objective.coefficients import row_terms, token_loss
+from grpo_fast.objective.coefficients import row_inputs, token_loss
 
 NO_DOUBLE_BACKWARD = "grpo_fast: its losses and logps have no double backward (create_graph=True)"
 OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one backward only"
@@ -115,7 +115,7 @@ def driven(
         gradients = driver.gradients(divergences, wanted)
         loss = weighted_sum(divergences.weights, divergences.values).to(divergences.weights.dtype)
         return LossResult(loss, gradients, divergences.values)
-    terms = row_terms(tokens, config)
+    terms = row_inputs(tokens, config)
     if any(wanted) and terms is not None and driver.num_rows:
         # 1. Compute losses and gradients of a token-level loss in one pass.
         rows, gradients = driver.token_level(TokenLevel(terms, config), divergences, wanted)

@@ -1,5 +1,9 @@
 """Loss L and its derivatives dL/dlogp and dL/dentropy, from per-token logps, without autograd.
 
+`token_loss` computes the loss of all active tokens from their importance ratios and corrections.
+For token-level losses, `row_inputs` collects the inputs that are known before the forward pass, and
+`row_coefficients` computes the loss of single rows. The fused kernels compute the same.
+
 Log ratios are clamped, so the exponentials of importance ratios and corrections are finite.
 """
 
@@ -18,13 +22,13 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, MEAN_LOG_RATIO_MAX, OBJECTIVES
 
 LOG_TINY = math.log(1e-8)
-
 # The levels that have one ratio per completion. Each has a function that pools (averages or sums)
 # the log ratios of the tokens of a completion. Gradients with respect to the log ratios are pooled
 # in the same way.
 POOLS = {"sequence": Tokens.completion_mean, "sequence_sum": Tokens.completion_sum}
 
 
+# --------------------------------------------------------------------------- Ratios and corrections
 class Ratio(NamedTuple):
     """Importance ratios of the tokens, and how they are pooled over completions."""
 
@@ -110,23 +114,7 @@ def corrected(logps: Tensor, old_logps: Tensor, tokens: Tokens, config: LossConf
     return result
 
 
-# ------------------------------------------------------------------------------------- Coefficients
-class RowTerms(NamedTuple):
-    """Per-row inputs of a token-level loss that are known before the forward pass."""
-
-    advantages: Tensor  # (T,)
-    policy_weights: Tensor  # (T,)
-    kl_weights: Tensor | None = None  # (T,); None: no KL
-    old_logps: Tensor | None = None  # (T,); None: the ratio is 1
-    ref_logps: Tensor | None = None  # (T,); None: no KL
-    grad_entropy: Tensor | None = None  # (T,)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
-        """Return new terms with `function` applied to every tensor."""
-        values: list[Any] = [None if x is None else function(x) for x in self]
-        return RowTerms(*values)
-
-
+# ---------------------------------------------------------------- Loss from the logps of all tokens
 class TokenLoss(NamedTuple):
     """Loss of the active tokens, its derivatives, and the terms that the metrics report."""
 
@@ -200,63 +188,6 @@ def token_loss(
     return TokenLoss(loss.float(), grad, grad_entropy, policy, kl, ratio, correction)
 
 
-def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
-    """Return the inputs of a token-level loss for every row.
-
-    The result is None if one pass cannot compute the loss and its gradient. This is the case if the
-    gradient of a row depends on other rows. It is also the case if old_logps is missing and the
-    loss has corrections, because they then need the logps of the forward pass.
-    """
-    is_corrected = any(x.is_active(tokens) for x in config.corrections)
-    if not config.is_token_local or (is_corrected and tokens.old_logps is None):
-        return None
-    weights = tokens.token_weights
-    if is_corrected and tokens.old_logps is not None:
-        # Pass old_logps in place of the logps, which are not known yet. In a token-level loss, all
-        # corrections use the ratio "old/sampling", which does not depend on the logps.
-        weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
-    terms = RowTerms(tokens.advantages, weights, old_logps=tokens.old_logps)
-    if config.uses_reference:
-        kl_weights = tokens.token_weights * config.beta
-        terms = terms._replace(kl_weights=kl_weights, ref_logps=tokens.ref_logps)
-    if config.entropy_coef:
-        grad_entropy = -config.entropy_coef * entropy_share(None, tokens)
-        terms = terms._replace(grad_entropy=grad_entropy)
-    return terms
-
-
-def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Compute the loss policy_weights·ℓ + kl_weights·KL of every row, and its derivative.
-
-    Args:
-        logps: (T,), fp32.
-        terms: the inputs of these rows.
-        config: the objective.
-
-    Returns:
-        (losses, grad_logps), each (T,). Both are NaN where the logp is NaN.
-    """
-    advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
-    log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
-    log_ratio = log_ratio.clamp(max=LOG_RATIO_MAX)
-    function = OBJECTIVES[config.loss_type].function
-    loss, slope = function(logps, log_ratio, advantages, *config.params)
-    # Use where() instead of a product, because an infinite loss times a weight of 0 would be NaN.
-    losses = torch.where(weights == 0, 0.0, weights * loss)
-    grad = torch.where(weights == 0, 0.0, weights * slope)
-    if kl_weights is not None and ref_logps is not None:
-        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
-        if config.kl_times_ratio:
-            ratio = torch.exp(log_ratio)
-            kl_slope = (kl_slope + kl) * ratio
-            kl = kl * ratio
-        losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
-        grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
-    # Restore NaN where the logp is NaN. Comparisons and zero weights turn it into a finite value,
-    # which would hide that the model computed NaN.
-    return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
-
-
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
     """Return a (T,) mask of the tokens with the highest entropies, or None to keep all tokens."""
     if config.top_entropy_quantile >= 1 or entropy is None or entropy.numel() == 0:
@@ -296,11 +227,6 @@ def weighted_kl(
     return kl, tokens.token_weights * r * slope + through_ratio
 
 
-def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """Return a mask of the rows with a nonzero coefficient, (T,) bool."""
-    return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
-
-
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
     """Return the weight of each token's entropy in the entropy bonus, (T,).
 
@@ -313,3 +239,82 @@ def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
     if tokens.unit is not None:
         share = share * tokens.unit
     return kept * share
+
+
+def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
+    """Return a mask of the rows with a nonzero coefficient, (T,) bool."""
+    return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
+
+
+# ------------------------------------------------------- Loss of single rows, for the fused kernels
+class RowInputs(NamedTuple):
+    """Per-row inputs of a token-level loss that are known before the forward pass."""
+
+    advantages: Tensor  # (T,)
+    policy_weights: Tensor  # (T,)
+    kl_weights: Tensor | None = None  # (T,); None: no KL
+    old_logps: Tensor | None = None  # (T,); None: the ratio is 1
+    ref_logps: Tensor | None = None  # (T,); None: no KL
+    grad_entropy: Tensor | None = None  # (T,)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowInputs:
+        """Return new terms with `function` applied to every tensor."""
+        values: list[Any] = [None if x is None else function(x) for x in self]
+        return RowInputs(*values)
+
+
+def row_inputs(tokens: Tokens, config: LossConfig) -> RowInputs | None:
+    """Return the inputs of a token-level loss for every row.
+
+    The result is None if one pass cannot compute the loss and its gradient. This is the case if the
+    gradient of a row depends on other rows. It is also the case if old_logps is missing and the
+    loss has corrections, because they then need the logps of the forward pass.
+    """
+    is_corrected = any(x.is_active(tokens) for x in config.corrections)
+    if not config.is_token_local or (is_corrected and tokens.old_logps is None):
+        return None
+    weights = tokens.token_weights
+    if is_corrected and tokens.old_logps is not None:
+        # Pass old_logps in place of the logps, which are not known yet. In a token-level loss, all
+        # corrections use the ratio "old/sampling", which does not depend on the logps.
+        weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
+    terms = RowInputs(tokens.advantages, weights, old_logps=tokens.old_logps)
+    if config.uses_reference:
+        kl_weights = tokens.token_weights * config.beta
+        terms = terms._replace(kl_weights=kl_weights, ref_logps=tokens.ref_logps)
+    if config.entropy_coef:
+        grad_entropy = -config.entropy_coef * entropy_share(None, tokens)
+        terms = terms._replace(grad_entropy=grad_entropy)
+    return terms
+
+
+def row_coefficients(logps: Tensor, terms: RowInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Compute the loss policy_weights·ℓ + kl_weights·KL of every row, and its derivative.
+
+    Args:
+        logps: (T,), fp32.
+        terms: the inputs of these rows.
+        config: the objective.
+
+    Returns:
+        (losses, grad_logps), each (T,). Both are NaN where the logp is NaN.
+    """
+    advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
+    log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
+    log_ratio = log_ratio.clamp(max=LOG_RATIO_MAX)
+    function = OBJECTIVES[config.loss_type].function
+    loss, slope = function(logps, log_ratio, advantages, *config.params)
+    # Use where() instead of a product, because an infinite loss times a weight of 0 would be NaN.
+    losses = torch.where(weights == 0, 0.0, weights * loss)
+    grad = torch.where(weights == 0, 0.0, weights * slope)
+    if kl_weights is not None and ref_logps is not None:
+        kl, kl_slope = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
+        if config.kl_times_ratio:
+            ratio = torch.exp(log_ratio)
+            kl_slope = (kl_slope + kl) * ratio
+            kl = kl * ratio
+        losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
+        grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
+    # Restore NaN where the logp is NaN. Comparisons and zero weights turn it into a finite value,
+    # which would hide that the model computed NaN.
+    return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)

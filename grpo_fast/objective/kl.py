@@ -13,9 +13,10 @@ p_j·∂D/∂p_j. The callers then compute dD/dz_j = slope_j - p_j·Σ_k slope_k
     near    e^-|d| - 1, from which q - p = (d >= 0 ? p : -q)·near is computed without cancellation
     beta    the teacher's share in the mixture of "jsd"
 
-The values of the KLs contain an additional term, q - p or p - q. Its sum over the vocabulary is 0,
-so it does not change D. With this term, no value is negative, and values of nearly equal logits
-keep their digits. For |d| < 0.5, the function `expm1_minus` computes the values.
+The values of `forward_kl` and `reverse_kl` contain an additional term, q - p or p - q. Its sum over
+the vocabulary is 0, so it does not change D. With this term, no value is negative, and values of
+nearly equal logits keep their digits. For |d| < 0.5, the function `expm1_minus` computes the
+values.
 
 Triton and C++ compile the same source, so the functions use only the operations listed in
 `losses.py`. The Triton versions of `expm1`, `expm1_minus` and `log1p` are in kernels/gpu/math.py.
@@ -36,6 +37,11 @@ INF = float("inf")
 def expm1(x):
     """Compute e^x - 1 without cancellation."""
     return tl.expm1(x)
+
+
+def log1p(x):
+    """Compute log(1 + x) without cancellation."""
+    return tl.log1p(x)
 
 
 def expm1_minus(x):
@@ -114,11 +120,6 @@ KL_ESTIMATORS: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {
 
 
 # ---------------------------------------------------------------- Divergences of full distributions
-def log1p(x):
-    """Compute log(1 + x) without cancellation."""
-    return tl.log1p(x)
-
-
 def forward_kl(p, q, d, near, beta):
     """Compute KL(q ‖ p) = Σ q·(log q - log p)."""
     gap = tl.where(d >= 0, p, -q) * near

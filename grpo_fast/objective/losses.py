@@ -6,8 +6,8 @@ loss of one token, and the slope: the derivative of the loss with respect to the
 
 The code uses only the operations `+ - * / < <= > >= == & exp log abs where clamp` of the module
 global `tl`. In this file, `tl` is torch, so the functions are a readable reference. `bind` copies a
-function with a different module as `tl`. Triton compiles such a copy (kernels/gpu/rows.py), and C++
-is generated from the same source (kernels/cpu/loss_codegen.py).
+function with a different module as `tl`. Triton compiles such a copy (`device_function` in
+kernels/gpu/tokens.py), and C++ is generated from the same source (kernels/cpu/loss_codegen.py).
 
 To add a loss, write one function and add one line to `OBJECTIVES`.
 """

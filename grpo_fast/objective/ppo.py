@@ -21,10 +21,10 @@ def gae(
     Source: https://arxiv.org/abs/1506.02438
 
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), where V after the last token of a completion
-    is 0. Tokens outside the mask are skipped, for example the output of a tool between
-    two turns. In the formula, t+1 is then the next token inside the mask. The sum over k is
-    computed in fp64, in log2(L) steps, each of which doubles the number of summed terms. If all
-    values are 0 and lam is 1, the result is the discounted return.
+    is 0. Tokens outside the mask are skipped, for example the output of a tool between two turns.
+    In the formula, t+1 is then the next token inside the mask. The sum over k is computed in fp64,
+    in log2(L) steps, each of which doubles the number of summed terms. If all values are 0 and lam
+    is 1, the result is the discounted return.
 
     Args:
         rewards: (B, L), float. Reward of each token.

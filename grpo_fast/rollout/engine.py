@@ -1,10 +1,12 @@
-"""The interface of a rollout engine, which samples completions for prompts of token ids.
+"""Interface of the rollout engines, their options, and the sampler of the engine `transformers`.
 
-`Sampling` has the options of the sampler, and `VLLMOptions` those of the vLLM engines.
+`Engine` is the base class. An engine samples completions for prompts of token ids. `Sampling` has
+the sampling options, and `VLLMOptions` has the options of the vLLM engines.
 
-Each token is sampled with one uniform random number. It is the first token, in vocabulary order,
-whose cumulative probability exceeds the number. The number depends only on the seed, the index of
-the completion and the position of the token, so samples are reproducible.
+`sample` draws tokens for the engine `transformers`. It uses one uniform random number per token. It
+selects the first token, in vocabulary order, whose cumulative probability exceeds the number. The
+number depends only on the seed, the index of the completion and the position of the token, so
+samples are reproducible. The vLLM engines use vLLM's sampler.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
-
 MIN_TEMPERATURE = 1e-6
 
 
@@ -74,12 +75,250 @@ class Sampling(BaseModel):
         return temperature
 
 
+# ---------------------------------------------------------------------- Options of the vLLM engines
+URL = re.compile(r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+):([1-9][0-9]{0,4})/*", re.I | re.A)
+LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[?::1\]?)(:[0-9]+)?")
+
+
+class VLLMOptions(BaseModel):
+    """The section `rollout.vllm` of a configuration.
+
+    Attributes:
+        options: Arguments of the class vllm.LLM for engine: vllm, such as {gpu_memory_utilization:
+            0.4}.
+        urls: Servers for engine: vllm-server, each as http://host:port.
+        transfer: How servers receive weights. auto is nccl if the policy is on a GPU, otherwise
+            gloo.
+        address: IPv4 address or name of the trainer's machine at which the servers can reach it.
+        timeout: Seconds for one of three tries to sample a step, and for one transfer of weights.
+        patience: Seconds to wait for a server that does not respond.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    urls: list[str] = Field(default_factory=list)
+    transfer: Literal["auto", "nccl", "gloo"] = "auto"
+    address: str = Field("127.0.0.1", min_length=1)
+    timeout: float = Field(600.0, gt=0, le=1e6)
+    patience: float = Field(300.0, ge=0, le=1e6)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_urls(cls, settings: Any) -> Any:
+        """Check the URLs first, because pydantic's error would quote a URL with its password."""
+        if not isinstance(settings, dict) or "urls" not in settings:
+            return settings
+        urls = settings["urls"]
+        is_list = isinstance(urls, list | tuple) and all(isinstance(url, str) for url in urls)
+        found = [URL.fullmatch(url) for url in urls] if is_list else [None]
+        if any(url is None or int(url[1]) >= 1 << 16 for url in found):
+            expected = "expected http://host:port and nothing else, in a list"
+            raise ValueError(f"urls: {expected} (not shown: it may hold a password)")
+        return settings | {"urls": [url.rstrip("/").lower() for url in urls]}
+
+    @model_validator(mode="after")
+    def _reachable(self) -> VLLMOptions:
+        """Check that no server is listed twice, and that all servers can reach `address`."""
+        for url in self.urls:
+            fits = is_local(url) or not is_local(f"://{self.address}")
+            expected = f"an address of this machine that {url} can reach"
+            require(fits, "address", expected, self.address)
+        names = {url.replace("//localhost:", "//127.0.0.1:") for url in self.urls}
+        require(len(names) == len(self.urls), "urls", "every server once", ", ".join(self.urls))
+        return self
+
+
+def is_local(url: str) -> bool:
+    """Return whether a URL names this machine's loopback address."""
+    return LOOPBACK.fullmatch(url.partition("://")[2]) is not None
+
+
+# ------------------------------------------------------------------------------------------ Engines
+# Values of `Completion.finish_reason`. Engines may define other values for completions that were
+# cut off early.
+EOS = "eos"
+LENGTH = "length"
+EngineName = Literal["transformers", "vllm", "vllm-server"]
+# Engine name -> "module:function". The function takes (policy, options), where `options` is the
+# section `rollout` of a configuration, and returns an Engine.
+BUILDERS: dict[str, str] = {
+    "transformers": "grpo_fast.rollout.own.engine:TransformersEngine",
+    "vllm": "grpo_fast.rollout.vllm.local:build",
+    "vllm-server": "grpo_fast.rollout.vllm.servers:VLLMServers",
+}
+Seed = int | tuple[int | str, ...]
+
+
+@functools.cache
+def warn_without_support(engine: str) -> None:
+    """Warn once per process that an engine does not report which ids the truncation kept."""
+    log.warning(
+        "%s does not report the tokens that top_p and top_k kept: its log-probabilities are "
+        "compared with the policy's over the whole vocabulary", engine,
+    )  # fmt: skip
+
+
+class Completion(NamedTuple):
+    """One sampled completion of n tokens.
+
+    Attributes:
+        ids: n token ids. The last one is the first EOS, if the completion has one.
+        logps: (n,) fp32 on the CPU, log-probabilities under the sampling distribution.
+        finish_reason: `EOS`, `LENGTH`, or an engine-specific value for a completion that was cut
+            off early.
+        weight_version: version of the weights that sampled the first token.
+        support: for each token, the ids that truncation (top_p, top_k, min_p) kept. None if nothing
+            was truncated, or if the engine does not report the support.
+        mass: (n,) fp32, probability of each token's support before truncation. None if unknown.
+    """
+
+    ids: list[int]
+    logps: Tensor
+    finish_reason: str
+    weight_version: int
+    support: Support | None = None
+    mass: Tensor | None = None
+
+
+class Request(NamedTuple):
+    """Request for `group_size` completions of each prompt.
+
+    Attributes:
+        prompts: token ids of each prompt, at least one.
+        sampling: the sampling options.
+        group_size: number of completions of each prompt.
+        seed: seed of the random numbers. The numbers of a completion depend on this seed, on the
+            batch index of its prompt and on its index among the prompt's completions.
+        places: index of each prompt in the batch of all ranks, in increasing order. With these
+            indices, several ranks sample the same completions as one rank would. None if this
+            request is the whole batch.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    group_size: int
+    seed: Seed
+    places: Sequence[int] | None = None
+
+
+class Engine(ABC):
+    """Base class of rollout engines. An engine is a context manager that closes itself on exit.
+
+    Every blocking call of an engine has a timeout, and its error says what the engine waited for.
+
+    Attributes:
+        is_apart: True if the engine has its own device and its own copy of the weights. Such an
+            engine may sample in a thread while the policy trains, and `sleep` does nothing.
+        fallback: reason why the engine uses a slower implementation, whose results differ by
+            rounding. None if the engine uses the fast implementation.
+    """
+
+    is_apart = False
+    fallback: str | None = None
+
+    def generate(self, *fields: Any, **others: Any) -> list[Completion]:
+        """Call `sample` with a `Request` built from the arguments."""
+        return self.sample(Request(*fields, **others))
+
+    @abstractmethod
+    def sample(self, request: Request) -> list[Completion]:
+        """Return `group_size` completions for each prompt, in the order of the prompts.
+
+        Raises:
+            EngineError: the engine has stopped, or has no weights.
+            NonFiniteLogits: the policy's logits are NaN or infinite.
+        """
+
+    @abstractmethod
+    def update(self, policy: SampledModel, version: int) -> None:
+        """Make the engine sample with the weights of this policy from now on.
+
+        Args:
+            policy: a `Policy` or `SampledModel`.
+            version: version number of these weights. An engine that already has this version copies
+                nothing.
+        """
+
+    def sleep(self) -> None:  # noqa: B027
+        """Free the device for the trainer. Weights may be lost, and `update` restores them."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release all resources. The engine cannot be used afterwards."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def build_engine(policy: SampledModel, options: Any = None) -> Engine:
+    """Build the engine that `options.engine` names.
+
+    Args:
+        policy: a `Policy` or `SampledModel`.
+        options: the section `rollout` of a configuration. None selects the engine `transformers`.
+
+    Raises:
+        ValueError: the engine cannot run here, or cannot run this model. The message says what is
+            missing.
+    """
+    module, _, name = BUILDERS[options.engine if options else "transformers"].partition(":")
+    return getattr(importlib.import_module(module), name)(policy, options)
+
+
+@contextmanager
+def awake(engine: Engine, policy: SampledModel, version: int) -> Iterator[Engine]:
+    """Update the engine's weights on entry, and put it to sleep on exit."""
+    engine.update(policy, version)
+    try:
+        yield engine
+    finally:
+        engine.sleep()
+
+
+# ----------------------------------------------------------------------------------- Random numbers
 def seed_of(*parts: int | str) -> int:
     """Derive a 63-bit seed from parts such as (seed, step). It is the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
+def seed_for(purpose: str, seed: Seed, *more: int) -> int:
+    """Derive a 63-bit seed for one purpose, such as "rollout", from an engine's seed."""
+    return seed_of(purpose, *(seed if isinstance(seed, tuple) else (seed,)), *more)
+
+
+def uniforms(
+    seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
+) -> Tensor:
+    """Return a uniform random number in [0, 1) for each token of the completions.
+
+    Args:
+        seed: see `Request`.
+        count: number of prompts.
+        length: number of tokens of a completion.
+        group_size: number of completions of each prompt.
+        places: index of each prompt in the batch of all ranks, or None if this rank has all
+            prompts.
+
+    Returns:
+        The numbers, (count·group_size, length) fp32.
+    """
+    generator = torch.Generator().manual_seed(seed_for("rollout", seed))
+    wanted = set(range(count) if places is None else places)
+    rows = []
+    # Draw the numbers of other ranks' prompts, too, and discard them. Otherwise a prompt's numbers
+    # would depend on the number of ranks.
+    for place in range(max(wanted, default=-1) + 1):
+        group = torch.rand(group_size, length, generator=generator, dtype=torch.float32)
+        if place in wanted:
+            rows.append(group)
+    return torch.cat(rows) if rows else torch.zeros(0, length)
+
+
+# ----------------------------------------------------------- The sampler of the engine transformers
 class Draw(NamedTuple):
     """One sampled token for each of B rows, with the support it was sampled from.
 
@@ -211,241 +450,3 @@ class Sampler:
         self.draws.append(draw)
         # With these scores, greedy `generate` must select the sampled token.
         return torch.full_like(scores, float("-inf")).scatter_(-1, draw.tokens[:, None], 0.0)
-
-
-# ---------------------------------------------------------------------- Options of the vLLM engines
-URL = re.compile(r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+):([1-9][0-9]{0,4})/*", re.I | re.A)
-LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[?::1\]?)(:[0-9]+)?")
-
-
-class VLLMOptions(BaseModel):
-    """The section `rollout.vllm` of a configuration.
-
-    Attributes:
-        options: Arguments of the class vllm.LLM for engine: vllm, such as {gpu_memory_utilization:
-            0.4}.
-        urls: Servers for engine: vllm-server, each as http://host:port.
-        transfer: How servers receive weights. auto is nccl if the policy is on a GPU, otherwise
-            gloo.
-        address: IPv4 address or name of the trainer's machine at which the servers can reach it.
-        timeout: Seconds for one of three tries to sample a step, and for one transfer of weights.
-        patience: Seconds to wait for a server that does not respond.
-    """
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
-
-    options: dict[str, Any] = Field(default_factory=dict)
-    urls: list[str] = Field(default_factory=list)
-    transfer: Literal["auto", "nccl", "gloo"] = "auto"
-    address: str = Field("127.0.0.1", min_length=1)
-    timeout: float = Field(600.0, gt=0, le=1e6)
-    patience: float = Field(300.0, ge=0, le=1e6)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain_urls(cls, settings: Any) -> Any:
-        """Check the URLs first, because pydantic's error would quote a URL with its password."""
-        if not isinstance(settings, dict) or "urls" not in settings:
-            return settings
-        urls = settings["urls"]
-        is_list = isinstance(urls, list | tuple) and all(isinstance(url, str) for url in urls)
-        found = [URL.fullmatch(url) for url in urls] if is_list else [None]
-        if any(url is None or int(url[1]) >= 1 << 16 for url in found):
-            expected = "expected http://host:port and nothing else, in a list"
-            raise ValueError(f"urls: {expected} (not shown: it may hold a password)")
-        return settings | {"urls": [url.rstrip("/").lower() for url in urls]}
-
-    @model_validator(mode="after")
-    def _reachable(self) -> VLLMOptions:
-        """Check that no server is listed twice, and that all servers can reach `address`."""
-        for url in self.urls:
-            fits = is_local(url) or not is_local(f"://{self.address}")
-            expected = f"an address of this machine that {url} can reach"
-            require(fits, "address", expected, self.address)
-        names = {url.replace("//localhost:", "//127.0.0.1:") for url in self.urls}
-        require(len(names) == len(self.urls), "urls", "every server once", ", ".join(self.urls))
-        return self
-
-
-def is_local(url: str) -> bool:
-    """Return whether a URL names this machine's loopback address."""
-    return LOOPBACK.fullmatch(url.partition("://")[2]) is not None
-
-
-# Values of `Completion.finish_reason`. Engines may define other values for completions that were
-# cut off early.
-EOS = "eos"
-LENGTH = "length"
-
-EngineName = Literal["transformers", "vllm", "vllm-server"]
-# Engine name -> "module:function". The function takes (policy, options), where `options` is the
-# section `rollout` of a configuration, and returns an Engine.
-BUILDERS: dict[str, str] = {
-    "transformers": "grpo_fast.rollout.own.engine:TransformersEngine",
-    "vllm": "grpo_fast.rollout.vllm.local:build",
-    "vllm-server": "grpo_fast.rollout.vllm.servers:VLLMServers",
-}
-
-Seed = int | tuple[int | str, ...]
-
-
-@functools.cache
-def warn_without_support(engine: str) -> None:
-    """Warn once per process that an engine does not report which ids the truncation kept."""
-    log.warning(
-        "%s does not report the tokens that top_p and top_k kept: its log-probabilities are "
-        "compared with the policy's over the whole vocabulary", engine,
-    )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------ Engines
-class Completion(NamedTuple):
-    """One sampled completion of n tokens.
-
-    Attributes:
-        ids: n token ids. The last one is the first EOS, if the completion has one.
-        logps: (n,) fp32 on the CPU, log-probabilities under the sampling distribution.
-        finish_reason: `EOS`, `LENGTH`, or an engine-specific value for a completion that was cut
-            off early.
-        weight_version: version of the weights that sampled the first token.
-        support: for each token, the ids that truncation (top_p, top_k, min_p) kept. None if nothing
-            was truncated, or if the engine does not report the support.
-        mass: (n,) fp32, probability of each token's support before truncation. None if unknown.
-    """
-
-    ids: list[int]
-    logps: Tensor
-    finish_reason: str
-    weight_version: int
-    support: Support | None = None
-    mass: Tensor | None = None
-
-
-class Request(NamedTuple):
-    """Request for `group_size` completions of each prompt.
-
-    Attributes:
-        prompts: token ids of each prompt, at least one.
-        sampling: the sampling options.
-        group_size: number of completions of each prompt.
-        seed: seed of the random numbers. The numbers of a completion depend on this seed, on the
-            batch index of its prompt and on its index among the prompt's completions.
-        places: index of each prompt in the batch of all ranks, in increasing order. With these
-            indices, several ranks sample the same completions as one rank would. None if this
-            request is the whole batch.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    sampling: Sampling
-    group_size: int
-    seed: Seed
-    places: Sequence[int] | None = None
-
-
-class Engine(ABC):
-    """Base class of rollout engines. An engine is a context manager that closes itself on exit.
-
-    Every blocking call of an engine has a timeout, and its error says what the engine waited for.
-
-    Attributes:
-        is_apart: True if the engine has its own device and its own copy of the weights. Such an
-            engine may sample in a thread while the policy trains, and `sleep` does nothing.
-        fallback: reason why the engine uses a slower implementation, whose results differ by
-            rounding. None if the engine uses the fast implementation.
-    """
-
-    is_apart = False
-    fallback: str | None = None
-
-    def generate(self, *fields: Any, **others: Any) -> list[Completion]:
-        """Call `sample` with a `Request` built from the arguments."""
-        return self.sample(Request(*fields, **others))
-
-    @abstractmethod
-    def sample(self, request: Request) -> list[Completion]:
-        """Return `group_size` completions for each prompt, in the order of the prompts.
-
-        Raises:
-            EngineError: the engine has stopped, or has no weights.
-            NonFiniteLogits: the policy's logits are NaN or infinite.
-        """
-
-    @abstractmethod
-    def update(self, policy: SampledModel, version: int) -> None:
-        """Make the engine sample with the weights of this policy from now on.
-
-        Args:
-            policy: a `Policy` or `SampledModel`.
-            version: version number of these weights. An engine that already has this version copies
-                nothing.
-        """
-
-    def sleep(self) -> None:  # noqa: B027
-        """Free the device for the trainer. Weights may be lost, and `update` restores them."""
-
-    def close(self) -> None:  # noqa: B027
-        """Release all resources. The engine cannot be used afterwards."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def build_engine(policy: SampledModel, options: Any = None) -> Engine:
-    """Build the engine that `options.engine` names.
-
-    Args:
-        policy: a `Policy` or `SampledModel`.
-        options: the section `rollout` of a configuration. None selects the engine `transformers`.
-
-    Raises:
-        ValueError: the engine cannot run here, or cannot run this model. The message says what is
-            missing.
-    """
-    module, _, name = BUILDERS[options.engine if options else "transformers"].partition(":")
-    return getattr(importlib.import_module(module), name)(policy, options)
-
-
-@contextmanager
-def awake(engine: Engine, policy: SampledModel, version: int) -> Iterator[Engine]:
-    """Update the engine's weights on entry, and put it to sleep on exit."""
-    engine.update(policy, version)
-    try:
-        yield engine
-    finally:
-        engine.sleep()
-
-
-def seed_for(purpose: str, seed: Seed, *more: int) -> int:
-    """Derive a 63-bit seed for one purpose, such as "rollout", from an engine's seed."""
-    return seed_of(purpose, *(seed if isinstance(seed, tuple) else (seed,)), *more)
-
-
-def uniforms(
-    seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
-) -> Tensor:
-    """Return a uniform random number in [0, 1) for each token of the completions.
-
-    Args:
-        seed: see `Request`.
-        count: number of prompts.
-        length: number of tokens of a completion.
-        group_size: number of completions of each prompt.
-        places: index of each prompt in the batch of all ranks, or None if this rank has all
-            prompts.
-
-    Returns:
-        The numbers, (count·group_size, length) fp32.
-    """
-    generator = torch.Generator().manual_seed(seed_for("rollout", seed))
-    wanted = set(range(count) if places is None else places)
-    rows = []
-    # Draw the numbers of other ranks' prompts, too, and discard them. Otherwise a prompt's numbers
-    # would depend on the number of ranks.
-    for place in range(max(wanted, default=-1) + 1):
-        group = torch.rand(group_size, length, generator=generator, dtype=torch.float32)
-        if place in wanted:
-            rows.append(group)
-    return torch.cat(rows) if rows else torch.zeros(0, length)

@@ -2,8 +2,8 @@
 
 Standard errors are computed over questions, because samples of one question are not independent.
 
-The commands `grpo-fast eval` and `grpo-fast data` are here, too, and so are the log lines that say
-how a run asks its questions.
+The file also has the commands `grpo-fast eval` (`run_eval`) and `grpo-fast data` (`data_lines`).
+`asking_lines` returns the log lines that show how questions are formatted for the model.
 """
 
 from __future__ import annotations
@@ -233,6 +233,7 @@ def build_evaluation(
 
 # ----------------------------------------------------------------------- The command grpo-fast eval
 DEFAULT_REWARDS = {"gsm8k": ["gsm8k_correct", "gsm8k_format"], "sort": ["sort_positions"]}
+# Sections whose keys can be written without the name of the section.
 SHORT: dict[str, type[Section]] = {"eval": EvalConfig, "data": DataConfig, "model": ModelConfig}
 
 
@@ -461,7 +462,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     train, test = splits.questions
     # 2. Count the examples of each split and of each kind of answer.
     every = [*train, *test]
-    kinds = [kind_of(example) for example in every]
+    kinds = [kind_of_answer(example) for example in every]
     columns = dict.fromkeys(name for example in train[:100] for name in example.fields)
     lines = [
         f"{source}: {len(train)} training and {len(test)} test examples",
@@ -492,11 +493,11 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
             lines += [f"  | {line}" for line in prompt.split("\n")]
         else:
             lines += [f"  | {message['role']}: {message['content']!r}" for message in prompt]
-        lines.append(f"  gold answer: {example.answer!r} ({kind_of(example)})")
+        lines.append(f"  gold answer: {example.answer!r} ({kind_of_answer(example)})")
     return lines
 
 
-def kind_of(example: Example) -> str:
+def kind_of_answer(example: Example) -> str:
     """Describe how a completion is compared with the gold answer of an example."""
     if example.answer is None and example.label is not None:
         return "as lists or mappings, for your own reward"

@@ -67,7 +67,7 @@ from grpo_fast.train.config import (
     recipe_names,
 )
 from grpo_fast.train.config.words import read_words
-from grpo_fast.train.policy import check_fields, read_fields
+from grpo_fast.train.policy import check_model_config, read_model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -404,9 +404,9 @@ def _transformers_config(model: ModelConfig, data: DataConfig) -> PreTrainedConf
     path = str(model.path)
     fields = KNOWN_MODELS.get(path.lower(), model.config)
     if fields is None:
-        read_fields(path, model.trust_remote_code)
+        read_model_config(path, model.trust_remote_code)
         return AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    check_fields(fields)
+    check_model_config(fields)
     size = model.vocab_size
     if model.tokenizer == "symbols":
         size = len(Splits(data, 0).symbols()) + 2  # the tokens PAD and EOS

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+BPE_TEXTS = 4000  # training examples from which a BPE tokenizer is built
 
 
 class Policy(SampledModel):
@@ -281,33 +283,7 @@ class Reference:
         return nullcontext() if self.copy is not None else self.policy.model.disable_adapter()
 
 
-@contextmanager
-def in_silence() -> Iterator[None]:
-    """Disable the progress bars and warnings of transformers.
-
-    The bars would interrupt the run's progress lines. The warnings are not needed, because missing
-    weights raise an error.
-    """
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    level = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if was_on:
-            logging.enable_progress_bar()
-
-
 # ------------------------------------------------------------------------------------------ Loading
-log = logging.getLogger(__name__)
-
-BPE_TEXTS = 4000  # training examples from which a BPE tokenizer is built
-
-
 def load_policy(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Policy:
     """Return the policy that a configuration describes.
 
@@ -339,6 +315,159 @@ def load_policy(config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None =
     return policy
 
 
+def with_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+    import peft
+
+    settings = peft.LoraConfig(
+        r=lora.r, lora_alpha=2 * lora.r, target_modules="all-linear", lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return peft.get_peft_model(model, settings)
+
+
+def _load_model(config: ModelConfig) -> PreTrainedModel:
+    """Load a model with transformers, and check that the files contained all weights."""
+    from transformers import AutoModelForCausalLM
+
+    path = str(config.path)
+    files = [Path(path, name) for name in ("adapter_config.json", "config.json")]
+    _refuse_adapter(path, [file.is_file() for file in files] == [True, False])
+    with _reading(path, "a model's folder or hub id"):
+        read_model_config(path, config.trust_remote_code)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, config.dtype),
+            ignore_mismatched_sizes=True,  # `_check_keys` raises a clearer error
+            output_loading_info=True,
+            trust_remote_code=config.trust_remote_code,
+        )
+    _refuse_adapter(path, getattr(model, "_hf_peft_config_loaded", False))
+    _check_keys(path, report)
+    return model
+
+
+def _refuse_adapter(path: str, is_adapter: bool) -> None:
+    merge = "merge it into its base model with peft's merge_and_unload, and save the result"
+    require(not is_adapter, "model.path", "a complete model", f"a LoRA adapter in {path}; {merge}")
+
+
+def _check_keys(path: str, report: dict[str, Any]) -> None:
+    """Raise a ValueError if transformers reports that weights are missing or have a wrong shape.
+
+    Weights that the model does not use are only logged.
+    """
+    wrong = [
+        f"{name} is {tuple(stored)} in place of {tuple(expected)}"
+        for name, stored, expected in report["mismatched_keys"]
+    ]
+    wrong += report["missing_keys"]
+    came = f"none or others for {len(wrong)} of them: {_listed(wrong)}"
+    require(not wrong, "model.path", f"every weight that {path}/config.json asks for", came)
+    extras = report["unexpected_keys"]
+    if extras:
+        names = _listed(extras)
+        log.warning("%s: %d weights have no place in the model: %s", path, len(extras), names)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model."""
+    from transformers import AutoTokenizer
+
+    path = str(config.path)
+    with _reading(path, "a model with a tokenizer (tokenizer.json)"):
+        return AutoTokenizer.from_pretrained(
+            path, padding_side="left", trust_remote_code=config.trust_remote_code
+        )
+
+
+def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBase | None:
+    """Build a tokenizer from the training examples. Return None if the model has a tokenizer."""
+    if model.tokenizer == "symbols":
+        return build_symbol_tokenizer(splits.symbols())
+    if model.tokenizer is None:
+        return None
+    chosen = itertools.islice(splits.train, BPE_TEXTS)
+    texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
+    return build_bpe_tokenizer(texts, model.vocab_size)
+
+
+def _from_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return a model with random weights from the fields of a transformers config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    complete = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **fields,
+    }
+    try:
+        check_model_config(fields)
+        # A transformers config accepts any keyword. To find misspelled fields, compare with the
+        # attributes of a default config.
+        plain = AutoConfig.for_model(fields["model_type"])
+        unknown = [name for name in fields if not hasattr(plain, name)]
+        if not unknown:
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**complete))
+    except Exception as error:  # exception classes differ between architectures
+        kind = fields["model_type"]
+        raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
+    raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
+
+
+def _device(name: str) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
+    is_here = device.type == "cpu" or (device.index or 0) < gpus
+    expected = f"auto, cpu or a GPU of this machine (it has {gpus})"
+    require(is_here, "model.device", expected, name)
+    return device
+
+
+@contextmanager
+def _reading(path: str, expected: str) -> Iterator[None]:
+    """Silence transformers while it reads a model, and convert its errors to a ValueError."""
+    try:
+        with in_silence():
+            yield
+    except Exception as error:  # readers and model classes raise many kinds of errors
+        why = reason(error)
+        if not Path(path).exists():
+            why = "no such folder" + ("" if Path(path).is_absolute() else f" here, and {why}")
+        if "custom code" in why:
+            why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
+        raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
+
+
+def _listed(names: Any) -> str:
+    """Format the first three names in sorted order, followed by an ellipsis if there are more."""
+    first = sorted(names)[:3]
+    return ", ".join(first) + (", …" if len(names) > len(first) else "")
+
+
+@contextmanager
+def in_silence() -> Iterator[None]:
+    """Disable the progress bars and warnings of transformers.
+
+    The bars would interrupt the run's progress lines. The warnings are not needed, because missing
+    weights raise an error.
+    """
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if was_on:
+            logging.enable_progress_bar()
+
+
+# --------------------------------------------------------------------------------------- Self-check
 @torch.no_grad()
 def self_check(policy: Policy) -> float:
     """Compare log-probabilities of packed rows with the model's logits on random tokens.
@@ -426,137 +555,6 @@ def _check_vocabulary(policy: Policy) -> None:
     require(largest < rows, "tokenizer", expected, came)
 
 
-def _load_model(config: ModelConfig) -> PreTrainedModel:
-    """Load a model with transformers, and check that the files contained all weights."""
-    from transformers import AutoModelForCausalLM
-
-    path = str(config.path)
-    files = [Path(path, name) for name in ("adapter_config.json", "config.json")]
-    _refuse_adapter(path, [file.is_file() for file in files] == [True, False])
-    with _reading(path, "a model's folder or hub id"):
-        read_fields(path, config.trust_remote_code)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, config.dtype),
-            ignore_mismatched_sizes=True,  # `_check_keys` raises a clearer error
-            output_loading_info=True,
-            trust_remote_code=config.trust_remote_code,
-        )
-    _refuse_adapter(path, getattr(model, "_hf_peft_config_loaded", False))
-    _check_keys(path, report)
-    return model
-
-
-def _refuse_adapter(path: str, is_adapter: bool) -> None:
-    merge = "merge it into its base model with peft's merge_and_unload, and save the result"
-    require(not is_adapter, "model.path", "a complete model", f"a LoRA adapter in {path}; {merge}")
-
-
-def _check_keys(path: str, report: dict[str, Any]) -> None:
-    """Raise a ValueError if transformers reports that weights are missing or have a wrong shape.
-
-    Weights that the model does not use are only logged.
-    """
-    wrong = [
-        f"{name} is {tuple(stored)} in place of {tuple(expected)}"
-        for name, stored, expected in report["mismatched_keys"]
-    ]
-    wrong += report["missing_keys"]
-    came = f"none or others for {len(wrong)} of them: {_listed(wrong)}"
-    require(not wrong, "model.path", f"every weight that {path}/config.json asks for", came)
-    extras = report["unexpected_keys"]
-    if extras:
-        names = _listed(extras)
-        log.warning("%s: %d weights have no place in the model: %s", path, len(extras), names)
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model."""
-    from transformers import AutoTokenizer
-
-    path = str(config.path)
-    with _reading(path, "a model with a tokenizer (tokenizer.json)"):
-        return AutoTokenizer.from_pretrained(
-            path, padding_side="left", trust_remote_code=config.trust_remote_code
-        )
-
-
-def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBase | None:
-    """Build a tokenizer from the training examples. Return None if the model has a tokenizer."""
-    if model.tokenizer == "symbols":
-        return build_symbol_tokenizer(splits.symbols())
-    if model.tokenizer is None:
-        return None
-    chosen = itertools.islice(splits.train, BPE_TEXTS)
-    texts = [f"{e.prompt} {e.solution or e.answer or ''}" for e in chosen]
-    return build_bpe_tokenizer(texts, model.vocab_size)
-
-
-def _from_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return a model with random weights from the fields of a transformers config."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    complete = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **fields,
-    }
-    try:
-        check_fields(fields)
-        # A transformers config accepts any keyword. To find misspelled fields, compare with the
-        # attributes of a default config.
-        plain = AutoConfig.for_model(fields["model_type"])
-        unknown = [name for name in fields if not hasattr(plain, name)]
-        if not unknown:
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**complete))
-    except Exception as error:  # exception classes differ between architectures
-        kind = fields["model_type"]
-        raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
-    raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
-
-
-def _device(name: str) -> torch.device:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
-    is_here = device.type == "cpu" or (device.index or 0) < gpus
-    expected = f"auto, cpu or a GPU of this machine (it has {gpus})"
-    require(is_here, "model.device", expected, name)
-    return device
-
-
-@contextmanager
-def _reading(path: str, expected: str) -> Iterator[None]:
-    """Silence transformers while it reads a model, and convert its errors to a ValueError."""
-    try:
-        with in_silence():
-            yield
-    except Exception as error:  # readers and model classes raise many kinds of errors
-        why = reason(error)
-        if not Path(path).exists():
-            why = "no such folder" + ("" if Path(path).is_absolute() else f" here, and {why}")
-        if "custom code" in why:
-            why = "its custom code runs only with model.trust_remote_code=true (eval: --allow-code)"
-        raise ValueError(f"model.path: expected {expected}, got {path!r}: {why}") from error
-
-
-def _listed(names: Any) -> str:
-    """Format the first three names in sorted order, followed by an ellipsis if there are more."""
-    first = sorted(names)[:3]
-    return ", ".join(first) + (", …" if len(names) > len(first) else "")
-
-
-def with_lora(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
-    import peft
-
-    settings = peft.LoraConfig(
-        r=lora.r, lora_alpha=2 * lora.r, target_modules="all-linear", lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    return peft.get_peft_model(model, settings)
-
-
 # ----------------------------------------------------------------------------------- Memory options
 # Arguments of `torch.utils.checkpoint`. The state of the random generator need not be saved for the
 # recomputation, because dropout is off everywhere in the trainer.
@@ -592,7 +590,7 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 MOST_LAYERS = 10_000
 
 
-def check_fields(fields: Mapping[str, object], allow_code: bool = False) -> None:
+def check_model_config(fields: Mapping[str, object], allow_code: bool = False) -> None:
     """Check the fields of a model's config.json, including nested ones.
 
     Args:
@@ -609,11 +607,11 @@ def check_fields(fields: Mapping[str, object], allow_code: bool = False) -> None
         fits = allow_code or "_implementation" not in name or "/" not in str(value)
         require(fits, name, "one of transformers' implementations", repr(value))
         if isinstance(value, dict):
-            check_fields(value, allow_code)
+            check_model_config(value, allow_code)
 
 
-def read_fields(path: str, allow_code: bool = False) -> dict[str, object]:
-    """Return the checked fields of a model's config.json. See `check_fields`.
+def read_model_config(path: str, allow_code: bool = False) -> dict[str, object]:
+    """Return the checked fields of a model's config.json. See `check_model_config`.
 
     Raises:
         ValueError: a field is not allowed.
@@ -622,5 +620,5 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, object]:
     from transformers import PreTrainedConfig
 
     fields = PreTrainedConfig.get_config_dict(path)[0]
-    check_fields(fields, allow_code)
+    check_model_config(fields, allow_code)
     return fields

@@ -176,7 +176,7 @@ def warm_start(
     policy.model.train()
     for step in range(1, config.steps + 1):
         chosen = rng.sample(usable, min(config.batch_size, len(usable)))
-        loss = -policy.logps(_packed(policy, chosen)).mean()
+        loss = -policy.logps(_pack_solutions(policy, chosen)).mean()
         # Divide by the number of ranks, because all ranks compute the same gradient and the
         # optimizer sums the gradients over the ranks.
         (loss / ranks.size()).backward()
@@ -184,7 +184,7 @@ def warm_start(
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
 
 
-def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
+def _pack_solutions(policy: Policy, examples: Sequence[Example]) -> PackedTree:
     """Pack examples into one row. The completion of a prompt is its solution followed by EOS."""
     prompts = [example.prompt for example in examples]
     prompt_ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)

@@ -185,10 +185,10 @@ def test_blocks_of_flex_cover_what_is_visible(layout):
     In a block that is listed as full, every query must see every key, because no mask is applied.
     """
     for window in (None, 1, 4, 100, 128, 129, 200):
-        number = -(-layout.total // tree.BLOCK)
-        padded = torch.zeros(2 * [number * tree.BLOCK], dtype=torch.bool)
+        number = -(-layout.total // tree.FLEX_BLOCK)
+        padded = torch.zeros(2 * [number * tree.FLEX_BLOCK], dtype=torch.bool)
         padded[: layout.total, : layout.total] = layout.visible(window)
-        blocks = padded.view(number, tree.BLOCK, number, tree.BLOCK)
+        blocks = padded.view(number, tree.FLEX_BLOCK, number, tree.FLEX_BLOCK)
         some, full = tree.block_map(layout, window)
         assert torch.equal(some, blocks.any(3).any(1))
         assert not (full & ~blocks.all(3).all(1)).any()

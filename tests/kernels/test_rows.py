@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast.kernels import route
 from grpo_fast.kernels.types import LogitRows, LogitTransform
-from grpo_fast.objective.coefficients import RowTerms, row_coefficients
+from grpo_fast.objective.coefficients import RowInputs, row_coefficients
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels import formulas
@@ -244,10 +244,10 @@ def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool)
 
 
 def make_loss(count: int, columns: int) -> tuple:
-    """Return random logits, target ids and `RowTerms` for `row_loss_`."""
+    """Return random logits, target ids and `RowInputs` for `row_loss_`."""
     logits, targets = torch.randn(count, columns) * 3, torch.randint(0, columns, (count,))
     logps = torch.log_softmax(logits, 1).gather(1, targets[:, None])[:, 0]
-    terms = RowTerms(
+    terms = RowInputs(
         advantages=torch.randn(count), policy_weights=torch.rand(count) + 0.1,
         kl_weights=torch.rand(count) + 0.1, old_logps=logps - 0.4 * torch.randn(count),
         ref_logps=logps + torch.randn(count), grad_entropy=torch.randn(count),
@@ -331,7 +331,7 @@ def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
     bound = torch.where(torch.arange(count) % 2 == 0, math.log(1.2), math.log(0.8))
     old = logps - bound * (1 + torch.linspace(-1e-5, 1e-5, count))
     advantages = torch.where(torch.arange(count) % 4 < 2, 1.0, -1.0)
-    terms = RowTerms(advantages, torch.ones(count), old_logps=old)
+    terms = RowInputs(advantages, torch.ones(count), old_logps=old)
     result, _ = call(rows, logits, targets, terms, config)
     _, expected = row_coefficients(logps, terms, config)
     differ = (result.grad_logps == 0) != (expected == 0)

@@ -45,7 +45,7 @@ from grpo_fast.kernels.types import (
     detached,
     vector,
 )
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import DIVERGENCES, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
@@ -102,7 +102,7 @@ def loss_arguments(config: LossConfig) -> tuple[float, ...]:
 
 
 def row_loss_(
-    rows: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
+    rows: LogitRows, out: Tensor, terms: RowInputs, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in C++, like `reference.row_loss_`.
 
@@ -139,7 +139,7 @@ def row_divergence_(
     return DivergenceRows(*sums.view(4, -1))
 
 
-# ---- LM head restricted to token sets, with the interface of kernels/support.py
+# ----------------------------------------------------------------- LM head restricted to token sets
 
 
 def target_places(
@@ -183,7 +183,7 @@ def head_weight(d: Tensor, hidden: Tensor, rows: SupportRows, out: Tensor, *, ad
     )
 
 
-# ---- LM head from hidden states, with the interface of kernels/gpu/linear.py
+# ----------------------------------------------------------------------- LM head from hidden states
 def _tensors(p: HeadInputs) -> tuple[Tensor | None, ...]:
     """Return hidden, weight, bias and target ids in the form that the C++ operator requires."""
     hidden = contiguous_rows(p.hidden)

@@ -34,13 +34,10 @@ gets a multiple of a row of `hidden`. Nothing cancels when p_y is close to 1.
 The exact value of s does not matter, because bf16 has the same relative precision everywhere.
 However, s must be close to lse, and must be known before the row is computed. The kernel uses s =
 z[target], which costs one dot product per row (target_kernel). The distance lse - s is then -logp.
-Rows with -logp > MAX_NLL and rows with NaN are computed a second time with s = lse. The host need
-not know which rows these are, because the second launch covers all rows, and the programs of all
-other rows return immediately. All elements of E are finite, even in rows with NaN, so a row with g
-= 0 contributes nothing.
-
-The lse, logp and entropy are bitwise equal to those of `head_logps`, because the same kernel
-computes them.
+Rows with -logp > MAX_NLL (math.py) and rows with NaN are computed a second time with s = lse. The
+host need not know which rows these are, because the second launch covers all rows, and the programs
+of all other rows return immediately. All elements of E are finite, even in rows with NaN, so a row
+with g = 0 contributes nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ from grpo_fast.kernels.gpu.math import (
 )
 from grpo_fast.kernels.gpu.tokens import loss_and_slope, loss_arguments
 from grpo_fast.kernels.types import ROW_MULTIPLE, Exponentials, HeadInputs, RowStats, padded, vector
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 
 # Maximum size of the hidden states that are processed concurrently. Every tile of W reads them
@@ -363,6 +360,15 @@ def prepared(p: HeadInputs) -> HeadInputs:
     return HeadInputs(hidden, p.weight, p.bias, p.target_ids.contiguous(), p.transform, {})
 
 
+def aligned_copy(matrix: Tensor) -> Tensor:
+    """Copy a matrix into rows that start at multiples of 16 bytes."""
+    columns = matrix.shape[1]
+    per_row = ceil_div(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
+    shape = (matrix.shape[0], per_row)
+    copy = torch.empty(shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
+    return copy.copy_(matrix)
+
+
 def sweep(
     p: HeadInputs,  # (T, H), (V, H), (V,), (T,)
     partial: Tensor | None,  # (3, S, T) or (4, S, T)
@@ -436,7 +442,7 @@ def statistics(
     return_entropy: bool,
     out: Tensor | None = None,
     raw_target: Tensor | None = None,
-    loss: tuple[RowTerms, LossConfig] | None = None,
+    loss: tuple[RowInputs, LossConfig] | None = None,
 ) -> tuple[RowStats, tuple[Tensor, ...] | None]:
     """Compute the lse, logp and entropy of every row, (T,) fp32 each.
 
@@ -478,15 +484,6 @@ def head_logps(
     target ids of a block of rows are outside and no logits are stored, their lse is undefined.
     """
     return statistics(prepared(p), return_entropy=return_entropy, out=logits_out)[0]
-
-
-def aligned_copy(matrix: Tensor) -> Tensor:
-    """Copy a matrix into rows that start at multiples of 16 bytes."""
-    columns = matrix.shape[1]
-    per_row = ceil_div(columns * matrix.element_size(), 16) * 16 // matrix.element_size()
-    shape = (matrix.shape[0], per_row)
-    copy = torch.empty(shape, dtype=matrix.dtype, device=matrix.device)[:, :columns]
-    return copy.copy_(matrix)
 
 
 # ------------------------------------------------------------------------------------- Exponentials
@@ -535,7 +532,7 @@ def head_exponentials(
     *,
     return_entropy: bool = False,
     known: RowStats | None = None,
-    loss: tuple[RowTerms, LossConfig] | None = None,
+    loss: tuple[RowInputs, LossConfig] | None = None,
 ) -> Exponentials:
     """Compute statistics and write exponentials in bf16, like `cpu/rows.head_exponentials`.
 

@@ -1,11 +1,13 @@
-"""Functions of the Triton kernels: the logit transform, and the steps of an online softmax.
+"""Triton functions that several kernels share, and the epilogue of the LM head's GEMM.
 
-All kernels call these functions, so every kernel computes the same bits for a row.
+The shared functions are accurate elementary functions, the logit transform, the last step of a
+softmax (`finish`) and the coefficients of stored exponentials. Kernels that share a function
+compute the same bits for a row.
 
-The epilogue of the LM head's GEMM computes the statistics of a tile in registers, and can also
-store the tile. A tile is processed from left to right, in pieces with a fixed number of columns.
-Only one piece at a time needs extra registers, so a tile of 128 x 256 does not spill. The fixed
-number of columns makes the order of the sums independent of the tile size.
+The epilogue (`fold_tile`) computes the statistics of a tile in registers, and can also store the
+tile. A tile is processed from left to right, in pieces with a fixed number of columns. Only one
+piece at a time needs extra registers, so a tile of 128 x 256 does not spill. The fixed number of
+columns makes the order of the sums independent of the tile size.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, tanh_slope * (logit_scale * inv_temperature)
 
 
+# -------------------------------------------------------------- Coefficients of stored exponentials
 # If lse - z[target] is at most this many nats, the stored exponentials of the row are exp(z -
 # z[target]). Otherwise, they are exp(z - lse). The limit is far less than 88, where exp overflows
 # in bf16 and fp32. Sums and products of exponentials thus do not overflow either.

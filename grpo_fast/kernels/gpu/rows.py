@@ -36,7 +36,7 @@ from grpo_fast.kernels.gpu.launch import launch, multiprocessors, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, exp_fp32, expm1, final_logits, finish
 from grpo_fast.kernels.gpu.tokens import loss_and_slope, loss_arguments
 from grpo_fast.kernels.types import LogitRows, RowLoss, RowStats, vector
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 
 
@@ -284,7 +284,7 @@ def row_grad_(
 
 
 def row_loss_(
-    rows: LogitRows, out: Tensor, terms: RowTerms, config: LossConfig, *, return_entropy: bool
+    rows: LogitRows, out: Tensor, terms: RowInputs, config: LossConfig, *, return_entropy: bool
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in Triton, like `reference.row_loss_`.
 

@@ -11,8 +11,8 @@ input. It writes 8 bytes per token for the completion, and 4 bytes per token and
 It contains the functions of objective/losses.py and objective/kl.py, which Triton compiles from
 their Python source. One launch replaces about twenty torch operations, and causes 24 to 36 bytes of
 HBM traffic per row. The loss kernel in rows.py calls `loss_and_slope` between its two passes over a
-row. If exponentials are stored, the kernel in linear.py that adds the sums of the slices calls it,
-so that no further launch is needed.
+row. If exponentials are stored, `join_kernel` in linear.py calls it, so that no further launch is
+needed.
 
 `extremes` computes the numbers for the late checks (loss/checks.py): minimum, maximum and the least
 step from one element to the next. Up to VECTORS vectors share a launch, with one program each.
@@ -31,11 +31,12 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import ceil_div, launch
 from grpo_fast.kernels.gpu.math import exp_fp32, expm1, expm1_minus, log1p
 from grpo_fast.kernels.types import vector
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import LOG_RATIO_MAX, OBJECTIVES, TokenFunction, bind
 
+# ----------------------------------------------------------------- Completions and inputs of tokens
 BLOCK = 512  # tokens of a program
 # Maximum number of inputs with one value per token.
 INPUTS = 3
@@ -132,6 +133,7 @@ def expanded(
     return segments, values if stride == tokens else values[:, :tokens]
 
 
+# ------------------------------------------------------------------------------------------- Losses
 BLOCK_T = 128
 RATIO_MAX = tl.constexpr(LOG_RATIO_MAX)
 MAX_PARAMS = 4
@@ -219,7 +221,7 @@ def coefficients_kernel(
 
 
 def row_coefficients(
-    logps: Tensor, terms: RowTerms, config: LossConfig
+    logps: Tensor, terms: RowInputs, config: LossConfig
 ) -> tuple[Tensor, Tensor]:  # (C,) fp32 each
     """Compute losses and their logp gradients, like `objective.coefficients.row_coefficients`."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
@@ -232,9 +234,9 @@ def row_coefficients(
     return losses, grad_logps
 
 
-# Maximum number of vectors in a launch, and number of elements that a program reads per step.
-VECTORS = 8
-READ = 2048  # elements that a program reads at once
+# ------------------------------------------------------------------------------ Extremes of vectors
+VECTORS = 8  # maximum number of vectors in a launch
+READ = 2048  # number of elements that a program reads at a time
 
 
 @triton.jit

@@ -50,7 +50,7 @@ from grpo_fast.kernels.types import (
     rows_at,
 )
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 
 # A 16-bit dW is computed from exponentials only if the number of targets is at most this fraction
@@ -144,7 +144,7 @@ class RowSource:
         return self.kernels.row_logps(rows, return_entropy=return_entropy)
 
     def loss(
-        self, at: Chunk, terms: RowTerms, config: LossConfig
+        self, at: Chunk, terms: RowInputs, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the statistics, a token-level loss and its d-logits."""
         has_entropy = config.needs_entropy
@@ -411,7 +411,7 @@ class ExponentialHead(DenseHead):
         return super().logps(at, return_entropy=return_entropy, stores=False)
 
     def loss(
-        self, at: Chunk, terms: RowTerms, config: LossConfig
+        self, at: Chunk, terms: RowInputs, config: LossConfig
     ) -> tuple[ChunkGradients, RowLoss]:
         """Compute the loss of the C rows, and the coefficients of their exponentials."""
         if self.kernels.gradients is None:

@@ -13,7 +13,8 @@ A term has the values of all its rows. The driver selects the rows of a source w
 
     → the divergence kernel overwrites y with its d-logits
     → the policy term, if any, overwrites z with its d-logits
-    → the driver adds both, and sums dH = d·W, dW += dᵀ·hidden
+    → `Sum` adds both
+    → the driver computes dH = d·W and dW += dᵀ·hidden
 
 The cost is 8·N·V·H flops if the teacher has an LM head of the same hidden size, and 6·N·V·H for a
 top-k teacher. A policy loss does not increase it. The workspace takes 8 bytes per logit, or 4 bytes
@@ -36,7 +37,7 @@ from grpo_fast.kernels.head.sources import Chunk, DenseHead, RowSource
 from grpo_fast.kernels.head.sums import ChunkGradients
 from grpo_fast.kernels.route import Route, kernel_module
 from grpo_fast.kernels.types import LogitRows, RowLoss, RowStats, pad_rows, pick
-from grpo_fast.objective.coefficients import RowTerms, active_rows
+from grpo_fast.objective.coefficients import RowInputs, active_rows
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 
@@ -88,6 +89,21 @@ class RowTerm:
         raise NotImplementedError
 
 
+def saves_time(x: Tensor, flops: float) -> bool:
+    """Return whether skipping rows can save time.
+
+    `x` is any tensor on the device of the gradient GEMMs. `flops` is the number of flops of these
+    GEMMs for all rows.
+    """
+    return not x.is_cuda or flops >= READ_FROM
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:  # (T,) each
+    """Return Σ weights·values, 0-d fp64. Rows with weight 0 add nothing, even if they are NaN."""
+    return torch.where(weights == 0, 0.0, weights.double() * values.double()).sum()
+
+
+# ------------------------------------------------------------ Policy losses, and known coefficients
 class TokenLevel(RowTerm):
     """A token-level loss. After the pass, `parts` has the `RowLoss` of each chunk.
 
@@ -99,7 +115,7 @@ class TokenLevel(RowTerm):
     needs_all_rows = True
     may_hide_nan = True
 
-    def __init__(self, terms: RowTerms, config: LossConfig) -> None:
+    def __init__(self, terms: RowInputs, config: LossConfig) -> None:
         self.terms = terms
         self.config = config
         self.parts: list[RowLoss] = []
@@ -129,7 +145,7 @@ class TokenLevel(RowTerm):
     def step(self, source: RowSource, at: Chunk) -> Step:
         """Compute statistics, losses and d-logits of a chunk."""
         assert isinstance(at.rows, slice)
-        here = RowTerms(*pick(at.rows, *self.terms))
+        here = RowInputs(*pick(at.rows, *self.terms))
         d, part = source.loss(at, here, self.config)
         self.parts.append(part)
         return Step(d, part.grad_logps, here.grad_entropy)
@@ -174,52 +190,6 @@ class Known(RowTerm):
         known = pick(at.rows, *self.stats)
         d = source.gradients(at, known, g, g_entropy)
         return Step(d, g, g_entropy)
-
-
-class Sum(RowTerm):
-    """The sum of two terms. The first must leave a chunk's logits in the workspace for the second.
-
-    Whether a row has a gradient is known after the pass, so there is no mask.
-    """
-
-    def __init__(self, first: RowTerm, second: RowTerm) -> None:
-        self.first = first
-        self.second = second
-        self.needs_all_rows = first.needs_all_rows or second.needs_all_rows
-        self.goes_back = second.goes_back
-
-    def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Sum:
-        return Sum(self.first.map(select, source), self.second.map(select, source))
-
-    def step(self, source: RowSource, at: Chunk) -> Step:
-        """Add the d-logits of both terms."""
-        a = self.first.step(source, at)
-        b = self.second.step(source, at._replace(cached=True))
-        if a.d_logits is None or b.d_logits is None:
-            return b if a.d_logits is None else a
-        count = len(at.target_ids)
-        a.d_logits.matrix[:count] += b.d_logits.matrix[:count]
-        g = (a.active() | b.active()).float()
-        return Step(a.d_logits, g)
-
-
-def sum_of(first: RowTerm | None, second: RowTerm) -> RowTerm:
-    """Return the sum of two terms, of which the first may be None."""
-    return second if first is None else Sum(first, second)
-
-
-def saves_time(x: Tensor, flops: float) -> bool:
-    """Return whether skipping rows can save time.
-
-    `x` is any tensor on the device of the gradient GEMMs. `flops` is the number of flops of these
-    GEMMs for all rows.
-    """
-    return not x.is_cuda or flops >= READ_FROM
-
-
-def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:  # (T,) each
-    """Return Σ weights·values, 0-d fp64. Rows with weight 0 add nothing, even if they are NaN."""
-    return torch.where(weights == 0, 0.0, weights.double() * values.double()).sum()
 
 
 # ----------------------------------------------------------------------- Divergences from a teacher
@@ -326,3 +296,36 @@ def _teacher_logits(teacher: TeacherHead, out: Tensor) -> None:
         to.add_(teacher.bias)
     if to is not out:
         out.copy_(to)
+
+
+# ------------------------------------------------------------------------------------ Sums of terms
+class Sum(RowTerm):
+    """The sum of two terms. The first must leave a chunk's logits in the workspace for the second.
+
+    Whether a row has a gradient is known after the pass, so there is no mask.
+    """
+
+    def __init__(self, first: RowTerm, second: RowTerm) -> None:
+        self.first = first
+        self.second = second
+        self.needs_all_rows = first.needs_all_rows or second.needs_all_rows
+        self.goes_back = second.goes_back
+
+    def map(self, select: Callable[[Tensor], Tensor], source: RowSource) -> Sum:
+        return Sum(self.first.map(select, source), self.second.map(select, source))
+
+    def step(self, source: RowSource, at: Chunk) -> Step:
+        """Add the d-logits of both terms."""
+        a = self.first.step(source, at)
+        b = self.second.step(source, at._replace(cached=True))
+        if a.d_logits is None or b.d_logits is None:
+            return b if a.d_logits is None else a
+        count = len(at.target_ids)
+        a.d_logits.matrix[:count] += b.d_logits.matrix[:count]
+        g = (a.active() | b.active()).float()
+        return Step(a.d_logits, g)
+
+
+def sum_of(first: RowTerm | None, second: RowTerm) -> RowTerm:
+    """Return the sum of two terms, of which the first may be None."""
+    return second if first is None else Sum(first, second)

@@ -1,11 +1,11 @@
 """Configuration of a run as pydantic models.
 
-A recipe provides values, and command-line arguments such as `optim.lr=1e-4` override them. A
-section checks its own settings. `RunConfig` checks settings of several sections together. The
-defaults of the section `loss` come from `LossConfig`.
-
 A recipe is a YAML file with settings of a run. It is part of the package or written by the user.
-Relative paths in a recipe start from the working folder.
+Command-line arguments such as `optim.lr=1e-4` override its values. Relative paths in a recipe start
+from the working folder.
+
+A section checks its own settings, and `RunConfig` checks settings of several sections together. The
+defaults of the section `loss` come from `LossConfig`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def named_in(section: str) -> Iterator[None]:
         raise ValueError(f"{section}.{error}") from None
 
 
-# ------------------------------------------------------------------------- Model and optimizer
+# ------------------------------------------------------------------------------ Model and optimizer
 class LoraConfig(Section):
     """Low-rank adapters (LoRA) on all linear layers, with a scaling factor of 2.
 
@@ -195,7 +195,7 @@ class WarmStartConfig(Section):
     lr: float = Field(1e-3, gt=0)
 
 
-# ------------------------------------------------------------------------------ Data and sampling
+# -------------------------------------------------------------------------------- Data and sampling
 class DataConfig(Section):
     """The data set: prompts and answers.
 
@@ -356,7 +356,7 @@ class EvalConfig(Section, Sampling):
     needs_support: ClassVar[bool] = False  # only a loss needs the tokens that the sampler kept
 
 
-# ------------------------------------------------------------------------------ The loss
+# ----------------------------------------------------------------------------------------- The loss
 # Arguments of LossConfig that are no keys of the section `loss`, because the trainer sets them from
 # the model and from the section `rollout`.
 OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length")
@@ -386,7 +386,7 @@ class LossSettings(
     """
 
 
-# ------------------------------------------------------------------------------ The whole run
+# ------------------------------------------------------------------------------------ The whole run
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
 MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 

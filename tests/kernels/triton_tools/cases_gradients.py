@@ -15,7 +15,7 @@ from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head.terms import TokenLevel
 from grpo_fast.kernels.reference import final_logits
 from grpo_fast.kernels.types import Exponentials, LogitTransform
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.coefficients import row_coefficients as torch_coefficients
 from grpo_fast.objective.losses import OBJECTIVES
 from tests.kernels.formulas import draw
@@ -163,7 +163,7 @@ def test_coefficients():
     tests/loss/test_loss_parity.py tests the values of all losses and KL estimators.
     """
     logps = -5 * draw(300).abs()
-    terms = RowTerms(
+    terms = RowInputs(
         draw(300, seed=1), draw(300, seed=2).abs(), draw(300, seed=3).abs(),
         logps + 0.3 * draw(300, seed=4), logps + 0.2 * draw(300, seed=5),
     )  # fmt: skip
@@ -311,7 +311,7 @@ def test_which_leaves_follow_the_advantage(name):
 
 
 def test_what_is_known_before_the_loop():
-    terms = RowTerms(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0]))
+    terms = RowInputs(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0]))
     assert TokenLevel(terms, LossConfig()).mask(0).tolist() == [True, False, False]
     for more in (terms._replace(kl_weights=terms[0]), terms._replace(grad_entropy=terms[0])):
         assert TokenLevel(more, LossConfig()).mask(0) is None

@@ -6,7 +6,7 @@ import torch
 from benchmarks.gpu.row_candidates import KeptRows, kept_row_loss_
 from grpo_fast.kernels import reference
 from grpo_fast.kernels.types import LogitRows, LogitTransform
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 from tests.kernels.triton_tools.interpreter import only_memory_of
 
@@ -26,7 +26,7 @@ def test_kept_rows(kept, given):
     exact = LogitRows(logits.double(), target, LogitTransform())
     stats = reference.row_logps(exact, return_entropy=False)
     old = stats[1].float() + 0.1 * torch.randn(5, generator=generator)
-    terms = RowTerms(advantages, weights.abs(), old_logps=old)
+    terms = RowInputs(advantages, weights.abs(), old_logps=old)
     wide = terms.map(torch.Tensor.double)
     right = reference.row_loss_(exact, expected, wide, config, return_entropy=False)
     out = torch.full_like(logits, float("nan"))

@@ -14,7 +14,7 @@ from grpo_fast.kernels.head import sources
 from grpo_fast.kernels.head import support as head_support
 from grpo_fast.kernels.types import LogitRows, LogitTransform
 from grpo_fast.loss.call import Call
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from tests.loss_cases import make_case, options_for, run
 
 
@@ -44,7 +44,7 @@ def test_programs_for_several_rows_change_no_bit(monkeypatch):
     logits, weights = torch.randn(7, 1500, generator=g), torch.rand(7, generator=g)
     targets = torch.randint(1500, (7,), generator=g)
     targets[3], logits[3] = -1, torch.nan
-    terms = RowTerms(weights, weights, old_logps=-weights)
+    terms = RowInputs(weights, weights, old_logps=-weights)
 
     def results():
         out = torch.full_like(logits, torch.nan)  # a row that is not written stays NaN

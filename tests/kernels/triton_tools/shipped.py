@@ -20,7 +20,7 @@ from grpo_fast.kernels.gpu import linear as linear_triton
 from grpo_fast.kernels.gpu import rows as rows_triton
 from grpo_fast.kernels.gpu import support as support_triton
 from grpo_fast.kernels.types import Exponentials, HeadInputs, LogitRows, LogitTransform, SupportRows
-from grpo_fast.objective.coefficients import RowTerms
+from grpo_fast.objective.coefficients import RowInputs
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import DIVERGENCES, KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
@@ -74,7 +74,7 @@ def written(
     if not known:
         linear_triton.head_exponentials(
             arguments, out, return_entropy=has_entropy,
-            loss=(RowTerms(v, v, v, v, v), LossConfig("dapo", beta=0.1, kl_times_ratio=True)),
+            loss=(RowInputs(v, v, v, v, v), LossConfig("dapo", beta=0.1, kl_times_ratio=True)),
         )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
     """Compile the three row kernels with every option that adds code."""
     logits, target = torch.empty(4, vocab, dtype=dtype), torch.zeros(4, dtype=torch.long)
     v, config = torch.ones(4), LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True)
-    p, terms = LogitRows(logits, target, LogitTransform(1.0, 30.0)), RowTerms(v, v, v, v, v, v)
+    p, terms = LogitRows(logits, target, LogitTransform(1.0, 30.0)), RowInputs(v, v, v, v, v, v)
     rows_triton.row_logps(p, return_entropy=True)
     rows_triton.row_grad_(p, (v, v, v), v, v)
     if dtype == torch.float32:
@@ -161,14 +161,14 @@ def compared(kind: str, vocab: int) -> None:
 def loss(config: LossConfig) -> None:
     logits, target, v = torch.empty(4, 1000), torch.zeros(4, dtype=torch.long), torch.ones(4)
     p = LogitRows(logits, target, LogitTransform())
-    rows_triton.row_loss_(p, logits, RowTerms(v, v, v, v, v), config, return_entropy=False)
-    tokens.row_coefficients(v, RowTerms(v, v, v, v, v), config)
+    rows_triton.row_loss_(p, logits, RowInputs(v, v, v, v, v), config, return_entropy=False)
+    tokens.row_coefficients(v, RowInputs(v, v, v, v, v), config)
 
 
 def kept(sizes: KeptRows) -> None:
     """Compile a candidate of the row kernel."""
     logits, target = torch.empty(4, 151936, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
-    terms, config = RowTerms(*[torch.ones(4)] * 2, None, torch.ones(4)), LossConfig("dapo")
+    terms, config = RowInputs(*[torch.ones(4)] * 2, None, torch.ones(4)), LossConfig("dapo")
     p = LogitRows(logits, target, LogitTransform())
     kept_row_loss_(sizes, p, logits, terms, config, return_entropy=False)
 

@@ -24,7 +24,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -321,7 +321,10 @@ class Checkpoints:
                 sync(metrics)  # the state counts its bytes, which a power cut could lose
             _finish(part, final)
             for path in folder.checkpoints_in(self.report.folder)[self.config.keep :]:
-                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    # Rename it first. If the process is killed while it deletes the files, no
+                    # damaged checkpoint must remain under a final name.
+                    shutil.rmtree(path.rename(path.with_name(path.name + UNFINISHED)))
 
         try:
             with written(part):

@@ -20,7 +20,7 @@ from grpo_fast.errors import SAVED, Stopped
 from grpo_fast.train import checkpoint, loop
 from grpo_fast.train.checkpoint import Checkpoints
 from grpo_fast.train.config import RewardConfig, load_recipe
-from grpo_fast.train.folder import FILES, check_same, checkpoints_in, fingerprints
+from grpo_fast.train.folder import FILES, NAME, check_same, checkpoints_in, fingerprints
 from grpo_fast.train.ranks import Stopping
 from grpo_fast.train.report.report import RunReport
 from tests.command_line import ROOT, invoke, refused
@@ -54,6 +54,17 @@ def left_at(folder, monkeypatch, at, *overrides):
 def same(found, expected):
     assert [key for key in expected if found.get(key) != expected[key]] == []
     assert found == expected
+
+
+def test_an_old_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    """Check that a kill while an old checkpoint is deleted leaves no damaged checkpoint."""
+    deleted = []
+    stand_in = Mock(rmtree=lambda path, **options: deleted.append(path.name))
+    monkeypatch.setattr(checkpoint, "shutil", stand_in)
+    run(tmp_path / "run", "checkpoint.every=1", "checkpoint.keep=1")
+    left = checkpoints_in(tmp_path / "run")
+    assert len(left) == 1 and checkpoint.read_state(left[0])
+    assert deleted and not any(NAME.fullmatch(name) for name in deleted)
 
 
 def test_a_run_goes_on_without_its_log(tmp_path, monkeypatch):

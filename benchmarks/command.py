@@ -41,7 +41,11 @@ def main(arguments: list[str]) -> int:
     """
     if "+" in arguments:
         end = arguments.index("+")
-        return max(main(arguments[:end]), main(arguments[end + 1 :]))
+        lines = arguments[:end], arguments[end + 1 :]
+        if not all(lines):
+            print("bench: +: expected a command line before and after it", file=sys.stderr)
+            return 2
+        return max(map(main, lines))
     options = parse_arguments(arguments)
     try:
         plan = plan_of(options)

@@ -260,6 +260,12 @@ def test_a_dry_run_says_what_cannot_run(capsys):
         assert "device: expected cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["+", "+ linear_logps --dry", "linear_logps --dry +"])
+def test_an_empty_command_line_is_refused(words, capsys):
+    assert command.main(words.split()) == 2
+    assert "expected a command line before and after" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("status", ["wrong", "failed"])
 def test_a_wrong_result_of_ours_fails_the_command(monkeypatch, tmp_path, capsys, status):
     """Check that a wrong or failed result of grpo_fast gives exit status 1, but not a peer's."""

@@ -8,8 +8,8 @@ The suites are quick, because they run once for every bug.
 SUITES = {
     "sweeps": "tests/loss/test_loss_parity.py -k sweeps",
     "grad_filter": "tests/kernels/test_grad_filter.py -k 'masses or chunk'",
-    "graphs": "tests/gpu/test_cuda_graphs.py",
-    "logps": "tests/loss/test_logps.py",
+    "graphs": "tests/gpu/test_cuda_graphs.py -k no_value_is_read",
+    "logps": "tests/loss/test_logps.py -k 'not real_sizes'",
     "range": "tests/loss/test_gradient_range.py -k gradients",
     "shards": "tests/loss/test_vocabulary_shards.py -k '2- or chunks'",
     "support": "tests/loss/test_logps.py tests/loss/test_loss_parity.py -k 'values_and or sweeps or sizes'",

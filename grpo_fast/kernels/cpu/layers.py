@@ -389,6 +389,7 @@ def _with_our_rotary(forward: Any) -> Callable[..., Any]:
     names = forward.__globals__
     cells = forward.__closure__
     if inner := getattr(forward, "__wrapped__", None):
+        assert any(cell.cell_contents is inner for cell in cells), "the decorator hides the forward"
         ours = CellType(_with_our_rotary(inner))
         cells = tuple(ours if cell.cell_contents is inner else cell for cell in cells)
     else:

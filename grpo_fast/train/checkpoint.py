@@ -304,7 +304,8 @@ class Checkpoints:
             if final.exists():
                 return False
             for unfinished in root.glob(f"*{UNFINISHED}"):
-                shutil.rmtree(unfinished)
+                # An old folder that cannot be deleted takes only space, but this one must be empty.
+                shutil.rmtree(unfinished, ignore_errors=unfinished != part)
             (part / WEIGHTS).mkdir(parents=True)
             self.run.policy.tokenizer.save_pretrained(part / TOKENIZER)
             text = json.dumps(dataclasses.asdict(self.state))

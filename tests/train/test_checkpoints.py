@@ -57,10 +57,16 @@ def same(found, expected):
 
 
 def test_an_old_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
-    """Check that a kill while an old checkpoint is deleted leaves no damaged checkpoint."""
+    """Check that an old checkpoint that cannot be deleted is no checkpoint, and ends no run."""
     deleted = []
-    stand_in = Mock(rmtree=lambda path, **options: deleted.append(path.name))
-    monkeypatch.setattr(checkpoint, "shutil", stand_in)
+
+    def rmtree(path, ignore_errors=False):
+        """Delete nothing, as if another process had opened a file on a network drive."""
+        deleted.append(path.name)
+        if not ignore_errors:
+            raise PermissionError(path)
+
+    monkeypatch.setattr(checkpoint, "shutil", Mock(rmtree=rmtree))
     run(tmp_path / "run", "checkpoint.every=1", "checkpoint.keep=1")
     left = checkpoints_in(tmp_path / "run")
     assert len(left) == 1 and checkpoint.read_state(left[0])

@@ -54,6 +54,7 @@ class Trie:
 
     A node contains consecutive tokens that are shared by the same set of sequences. The end of a
     node is the length of the prefix up to its last token. Node 0 is the empty prefix.
+    There is no recursion, because trees may be deep.
 
     Args:
         lengths: lengths of the N sequences.

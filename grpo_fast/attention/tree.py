@@ -21,7 +21,8 @@ represent it. With a window, a tree therefore uses one causal call in which each
 preceded by copies of the keys inside the window (`TreeLayout.window_calls`).
 
 `attend_flex` computes the same on CUDA with torch's flex_attention. It is used for inputs that no
-FlashAttention kernel supports.
+FlashAttention kernel supports. The block mask is built one row of blocks at a time, because
+`create_block_mask` would store T² entries.
 """
 
 from __future__ import annotations

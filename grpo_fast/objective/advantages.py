@@ -252,6 +252,7 @@ def group_advantages(
     expected = "finite values, or NaN for a completion without a reward"
     require(not torch.isinf(rewards).any(), "rewards", expected, "inf")
     cells, shape = _cells(mode, count, group_size, groups)
+    cells = cells.to(rewards.device)
     check_options(mode, {"clip_low": clip_low, "clip_high": clip_high, **options})
     if mode == "opo":
         lengths = options.get("lengths")
@@ -276,7 +277,7 @@ def group_advantages(
     # 3. Set the advantages of completions without a reward to 0, apply the bounds, and reject
     # advantages that fp32 cannot represent.
     advantages = torch.where(missing, 0.0, advantages).float()
-    advantages = advantages.reshape(-1)[cells.to(advantages.device)]
+    advantages = advantages.reshape(-1)[cells]
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)
     if not torch.isfinite(advantages).all():
@@ -324,7 +325,7 @@ def _cells(
 def _table(values: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return values (count,) as a table of groups, with NaN in empty cells."""
     table = values.new_full(shape, torch.nan)
-    table.view(-1)[cells.to(values.device)] = values
+    table.view(-1)[cells] = values
     return table
 
 

@@ -27,8 +27,7 @@ WORDS = {
     "where": "where", "clamp": "clamp", "sigmoid": "sigmoid",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
-# Helper functions of kl.py that are not translated, with the names of their C++
-# implementations.
+# Helper functions of kl.py that are not translated, with the names of their C++ implementations.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 

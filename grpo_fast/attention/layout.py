@@ -46,6 +46,27 @@ class AttentionParams(NamedTuple):
     sinks: Tensor | None = None  # (H,)
 
 
+def concatenated_ranges(starts: Sequence[int] | Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    """Return the integers from starts[i] to starts[i] + counts[i] − 1, for every i in order."""
+    starts, counts = (torch.as_tensor(x, dtype=torch.int64) for x in (starts, counts))
+    total = int(counts.sum())
+    shifts = starts + counts - counts.cumsum(0)
+    return torch.arange(total) + shifts.repeat_interleave(counts, output_size=total)
+
+
+# Maximum number of queries, and of keys, in a batch of several spans. Larger batches do not fit
+# into the caches of a CPU core, so they are not faster.
+BATCH_TOKENS = 512
+
+
+class Batch(NamedTuple):
+    """Spans with equal numbers of queries and equal numbers of keys, which one call computes."""
+
+    size: int  # number of spans
+    queries: slice | Tensor  # rows of the queries of all spans. A tensor is int64, on the device
+    keys: slice | Tensor  # rows of the keys of all spans
+
+
 @dataclass(frozen=True)
 class Spans:
     """N consecutive spans of queries, each with a span of keys, for one varlen attention call.
@@ -92,11 +113,28 @@ class Spans:
         return Spans.of(queries, keys, self.cu_k.device, causal=self.causal), rows
 
     @cached_property
-    def rows(self) -> list[tuple[slice, slice]]:
-        """Return a pair (slice of queries, slice of keys) for each span that has queries."""
-        ends = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
-        sides = ([slice(*pair) for pair in pairwise(x)] for x in ends)
-        return [span for span, n in zip(zip(*sides, strict=True), self.queries, strict=True) if n]
+    def batches(self) -> list[Batch]:
+        """Return the spans that have queries, divided into batches."""
+        alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        starts = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
+        for queries, keys, *at in zip(self.queries, self.keys, *starts, strict=False):
+            if queries:
+                alike.setdefault((queries, keys), []).append(tuple(at))
+        batches = []
+        for lengths, spans in alike.items():
+            size = max(1, BATCH_TOKENS // max(lengths))
+            for first in range(0, len(spans), size):
+                sides = zip(*spans[first : first + size], strict=True)
+                rows = (self._rows(at, n) for at, n in zip(sides, lengths, strict=True))
+                batches.append(Batch(len(spans[first : first + size]), *rows))
+        return batches
+
+    def _rows(self, starts: Sequence[int], length: int) -> slice | Tensor:
+        """Return the rows of spans of equal length. Adjacent spans give a slice."""
+        count = len(starts)
+        if starts[-1] - starts[0] == (count - 1) * length:
+            return slice(starts[0], starts[-1] + length)
+        return concatenated_ranges(starts, [length] * count).to(self.cu_q.device)
 
 
 Built = TypeVar("Built")
@@ -242,10 +280,7 @@ class TreeLayout:
         In a root segment, they start at 0. In any other segment, they continue the positions of the
         segment's parent.
         """
-        pairs = zip(self.lengths, self.prefixes, strict=True)
-        return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(
-            self.cu_seqlens.device
-        )
+        return concatenated_ranges(self.prefixes, self.lengths)[None].to(self.cu_seqlens.device)
 
     @cached_property
     def segments(self) -> Tensor:

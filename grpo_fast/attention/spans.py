@@ -1,6 +1,6 @@
 """Varlen attention kernels: their interface, kernels for any device, and FlashAttention on CUDA.
 
-Two kernels compute one span at a time:
+Two kernels compute spans of equal lengths together, and other spans one at a time:
 
 - `flash_cpu` is torch's CPU FlashAttention. It does not support fp16, windows or softcaps.
 - `explicit` stores the scores as a tensor. It supports any device, window and softcap. The scores
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import AttentionParams, Call, Spans
+from grpo_fast.attention.layout import AttentionParams, Batch, Call, Spans
 
 Result = tuple[Tensor, Tensor]  # output and lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -67,18 +67,19 @@ class Kernel(NamedTuple):
 
 
 def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients]) -> Kernel:
-    """Build a `Kernel` from two functions that compute a single span, with equal numbers of heads.
+    """Build a `Kernel` from two functions that compute spans of equal lengths.
 
-    In a causal span, each key head is repeated for its query heads. In other spans, such as that of
-    completions on their prompt, the query heads of a key head are folded into additional queries,
-    which avoids a copy of the keys. Autocast is disabled, because it would compute fp32 products in
-    16 bits.
+    Short spans of equal lengths are computed together, because a call takes longer than a short
+    span (`Spans.batches`). The inputs of a call have the dimensions (Z, G, L, D). Z is the number
+    of spans times the number of key heads, and G is the number of query heads of a key head. Keys
+    and values are expanded to G without a copy. Autocast is disabled, because it would compute fp32
+    products in 16 bits.
 
     Args:
-        forward: (q (H, L, D), k (H, S, D), v, causal, params) → output (H, L, D) and lse (H, L).
-            lse is fp32 or fp64.
-        backward: (grad (H, L, D), saved, causal, params) → dq, dk, dv. The tensors in `saved` have
-            the shapes of `forward`.
+        forward: (q (Z, G, L, D), k (Z, G, S, D), v, causal, params) → output (Z, G, L, D) and
+            lse (Z, G, L). lse is fp32 or fp64.
+        backward: (grad (Z, G, L, D), saved, causal, params) → dq, dk, dv. The tensors in `saved`
+            have the shapes of `forward`.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
@@ -86,12 +87,14 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
+        heads = k.shape[1]
+        by_row = lse.t()[..., None]
         with torch.autocast(q.device.type, enabled=False):
-            for at, keys in spans.rows:
-                fold, qs, ks, vs = _heads(q[at], k[keys], v[keys], spans.causal)
-                part, part_lse = forward(qs, ks, vs, spans.causal, params)
-                out[at] = _unfolded(part, fold)
-                lse[:, at] = _unfolded(part_lse[..., None], fold)[..., 0].t()
+            for batch in spans.batches:
+                inputs = _inputs(batch, heads, q, k, v)
+                part, part_lse = forward(*inputs, spans.causal, params)
+                _put(out, batch.queries, part, heads)
+                _put(by_row, batch.queries, part_lse[..., None], heads)
         return out, lse
 
     def back(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
@@ -100,66 +103,65 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
         if 0 in spans.queries:
             dk.zero_()
             dv.zero_()
+        heads = k.shape[1]
+        by_query = (grad, out, lse.t()[..., None])
         with torch.autocast(q.device.type, enabled=False):
-            for at, keys in spans.rows:
-                fold, qs, ks, vs = _heads(q[at], k[keys], v[keys], spans.causal)
-                span_lse = _folded(lse[:, at].t()[..., None], fold)[..., 0]
-                span = Saved(qs, ks, vs, _folded(out[at], fold), span_lse)
-                parts = backward(_folded(grad[at], fold), span, spans.causal, params)
-                dq[at] = _unfolded(parts[0], fold)
+            for batch in spans.batches:
+                inputs = _inputs(batch, heads, q, k, v)
+                grads, outs, lses = (_take(x, batch.queries, batch.size, heads) for x in by_query)
+                part = Saved(*inputs, outs, lses[..., 0])
+                parts = backward(grads, part, spans.causal, params)
+                _put(dq, batch.queries, parts[0], heads)
                 # Sum the gradients of all query heads that use the same key head.
-                for target, x in ((dk, parts[1]), (dv, parts[2])):
-                    target[keys] = x.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+                _put(dk, batch.keys, parts[1].sum(1, keepdim=True), heads)
+                _put(dv, batch.keys, parts[2].sum(1, keepdim=True), heads)
         return dq, dk, dv
 
     return Kernel(run, back)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Return the number of query heads that are folded, and q, k and v as (heads, tokens, D).
-
-    A causal span cannot fold heads, because folding changes the order of the queries.
-    """
-    groups = q.shape[1] // k.shape[1]
-    fold = 1 if causal else groups
-    if fold < groups:
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    return fold, _folded(q, fold), k.transpose(0, 1), v.transpose(0, 1)
+def _inputs(
+    batch: Batch, heads: int, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values of a batch, as (Z, G, tokens, D)."""
+    k, v = (_take(x, batch.keys, batch.size, heads) for x in (k, v))
+    q = _take(q, batch.queries, batch.size, heads)
+    groups = q.shape[1]
+    return q, k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
 
 
-def _folded(x: Tensor, fold: int) -> Tensor:
-    """Fold query heads into queries: reshape (L, H, D) to (H/fold, L·fold, D)."""
-    return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
+def _take(x: Tensor, rows: slice | Tensor, count: int, heads: int) -> Tensor:
+    """Return rows of x (T, heads·G, D) as (count·heads, G, L, D). One span is a view of x."""
+    x = x[rows].unflatten(0, (count, -1)).unflatten(2, (heads, -1))
+    return x.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
-def _unfolded(x: Tensor, fold: int) -> Tensor:
-    """Undo `_folded`: reshape (H/fold, L·fold, D) to (L, H, D)."""
-    return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
+def _put(target: Tensor, rows: slice | Tensor, x: Tensor, heads: int) -> None:
+    """Store x (count·heads, G, L, D) in rows of `target` (T, heads·G, D)."""
+    x = x.unflatten(0, (-1, heads)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    target.unflatten(1, (heads, -1))[rows] = x.to(target.dtype)
 
 
 # ------------------------------------------------------------------ torch's FlashAttention on a CPU
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, params: AttentionParams
 ) -> Result:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[None], k[None], v[None], 0.0, causal, scale=params.scale
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, scale=params.scale
     )
-    return out[0], lse[0]
 
 
 def _flash_backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams) -> Gradients:
-    inputs = (x[None] for x in (grad, *saved))
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *inputs, 0.0, causal, scale=params.scale
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, *saved, 0.0, causal, scale=params.scale
     )
-    return dq[0], dk[0], dv[0]
 
 
 flash_cpu = over_spans(_flash_forward, _flash_backward)
 
 
 # ------------------------------------------------------------------- Explicit scores, on any device
-# Maximum number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
+# Maximum number of scores in one chunk, spans·heads·queries·keys. 4M scores need 16 MiB in fp32.
 CHUNK_SCORES = 2**22
 # Minimum number of queries in a chunk, because matrix products with fewer rows are slow.
 LEAST_QUERIES = 16
@@ -178,9 +180,9 @@ def _explicit_forward(
     out, lse = (q.new_empty(x, dtype=acc_dtype) for x in (q.shape, q.shape[:-1]))
     for chunk in _chunks(q, k, causal, params.window):
         scores, _ = _scores(q, k, chunk, params)
-        lse[:, chunk.queries] = chunk_lse = scores.logsumexp(-1)
+        lse[..., chunk.queries] = chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse[..., None]).exp_()
-        out[:, chunk.queries] = weights @ v[:, chunk.keys].to(acc_dtype)
+        out[..., chunk.queries, :] = weights @ v[..., chunk.keys, :].to(acc_dtype)
     return out, lse
 
 
@@ -192,16 +194,16 @@ def _explicit_backward(
     grad = grad.to(acc_dtype)
     # Compute the gradient of the scores with the formula of FlashAttention, dS = P∘(dP − D) with D
     # = rowsum(dO∘O).
-    delta = (grad * out.to(acc_dtype)).sum(-1)
+    delta = (grad * out.to(acc_dtype)).sum(-1, keepdim=True)
     dq = q.new_empty(q.shape, dtype=acc_dtype)
     dk, dv = (x.new_zeros(x.shape, dtype=acc_dtype) for x in (k, v))
     for chunk in _chunks(q, k, causal, params.window):
-        at = (slice(None), chunk.queries)
-        seen = (slice(None), chunk.keys)
+        at = (..., chunk.queries, slice(None))
+        seen = (..., chunk.keys, slice(None))
         scores, slope = _scores(q, k, chunk, params)
-        weights = scores.sub_(lse[at][..., None]).exp_()
+        weights = scores.sub_(lse[..., None][at]).exp_()
         dv[seen] += weights.mT @ grad[at]
-        weights *= (grad[at] @ v[seen].to(acc_dtype).mT).sub_(delta[at][..., None])
+        weights *= (grad[at] @ v[seen].to(acc_dtype).mT).sub_(delta[at])
         weights *= params.scale if slope is None else slope.mul_(params.scale)
         dq[at] = weights @ k[seen].to(acc_dtype)
         dk[seen] += weights.mT @ q[at].to(acc_dtype)
@@ -209,12 +211,12 @@ def _explicit_backward(
 
 
 def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[Chunk]:
-    """Yield chunks of queries (H, L, D), each with at most about CHUNK_SCORES scores."""
-    heads, queries, _ = q.shape
-    keys = k.shape[1]
+    """Yield chunks of queries (n, H, L, D), each with at most about CHUNK_SCORES scores."""
+    spans, heads, queries, _ = q.shape
+    keys = k.shape[2]
     # Align causal spans at the bottom right: query i attends to the keys up to i + before.
     before = keys - queries
-    rows = max(LEAST_QUERIES, CHUNK_SCORES // (heads * keys))
+    rows = max(LEAST_QUERIES, CHUNK_SCORES // (spans * heads * keys))
     if window is not None:
         rows = max(LEAST_QUERIES, min(rows, window))
     for start in range(0, queries, rows):
@@ -236,10 +238,11 @@ def _scores(
     """Compute the masked scores of a chunk, and the derivative of the softcap.
 
     Returns:
-        (scores, slope), each (H, queries, keys). The slope is None without a softcap.
+        (scores, slope), each (n, H, queries, keys). The slope is None without a softcap.
     """
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q[:, chunk.queries].to(acc_dtype) @ k[:, chunk.keys].to(acc_dtype).mT
+    queries, keys = q[..., chunk.queries, :], k[..., chunk.keys, :]
+    scores = queries.to(acc_dtype) @ keys.to(acc_dtype).mT
     slope = None
     if params.softcap is None:
         scores.mul_(params.scale)

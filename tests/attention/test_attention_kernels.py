@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grpo_fast.attention import TreeLayout, dispatch, spans, tree
+from grpo_fast.attention import layout as spans_layout
 from grpo_fast.attention.layout import AttentionParams
 from tests.attention.layouts import ATTENTION, inputs, layout_of, results, two_levels
 
@@ -121,6 +122,20 @@ def test_flash_cpu_is_explicit(layout, heads, poisoned_memory):
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("attention", [FLASH, EXPLICIT], ids=["flash_cpu", "explicit"])
+def test_spans_of_equal_lengths_share_a_call_and_keep_their_bits(attention, monkeypatch):
+    """Check batches of adjacent spans, batches of spans that are apart, and divided batches."""
+    found = []
+    for tokens, calls in ((1, 13), (8, 9), (512, 5)):
+        monkeypatch.setattr(spans_layout, "BATCH_TOKENS", tokens)
+        layout = two_levels([9, 9, 5, 4, 4, 3, 4, 4, 4, 3, 2, 2, 3], [4, 3, 2])
+        assert len(layout.calls[0].spans.batches) == calls
+        given = inputs(layout, dtype=torch.float32)
+        found.append(results(attention, given, layout, AttentionParams(0.4)))
+    for others in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(others, found[0], strict=True))
+
+
 def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
     layout = two_levels([9, 4, 5, 1, 3, 2, 7, 10], [3, 2])
     given = inputs(layout, dtype=torch.bfloat16)
@@ -165,7 +180,7 @@ def test_explicit_chunks_change_nothing(monkeypatch):
         cut = results(EXPLICIT, given, layout, params)
         monkeypatch.undo()
         assert_equal(cut, whole)
-    block = torch.empty(4, 150, 8)
+    block = torch.empty(1, 4, 150, 8)
     chunks = list(spans._chunks(block, block, True, 20))
     assert len(chunks) == 8 and chunks[3].keys == slice(41, 80)
 

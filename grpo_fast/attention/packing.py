@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import TreeLayout
+from grpo_fast.attention.layout import TreeLayout, concatenated_ranges
 from grpo_fast.errors import require
 
 # ------------------------------------------------------------------------------------- Prefix trees
@@ -380,7 +380,9 @@ def pack_tree(
     checked, trie = trie_of(samples, apart)
     is_any = any(len(trained) for _, trained in checked)
     require(is_any, "samples", "at least one trained token", "none")
-    return PackedTree(**_pack(trie.segments(merge_cost), checked, device))
+    ids, trained = (torch.cat(x) for x in zip(*checked, strict=True))
+    sizes, counts = ([len(x) for x in column] for column in zip(*checked, strict=True))
+    return PackedTree(**_pack(trie.segments(merge_cost), ids, sizes, trained, counts, device))
 
 
 def pack_groups(
@@ -415,55 +417,58 @@ def pack_groups(
     require(len(groups), "groups", "at least one (prompt_ids, [completion_ids, …])", "none")
     lengths = [(len(prompt), [len(c) for c in completions]) for prompt, completions in groups]
     check_lengths(lengths)
-    samples = []
-    for prompt, completions in groups:
-        before = _tensor(prompt)
-        for ids in map(_tensor, completions):
-            trained = torch.arange(len(before), len(before) + len(ids))
-            samples.append((torch.cat([before, ids]), trained))
+    repeated = ([_tensor(prompt)] * len(completions) for prompt, completions in groups)
+    prompts = [prompt for of_group in repeated for prompt in of_group]
+    completions = [_tensor(ids) for _, of_group in groups for ids in of_group]
+    before, counts = ([len(ids) for ids in column] for column in (prompts, completions))
+    ids = torch.cat([ids for pair in zip(prompts, completions, strict=True) for ids in pair])
+    sizes = [a + b for a, b in zip(before, counts, strict=True)]
     segments = Trie.of_groups(lengths, shared=shared).segments(0)
-    sizes = tuple(len(completions) for _, completions in lengths)
-    return PackedGroups(**_pack(segments, samples, device), group_sizes=sizes)
+    packed = _pack(segments, ids, sizes, concatenated_ranges(before, counts), counts, device)
+    return PackedGroups(**packed, group_sizes=tuple(len(of_group) for _, of_group in lengths))
 
 
 def _pack(
-    segments: Segments, samples: Sequence[tuple[Tensor, Tensor]], device: torch.device | str
+    segments: Segments,
+    ids: Tensor,
+    sizes: Sequence[int],
+    trained: Tensor,
+    counts: Sequence[int],
+    device: torch.device | str,
 ) -> dict[str, Any]:
     """Build the fields of a `PackedTree`.
 
     Args:
         segments: the segments of the row.
-        samples: ids and positions of the trained tokens of each sample.
+        ids: (N,), int64. Ids of all samples.
+        sizes: number of ids of each sample.
+        trained: (R,), int64. Position of each trained token in its sample.
+        counts: number of trained tokens of each sample.
         device: the model's device.
     """
-    parents, starts, ends, first, last = segments
-    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-    layout = TreeLayout.of(lengths, device, parents=parents)
-    offsets = [row - start for row, start in zip(layout.starts, starts, strict=False)]
-    # Find the row that predicts each trained token. It is the row of the sample's previous token,
-    # which may be in an ancestor of the segment that contains the trained token.
-    rows = []
-    for segment, (_, trained) in zip(last, samples, strict=True):
-        path = []
-        while segment >= 0:
-            path.append(segment)
-            segment = parents[segment]
-        bounds = torch.tensor([starts[s] for s in path[-2::-1]], dtype=torch.int64)
-        offset = torch.tensor([offsets[s] for s in path[::-1]], dtype=torch.int64)
-        positions = trained - 1  # the previous token predicts a token
-        # Use right=True, because the first position of a segment belongs to that segment and not to
-        # its parent.
-        rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
+    lengths = [end - start for start, end in zip(segments.starts, segments.ends, strict=True)]
+    layout = TreeLayout.of(lengths, device, parents=segments.parents)
+    parents, starts, _, first, last = map(torch.tensor, segments)
+    begins, rows, amounts = (
+        torch.tensor(x) for x in ([0, *accumulate(sizes)], layout.starts, counts)
+    )
     # Copy the tokens of each segment from one of the samples that contain the segment.
-    pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
-    sizes = [len(trained) for _, trained in samples]
+    tokens = ids[concatenated_ranges(begins[first] + starts, lengths)]
+    # Find the row that predicts each trained token. It is the row of the sample's previous token,
+    # which may be in an ancestor of the sample's last segment.
+    previous = trained - 1
+    segment = last.repeat_interleave(amounts)
+    above = (previous < starts[segment]).nonzero()[:, 0]
+    while len(above):
+        segment[above] = parents[segment[above]]
+        above = above[previous[above] < starts[segment[above]]]
     return {
-        "input_ids": torch.cat(pieces)[None].to(device),
+        "input_ids": tokens[None].to(device),
         "layout": layout,
-        "predicting": torch.cat(rows).to(device),
-        "target_ids": torch.cat([ids[trained] for ids, trained in samples]).to(device),
-        "cu_seqlens": torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device),
-        "lengths": tuple(sizes),
+        "predicting": (previous + (rows[:-1] - starts)[segment]).to(device),
+        "target_ids": ids[trained + begins[:-1].repeat_interleave(amounts)].to(device),
+        "cu_seqlens": torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
+        "lengths": tuple(counts),
     }
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from grpo_fast.attention.layout import concatenated_ranges
 from grpo_fast.errors import conflict, reason, require
 from grpo_fast.kernels.types import Support
 from grpo_fast.rollout.engine import EOS, Completion, Engine, Sampling, Seed
@@ -120,25 +121,29 @@ class Samples:
 
     def prompt(self, i: int) -> Tensor:
         """Return the untrained token ids of sample i, (n,) int64."""
-        return self._ids_of(i, PROMPT)
+        return self._prompts[i]
 
     def completion(self, i: int) -> Tensor:
         """Return the trained token ids of sample i, (n,) int64."""
-        return self._ids_of(i, COMPLETION)
+        return self._completions[i]
 
-    def _ids_of(self, i: int, segment: int) -> Tensor:
-        part = slice(*self.cu_seqlens[i : i + 2].tolist())
-        return self.ids[part][self.segment[part] == segment]
+    @cached_property
+    def _prompts(self) -> tuple[Tensor, ...]:
+        return self.ids[self.segment == PROMPT].split(self.prompt_lengths)
+
+    @cached_property
+    def _completions(self) -> tuple[Tensor, ...]:
+        return self.ids[self.segment == COMPLETION].split(self.lengths)
 
     @property
     def prompt_ids(self) -> list[list[int]]:
         """The untrained token ids of each sample."""
-        return [ids.tolist() for ids in self.ids[self.segment == PROMPT].split(self.prompt_lengths)]
+        return [ids.tolist() for ids in self._prompts]
 
     @property
     def completion_ids(self) -> list[list[int]]:
         """The trained token ids of each sample."""
-        return [ids.tolist() for ids in self.ids[self.segment == COMPLETION].split(self.lengths)]
+        return [ids.tolist() for ids in self._completions]
 
     @property
     def sampling_logps(self) -> tuple[Tensor, ...]:
@@ -224,11 +229,7 @@ def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:
     Returns:
         The integers, (total,) int64.
     """
-    counts = offsets.diff()[chosen]
-    before = counts.cumsum(0) - counts
-    starts = offsets[:-1][chosen] - before
-    total = int(counts.sum())
-    return torch.arange(total) + starts.repeat_interleave(counts, output_size=total)
+    return concatenated_ranges(offsets[chosen], offsets.diff()[chosen])
 
 
 def select_support(

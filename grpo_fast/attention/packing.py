@@ -420,7 +420,8 @@ def pack_groups(
     repeated = ([_tensor(prompt)] * len(completions) for prompt, completions in groups)
     prompts = [prompt for of_group in repeated for prompt in of_group]
     completions = [_tensor(ids) for _, of_group in groups for ids in of_group]
-    before, counts = ([len(ids) for ids in column] for column in (prompts, completions))
+    before = [length for length, of_group in lengths for _ in of_group]
+    counts = [length for _, of_group in lengths for length in of_group]
     ids = torch.cat([ids for pair in zip(prompts, completions, strict=True) for ids in pair])
     sizes = [a + b for a, b in zip(before, counts, strict=True)]
     segments = Trie.of_groups(lengths, shared=shared).segments(0)

@@ -132,14 +132,14 @@ def _inputs(
 
 def _take(x: Tensor, rows: slice | Tensor, count: int, heads: int) -> Tensor:
     """Return rows of x (T, heads·G, D) as (count·heads, G, L, D). One span is a view of x."""
-    x = x[rows].unflatten(0, (count, -1)).unflatten(2, (heads, -1))
-    return x.permute(0, 2, 3, 1, 4).flatten(0, 1)
+    by_span = x[rows].view(count, -1, heads, x.shape[1] // heads, x.shape[2])
+    return by_span.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
 def _put(target: Tensor, rows: slice | Tensor, x: Tensor, heads: int) -> None:
     """Store x (count·heads, G, L, D) in rows of `target` (T, heads·G, D)."""
-    x = x.unflatten(0, (-1, heads)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-    target.unflatten(1, (heads, -1))[rows] = x.to(target.dtype)
+    by_span = x.view(-1, heads, *x.shape[1:]).permute(0, 3, 1, 2, 4)
+    target.view(-1, heads, x.shape[1], x.shape[3])[rows] = by_span.flatten(0, 1).to(target.dtype)
 
 
 # ------------------------------------------------------------------ torch's FlashAttention on a CPU

@@ -224,7 +224,7 @@ PROVIDERS = (
     _varlen("flash_aten", lambda kind: not kind.has_softcap and _flash(kind, (8, 0)), spans.aten),
     # For other inputs on CUDA, use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", tree.attend_flex),
-    # For inputs on the CPU, try torch's FlashAttention with one call per span.
+    # For inputs on the CPU, try torch's FlashAttention, with one call for each batch of spans.
     _varlen("flash_cpu", _is_plain, spans.flash_cpu),
     # For all other inputs, use the kernel that stores the scores of one chunk of queries at a time.
     _varlen("explicit", lambda kind: True, spans.explicit),

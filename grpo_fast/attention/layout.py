@@ -47,24 +47,33 @@ class AttentionParams(NamedTuple):
 
 
 def concatenated_ranges(starts: Sequence[int] | Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-    """Return the integers from starts[i] to starts[i] + counts[i] − 1, for every i in order."""
+    """Concatenate the ranges starts[i], starts[i] + 1, …, starts[i] + counts[i] − 1.
+
+    Args:
+        starts: (n,) integers, on the CPU.
+        counts: (n,) integers, on the CPU. Lengths of the ranges, not negative.
+
+    Returns:
+        The integers of all ranges, (sum(counts),) int64, on the CPU.
+    """
     starts, counts = (torch.as_tensor(x, dtype=torch.int64) for x in (starts, counts))
     total = int(counts.sum())
-    shifts = starts + counts - counts.cumsum(0)
+    # Range i begins at index counts[:i].sum() of the result.
+    shifts = starts - (counts.cumsum(0) - counts)
     return torch.arange(total) + shifts.repeat_interleave(counts, output_size=total)
 
 
-# Maximum number of queries, and of keys, in a batch of several spans. Larger batches do not fit
-# into the caches of a CPU core, so they are not faster.
+# A batch of several spans has at most this many queries, and at most this many keys. Larger batches
+# are not faster, because their tensors do not fit into the caches of a CPU core.
 BATCH_TOKENS = 512
 
 
-class Batch(NamedTuple):
-    """Spans with equal numbers of queries and equal numbers of keys, which one call computes."""
+class SpanBatch(NamedTuple):
+    """Spans that are computed by one call. All have L queries, and all have S keys."""
 
     size: int  # number of spans
-    queries: slice | Tensor  # rows of the queries of all spans. A tensor is int64, on the device
-    keys: slice | Tensor  # rows of the keys of all spans
+    queries: slice | Tensor  # rows of the queries: a slice, or (size·L,) int64 on the device
+    keys: slice | Tensor  # rows of the keys: a slice, or (size·S,) int64 on the device
 
 
 @dataclass(frozen=True)
@@ -113,28 +122,34 @@ class Spans:
         return Spans.of(queries, keys, self.cu_k.device, causal=self.causal), rows
 
     @cached_property
-    def batches(self) -> list[Batch]:
-        """Return the spans that have queries, divided into batches."""
-        alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        starts = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
-        for queries, keys, *at in zip(self.queries, self.keys, *starts, strict=False):
-            if queries:
-                alike.setdefault((queries, keys), []).append(tuple(at))
+    def batches(self) -> list[SpanBatch]:
+        """Return the spans that have queries, in batches of spans with equal lengths.
+
+        A batch of several spans has at most BATCH_TOKENS queries and BATCH_TOKENS keys.
+        """
+        first_query, first_key = ((0, *accumulate(x)) for x in (self.queries, self.keys))
+        alike: dict[tuple[int, int], list[int]] = {}
+        for span, lengths in enumerate(zip(self.queries, self.keys, strict=True)):
+            if lengths[0]:
+                alike.setdefault(lengths, []).append(span)
         batches = []
-        for lengths, spans in alike.items():
-            size = max(1, BATCH_TOKENS // max(lengths))
+        for (queries, keys), spans in alike.items():
+            size = max(1, BATCH_TOKENS // max(queries, keys))
             for first in range(0, len(spans), size):
-                sides = zip(*spans[first : first + size], strict=True)
-                rows = (self._rows(at, n) for at, n in zip(sides, lengths, strict=True))
-                batches.append(Batch(len(spans[first : first + size]), *rows))
+                chosen = spans[first : first + size]
+                query_rows = self._rows([first_query[i] for i in chosen], queries)
+                key_rows = self._rows([first_key[i] for i in chosen], keys)
+                batches.append(SpanBatch(len(chosen), query_rows, key_rows))
         return batches
 
     def _rows(self, starts: Sequence[int], length: int) -> slice | Tensor:
-        """Return the rows of spans of equal length. Adjacent spans give a slice."""
-        count = len(starts)
-        if starts[-1] - starts[0] == (count - 1) * length:
+        """Return the rows of spans of equal length, which begin at `starts`, in ascending order.
+
+        The result is a slice if the spans are adjacent, and otherwise int64 on the device.
+        """
+        if starts[-1] - starts[0] == (len(starts) - 1) * length:
             return slice(starts[0], starts[-1] + length)
-        return concatenated_ranges(starts, [length] * count).to(self.cu_q.device)
+        return concatenated_ranges(starts, [length] * len(starts)).to(self.cu_q.device)
 
 
 Built = TypeVar("Built")

@@ -380,9 +380,12 @@ def pack_tree(
     checked, trie = trie_of(samples, apart)
     is_any = any(len(trained) for _, trained in checked)
     require(is_any, "samples", "at least one trained token", "none")
-    ids, trained = (torch.cat(x) for x in zip(*checked, strict=True))
-    sizes, counts = ([len(x) for x in column] for column in zip(*checked, strict=True))
-    return PackedTree(**_pack(trie.segments(merge_cost), ids, sizes, trained, counts, device))
+    ids, trained = ([pair[n] for pair in checked] for n in (0, 1))
+    fields = _pack(
+        trie.segments(merge_cost), torch.cat(ids), [len(x) for x in ids],
+        torch.cat(trained), [len(x) for x in trained], device,
+    )  # fmt: skip
+    return PackedTree(**fields)
 
 
 def pack_groups(
@@ -417,59 +420,65 @@ def pack_groups(
     require(len(groups), "groups", "at least one (prompt_ids, [completion_ids, …])", "none")
     lengths = [(len(prompt), [len(c) for c in completions]) for prompt, completions in groups]
     check_lengths(lengths)
-    repeated = ([_tensor(prompt)] * len(completions) for prompt, completions in groups)
-    prompts = [prompt for of_group in repeated for prompt in of_group]
-    completions = [_tensor(ids) for _, of_group in groups for ids in of_group]
+    pieces: list[Tensor] = []  # prompt, completion, prompt, completion, …
+    for prompt_ids, completions in groups:
+        prompt = _tensor(prompt_ids)
+        for completion_ids in completions:
+            pieces += [prompt, _tensor(completion_ids)]
     before = [length for length, of_group in lengths for _ in of_group]
     counts = [length for _, of_group in lengths for length in of_group]
-    ids = torch.cat([ids for pair in zip(prompts, completions, strict=True) for ids in pair])
-    sizes = [a + b for a, b in zip(before, counts, strict=True)]
-    segments = Trie.of_groups(lengths, shared=shared).segments(0)
-    packed = _pack(segments, ids, sizes, concatenated_ranges(before, counts), counts, device)
-    return PackedGroups(**packed, group_sizes=tuple(len(of_group) for _, of_group in lengths))
+    fields = _pack(
+        Trie.of_groups(lengths, shared=shared).segments(0), torch.cat(pieces),
+        [a + b for a, b in zip(before, counts, strict=True)],
+        concatenated_ranges(before, counts), counts, device,
+    )  # fmt: skip
+    return PackedGroups(**fields, group_sizes=tuple(len(of_group) for _, of_group in lengths))
 
 
 def _pack(
     segments: Segments,
     ids: Tensor,
-    sizes: Sequence[int],
+    sample_lengths: Sequence[int],
     trained: Tensor,
-    counts: Sequence[int],
+    trained_counts: Sequence[int],
     device: torch.device | str,
 ) -> dict[str, Any]:
     """Build the fields of a `PackedTree`.
 
     Args:
         segments: the segments of the row.
-        ids: (N,), int64. Ids of all samples.
-        sizes: number of ids of each sample.
-        trained: (R,), int64. Position of each trained token in its sample.
-        counts: number of trained tokens of each sample.
+        ids: (N,), int64, on the CPU. Token ids of the B samples, one sample after another.
+        sample_lengths: B numbers of token ids.
+        trained: (R,), int64, on the CPU. Position of each trained token in its sample.
+        trained_counts: B numbers of trained tokens.
         device: the model's device.
     """
     lengths = [end - start for start, end in zip(segments.starts, segments.ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=segments.parents)
-    parents, starts, _, first, last = map(torch.tensor, segments)
-    begins, rows, amounts = (
-        torch.tensor(x) for x in ([0, *accumulate(sizes)], layout.starts, counts)
-    )
-    # Copy the tokens of each segment from one of the samples that contain the segment.
-    tokens = ids[concatenated_ranges(begins[first] + starts, lengths)]
-    # Find the row that predicts each trained token. It is the row of the sample's previous token,
-    # which may be in an ancestor of the sample's last segment.
+    parents, starts, _, sources, last = map(torch.tensor, segments)
+    sample_starts = torch.tensor(sample_lengths).cumsum(0) - torch.tensor(sample_lengths)
+    # 1. Copy the tokens of each segment from one of the samples that contain the segment.
+    tokens = ids[concatenated_ranges(sample_starts[sources] + starts, lengths)]
+    # 2. Find the row that predicts each trained token. It is the row of the sample's previous
+    #    token. Begin at the sample's last segment, and go to the parent as long as the segment
+    #    starts after the previous token.
+    repeats = torch.tensor(trained_counts)
     previous = trained - 1
-    segment = last.repeat_interleave(amounts)
-    above = (previous < starts[segment]).nonzero()[:, 0]
-    while len(above):
-        segment[above] = parents[segment[above]]
-        above = above[previous[above] < starts[segment[above]]]
+    segment = last.repeat_interleave(repeats)
+    pending = (previous < starts[segment]).nonzero()[:, 0]
+    while len(pending):
+        segment[pending] = parents[segment[pending]]
+        pending = pending[previous[pending] < starts[segment[pending]]]
+    predicting = previous + (torch.tensor(layout.starts[:-1]) - starts)[segment]
+    targets = ids[trained + sample_starts.repeat_interleave(repeats)]
+    ends = [0, *accumulate(trained_counts)]
     return {
         "input_ids": tokens[None].to(device),
         "layout": layout,
-        "predicting": (previous + (rows[:-1] - starts)[segment]).to(device),
-        "target_ids": ids[trained + begins[:-1].repeat_interleave(amounts)].to(device),
-        "cu_seqlens": torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
-        "lengths": tuple(counts),
+        "predicting": predicting.to(device),
+        "target_ids": targets.to(device),
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device),
+        "lengths": tuple(trained_counts),
     }
 
 

@@ -1,6 +1,7 @@
 """Varlen attention kernels: their interface, kernels for any device, and FlashAttention on CUDA.
 
-Two kernels compute spans of equal lengths together, and other spans one at a time:
+Two kernels compute short spans of equal lengths in one call (`Spans.batches`), and all other spans
+one at a time:
 
 - `flash_cpu` is torch's CPU FlashAttention. It does not support fp16, windows or softcaps.
 - `explicit` stores the scores as a tensor. It supports any device, window and softcap. The scores
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import AttentionParams, Batch, Call, Spans
+from grpo_fast.attention.layout import AttentionParams, Call, SpanBatch, Spans
 
 Result = tuple[Tensor, Tensor]  # output and lse
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -69,17 +70,19 @@ class Kernel(NamedTuple):
 def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients]) -> Kernel:
     """Build a `Kernel` from two functions that compute spans of equal lengths.
 
-    Short spans of equal lengths are computed together, because a call takes longer than a short
-    span (`Spans.batches`). The inputs of a call have the dimensions (Z, G, L, D). Z is the number
-    of spans times the number of key heads, and G is the number of query heads of a key head. Keys
-    and values are expanded to G without a copy. Autocast is disabled, because it would compute fp32
-    products in 16 bits.
+    Short spans of equal lengths are computed in one call, because the overhead of a call is larger
+    than the work of a short span (`Spans.batches`). Keys and values are expanded to the query
+    heads. Autocast is disabled, because it would compute fp32 products in 16 bits.
+
+    The dimensions are: Z, the number of spans times the number of key heads; M, the number of query
+    heads of each key head; L and S, the numbers of queries and keys of a span.
 
     Args:
-        forward: (q (Z, G, L, D), k (Z, G, S, D), v, causal, params) → output (Z, G, L, D) and
-            lse (Z, G, L). lse is fp32 or fp64.
-        backward: (grad (Z, G, L, D), saved, causal, params) → dq, dk, dv. The tensors in `saved`
-            have the shapes of `forward`.
+        forward: (q (Z, M, L, D), k (Z, M, S, D), v (Z, M, S, D), causal, params) →
+            output (Z, M, L, D) and lse (Z, M, L). lse is fp32 or fp64.
+        backward: (grad (Z, M, L, D), saved, causal, params) → dq (Z, M, L, D), dk and
+            dv (Z, M, S, D), for each query head separately. `saved` contains the inputs and results
+            of `forward`.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
@@ -87,14 +90,14 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
+        lse_rows = lse.t()[..., None]  # (Tq, H, 1), a view of lse
         heads = k.shape[1]
-        by_row = lse.t()[..., None]
         with torch.autocast(q.device.type, enabled=False):
             for batch in spans.batches:
                 inputs = _inputs(batch, heads, q, k, v)
-                part, part_lse = forward(*inputs, spans.causal, params)
-                _put(out, batch.queries, part, heads)
-                _put(by_row, batch.queries, part_lse[..., None], heads)
+                batch_out, batch_lse = forward(*inputs, spans.causal, params)
+                _put_(out, batch.queries, batch_out, heads)
+                _put_(lse_rows, batch.queries, batch_lse[..., None], heads)
         return out, lse
 
     def back(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
@@ -103,41 +106,45 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
         if 0 in spans.queries:
             dk.zero_()
             dv.zero_()
+        results = (grad, out, lse.t()[..., None])
         heads = k.shape[1]
-        by_query = (grad, out, lse.t()[..., None])
         with torch.autocast(q.device.type, enabled=False):
             for batch in spans.batches:
                 inputs = _inputs(batch, heads, q, k, v)
-                grads, outs, lses = (_take(x, batch.queries, batch.size, heads) for x in by_query)
-                part = Saved(*inputs, outs, lses[..., 0])
-                parts = backward(grads, part, spans.causal, params)
-                _put(dq, batch.queries, parts[0], heads)
+                batch_grad, batch_out, batch_lse = (
+                    _take(x, batch.queries, batch.size, heads) for x in results
+                )
+                batch_saved = Saved(*inputs, batch_out, batch_lse[..., 0])
+                parts = backward(batch_grad, batch_saved, spans.causal, params)
+                _put_(dq, batch.queries, parts[0], heads)
                 # Sum the gradients of all query heads that use the same key head.
-                _put(dk, batch.keys, parts[1].sum(1, keepdim=True), heads)
-                _put(dv, batch.keys, parts[2].sum(1, keepdim=True), heads)
+                _put_(dk, batch.keys, parts[1].sum(1, keepdim=True), heads)
+                _put_(dv, batch.keys, parts[2].sum(1, keepdim=True), heads)
         return dq, dk, dv
 
     return Kernel(run, back)
 
 
 def _inputs(
-    batch: Batch, heads: int, q: Tensor, k: Tensor, v: Tensor
+    batch: SpanBatch, heads: int, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values of a batch, as (Z, G, tokens, D)."""
+    """Return q (Z, M, L, D), and k and v (Z, M, S, D), of a batch."""
     k, v = (_take(x, batch.keys, batch.size, heads) for x in (k, v))
     q = _take(q, batch.queries, batch.size, heads)
-    groups = q.shape[1]
-    return q, k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
+    return q, k.expand(-1, q.shape[1], -1, -1), v.expand(-1, q.shape[1], -1, -1)
 
 
-def _take(x: Tensor, rows: slice | Tensor, count: int, heads: int) -> Tensor:
-    """Return rows of x (T, heads·G, D) as (count·heads, G, L, D). One span is a view of x."""
-    by_span = x[rows].view(count, -1, heads, x.shape[1] // heads, x.shape[2])
+def _take(x: Tensor, rows: slice | Tensor, size: int, heads: int) -> Tensor:
+    """Return rows of x (T, heads·M, D) as (size·heads, M, L, D).
+
+    The result for a single span is a view of x.
+    """
+    by_span = x[rows].view(size, -1, heads, x.shape[1] // heads, x.shape[2])
     return by_span.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
-def _put(target: Tensor, rows: slice | Tensor, x: Tensor, heads: int) -> None:
-    """Store x (count·heads, G, L, D) in rows of `target` (T, heads·G, D)."""
+def _put_(target: Tensor, rows: slice | Tensor, x: Tensor, heads: int) -> None:
+    """Write x (size·heads, M, L, D) into rows of `target` (T, heads·M, D)."""
     by_span = x.view(-1, heads, *x.shape[1:]).permute(0, 3, 1, 2, 4)
     target.view(-1, heads, x.shape[1], x.shape[3])[rows] = by_span.flatten(0, 1).to(target.dtype)
 
@@ -161,7 +168,7 @@ flash_cpu = over_spans(_flash_forward, _flash_backward)
 
 
 # ------------------------------------------------------------------- Explicit scores, on any device
-# Maximum number of scores in one chunk, spans·heads·queries·keys. 4M scores need 16 MiB in fp32.
+# Maximum number of scores in one chunk, Z·M·queries·keys. 4M scores need 16 MiB in fp32.
 CHUNK_SCORES = 2**22
 # Minimum number of queries in a chunk, because matrix products with fewer rows are slow.
 LEAST_QUERIES = 16
@@ -211,12 +218,12 @@ def _explicit_backward(
 
 
 def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[Chunk]:
-    """Yield chunks of queries (n, H, L, D), each with at most about CHUNK_SCORES scores."""
-    spans, heads, queries, _ = q.shape
+    """Yield chunks of queries (Z, M, L, D), each with at most about CHUNK_SCORES scores."""
+    batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     # Align causal spans at the bottom right: query i attends to the keys up to i + before.
     before = keys - queries
-    rows = max(LEAST_QUERIES, CHUNK_SCORES // (spans * heads * keys))
+    rows = max(LEAST_QUERIES, CHUNK_SCORES // (batch * heads * keys))
     if window is not None:
         rows = max(LEAST_QUERIES, min(rows, window))
     for start in range(0, queries, rows):
@@ -238,7 +245,7 @@ def _scores(
     """Compute the masked scores of a chunk, and the derivative of the softcap.
 
     Returns:
-        (scores, slope), each (n, H, queries, keys). The slope is None without a softcap.
+        (scores, slope), each (Z, M, queries, keys). The slope is None without a softcap.
     """
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     queries, keys = q[..., chunk.queries, :], k[..., chunk.keys, :]

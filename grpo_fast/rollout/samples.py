@@ -129,10 +129,12 @@ class Samples:
 
     @cached_property
     def _prompts(self) -> tuple[Tensor, ...]:
+        """The untrained token ids of each sample, B views of one tensor, (n,) int64 each."""
         return self.ids[self.segment == PROMPT].split(self.prompt_lengths)
 
     @cached_property
     def _completions(self) -> tuple[Tensor, ...]:
+        """The trained token ids of each sample, B views of one tensor, (n,) int64 each."""
         return self.ids[self.segment == COMPLETION].split(self.lengths)
 
     @property

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch  # noqa: F401  (Its table of dtypes must exist before tests replace some.)
 import torch
 from torch import distributed
 

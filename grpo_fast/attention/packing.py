@@ -455,21 +455,31 @@ def _pack(
     """
     lengths = [end - start for start, end in zip(segments.starts, segments.ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=segments.parents)
-    parents, starts, _, sources, last = map(torch.tensor, segments)
+    starts = torch.tensor(segments.starts)
     sample_starts = torch.tensor(sample_lengths).cumsum(0) - torch.tensor(sample_lengths)
     # 1. Copy the tokens of each segment from one of the samples that contain the segment.
-    tokens = ids[concatenated_ranges(sample_starts[sources] + starts, lengths)]
-    # 2. Find the row that predicts each trained token. It is the row of the sample's previous
-    #    token. Begin at the sample's last segment, and go to the parent as long as the segment
-    #    starts after the previous token.
+    sources = sample_starts[torch.tensor(segments.samples)] + starts
+    tokens = ids[concatenated_ranges(sources, lengths)]
+    # 2. List the segments of all samples: for each sample, the path from the root to its last
+    #    segment.
+    paths: list[int] = []
+    trunks: list[int] = []  # numbers of tokens of the paths
+    for last in segments.last:
+        path: list[int] = []
+        while last >= 0:
+            path.append(last)
+            last = segments.parents[last]
+        paths += path[::-1]
+        trunks.append(sum(lengths[segment] for segment in path))
+    # 3. Find the row that predicts each trained token. It is the row of the sample's previous
+    #    token. Its place is counted in all paths, one after another.
+    path_ends = torch.tensor(trunks).cumsum(0)
+    shifts = path_ends - torch.tensor(trunks) - 1
     repeats = torch.tensor(trained_counts)
-    previous = trained - 1
-    segment = last.repeat_interleave(repeats)
-    pending = (previous < starts[segment]).nonzero()[:, 0]
-    while len(pending):
-        segment[pending] = parents[segment[pending]]
-        pending = pending[previous[pending] < starts[segment[pending]]]
-    predicting = previous + (torch.tensor(layout.starts[:-1]) - starts)[segment]
+    places = trained + shifts.repeat_interleave(repeats)
+    bounds = torch.tensor([0, *accumulate(lengths[segment] for segment in paths)])
+    at = torch.searchsorted(bounds, places, right=True) - 1
+    predicting = places - bounds[at] + torch.tensor([layout.starts[s] for s in paths])[at]
     targets = ids[trained + sample_starts.repeat_interleave(repeats)]
     ends = [0, *accumulate(trained_counts)]
     return {

@@ -71,11 +71,14 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
     """Build a `Kernel` from two functions that compute spans of equal lengths.
 
     Short spans of equal lengths are computed in one call, because the overhead of a call is larger
-    than the work of a short span (`Spans.batches`). Keys and values are expanded to the query
-    heads. Autocast is disabled, because it would compute fp32 products in 16 bits.
+    than the work of a short span (`Spans.batches`). Autocast is disabled, because it would compute
+    fp32 products in 16 bits.
 
     The dimensions are: Z, the number of spans times the number of key heads; M, the number of query
-    heads of each key head; L and S, the numbers of queries and keys of a span.
+    heads of each key head; L and S, the numbers of queries and keys of a span. In a causal span,
+    the keys are expanded to M. In other spans, such as that of completions on their prompt, the
+    query heads of a key head are folded into M times as many queries, and M is 1. This avoids
+    copies of the keys and separate gradients for each query head.
 
     Args:
         forward: (q (Z, M, L, D), k (Z, M, S, D), v (Z, M, S, D), causal, params) →
@@ -94,10 +97,10 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
         heads = k.shape[1]
         with torch.autocast(q.device.type, enabled=False):
             for batch in spans.batches:
-                inputs = _inputs(batch, heads, q, k, v)
+                inputs = _inputs(batch, heads, q, k, v, is_causal=spans.causal)
                 batch_out, batch_lse = forward(*inputs, spans.causal, params)
-                _put_(out, batch.queries, batch_out, heads)
-                _put_(lse_rows, batch.queries, batch_lse[..., None], heads)
+                _put_(out, batch.queries, batch_out, batch.size, heads)
+                _put_(lse_rows, batch.queries, batch_lse[..., None], batch.size, heads)
         return out, lse
 
     def back(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
@@ -110,28 +113,35 @@ def over_spans(forward: Callable[..., Result], backward: Callable[..., Gradients
         heads = k.shape[1]
         with torch.autocast(q.device.type, enabled=False):
             for batch in spans.batches:
-                inputs = _inputs(batch, heads, q, k, v)
+                inputs = _inputs(batch, heads, q, k, v, is_causal=spans.causal)
                 batch_grad, batch_out, batch_lse = (
-                    _take(x, batch.queries, batch.size, heads) for x in results
+                    _queries(x, batch, heads, is_causal=spans.causal) for x in results
                 )
                 batch_saved = Saved(*inputs, batch_out, batch_lse[..., 0])
                 parts = backward(batch_grad, batch_saved, spans.causal, params)
-                _put_(dq, batch.queries, parts[0], heads)
+                _put_(dq, batch.queries, parts[0], batch.size, heads)
                 # Sum the gradients of all query heads that use the same key head.
-                _put_(dk, batch.keys, parts[1].sum(1, keepdim=True), heads)
-                _put_(dv, batch.keys, parts[2].sum(1, keepdim=True), heads)
+                _put_(dk, batch.keys, parts[1].sum(1, keepdim=True), batch.size, heads)
+                _put_(dv, batch.keys, parts[2].sum(1, keepdim=True), batch.size, heads)
         return dq, dk, dv
 
     return Kernel(run, back)
 
 
 def _inputs(
-    batch: SpanBatch, heads: int, q: Tensor, k: Tensor, v: Tensor
+    batch: SpanBatch, heads: int, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (Z, M, L, D), and k and v (Z, M, S, D), of a batch."""
+    q = _queries(q, batch, heads, is_causal=is_causal)
     k, v = (_take(x, batch.keys, batch.size, heads) for x in (k, v))
-    q = _take(q, batch.queries, batch.size, heads)
     return q, k.expand(-1, q.shape[1], -1, -1), v.expand(-1, q.shape[1], -1, -1)
+
+
+def _queries(x: Tensor, batch: SpanBatch, heads: int, *, is_causal: bool) -> Tensor:
+    """Return a batch's queries, or values of its queries, as (Z, M, L, D)."""
+    x = _take(x, batch.queries, batch.size, heads)
+    # A causal span cannot fold heads, because this changes the order of the queries.
+    return x if is_causal else x.flatten(1, 2)[:, None]
 
 
 def _take(x: Tensor, rows: slice | Tensor, size: int, heads: int) -> Tensor:
@@ -143,10 +153,14 @@ def _take(x: Tensor, rows: slice | Tensor, size: int, heads: int) -> Tensor:
     return by_span.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
-def _put_(target: Tensor, rows: slice | Tensor, x: Tensor, heads: int) -> None:
-    """Write x (size·heads, M, L, D) into rows of `target` (T, heads·M, D)."""
-    by_span = x.view(-1, heads, *x.shape[1:]).permute(0, 3, 1, 2, 4)
-    target.view(-1, heads, x.shape[1], x.shape[3])[rows] = by_span.flatten(0, 1).to(target.dtype)
+def _put_(target: Tensor, rows: slice | Tensor, x: Tensor, size: int, heads: int) -> None:
+    """Write x (size·heads, M, L, D) into rows of `target` (T, heads·M, D).
+
+    The heads of x may be folded into its queries.
+    """
+    by_head = target.view(len(target), heads, -1, target.shape[2])
+    by_span = x.reshape(size, heads, by_head.shape[2], -1, x.shape[3]).permute(0, 3, 1, 2, 4)
+    by_head[rows] = by_span.flatten(0, 1).to(target.dtype)
 
 
 # ------------------------------------------------------------------ torch's FlashAttention on a CPU

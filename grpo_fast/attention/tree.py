@@ -58,6 +58,8 @@ def attend(
     Args:
         kernel: the varlen kernel that computes each call (see the module docstring).
     """
+    # Kernels read the numbers of a head as adjacent numbers, without a check.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     calls = layout.calls
     if params.window is not None and layout.has_tree:
         calls = layout.window_calls(params.window)

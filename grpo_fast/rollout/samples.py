@@ -121,31 +121,25 @@ class Samples:
 
     def prompt(self, i: int) -> Tensor:
         """Return the untrained token ids of sample i, (n,) int64."""
-        return self._prompts[i]
+        return self._ids_of(i, PROMPT)
 
     def completion(self, i: int) -> Tensor:
         """Return the trained token ids of sample i, (n,) int64."""
-        return self._completions[i]
+        return self._ids_of(i, COMPLETION)
 
-    @cached_property
-    def _prompts(self) -> tuple[Tensor, ...]:
-        """The untrained token ids of each sample, B views of one tensor, (n,) int64 each."""
-        return self.ids[self.segment == PROMPT].split(self.prompt_lengths)
-
-    @cached_property
-    def _completions(self) -> tuple[Tensor, ...]:
-        """The trained token ids of each sample, B views of one tensor, (n,) int64 each."""
-        return self.ids[self.segment == COMPLETION].split(self.lengths)
+    def _ids_of(self, i: int, segment: int) -> Tensor:
+        part = slice(*self.cu_seqlens[i : i + 2].tolist())
+        return self.ids[part][self.segment[part] == segment]
 
     @property
     def prompt_ids(self) -> list[list[int]]:
         """The untrained token ids of each sample."""
-        return [ids.tolist() for ids in self._prompts]
+        return [ids.tolist() for ids in self.ids[self.segment == PROMPT].split(self.prompt_lengths)]
 
     @property
     def completion_ids(self) -> list[list[int]]:
         """The trained token ids of each sample."""
-        return [ids.tolist() for ids in self._completions]
+        return [ids.tolist() for ids in self.ids[self.segment == COMPLETION].split(self.lengths)]
 
     @property
     def sampling_logps(self) -> tuple[Tensor, ...]:
@@ -231,7 +225,7 @@ def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:
     Returns:
         The integers, (total,) int64.
     """
-    return concatenated_ranges(offsets[chosen], offsets.diff()[chosen])
+    return concatenated_ranges(offsets[:-1][chosen], offsets.diff()[chosen])
 
 
 def select_support(

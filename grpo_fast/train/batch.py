@@ -20,7 +20,7 @@ from grpo_fast import Support
 from grpo_fast.attention import PackedTree, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.rollout import Samples
-from grpo_fast.rollout.samples import ranges, select_support
+from grpo_fast.rollout.samples import PROMPT, ranges, select_support
 from grpo_fast.train import ranks
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
@@ -124,6 +124,9 @@ class StepBatch:
         # A NaN advantage marks a sample without a reward, which does not contribute to the loss.
         is_masked = self.samples.truncated & self.mask_truncated
         self.counts = ~(is_masked | self.advantages.isnan())
+        is_prompt = self.samples.segment == PROMPT
+        self.prompts = self.samples.ids[is_prompt].split(self.samples.prompt_lengths)
+        self.completions = self.samples.ids[~is_prompt].split(self.samples.lengths)
         self.has_fixed = False
         self.deal(range(len(self.samples)))
 
@@ -195,7 +198,7 @@ class StepBatch:
         """Pack samples into one micro-batch. Each group is a list of sample indices."""
         samples = self.samples
         chosen = [i for group in groups for i in group]
-        listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
+        listed = [(self.prompts[g[0]], [self.completions[i] for i in g]) for g in groups]
         packed = pack_groups(listed, shared=self.shared, device=self.device)
         # Find the completion tokens of this micro-batch in the flat columns of the step.
         at = torch.tensor(chosen)

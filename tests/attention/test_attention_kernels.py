@@ -170,6 +170,15 @@ def test_strided_inputs(layout, attention):
     assert_equal(got, [torch.cat(expected, dim=1)])
 
 
+@pytest.mark.parametrize("chosen", range(3), ids="qkv")
+def test_numbers_of_a_head_need_not_be_adjacent(chosen, layout):
+    """Check an input whose last dimension has a stride of 2, which torch's kernel would misread."""
+    given = inputs(layout)
+    expected = results(FLASH, given, layout, AttentionParams(0.4))
+    given[chosen] = given[chosen].repeat_interleave(2, -1)[..., ::2]
+    assert_equal(results(FLASH, given, layout, AttentionParams(0.4)), expected)
+
+
 def test_explicit_chunks_change_nothing(monkeypatch):
     """Check that the explicit kernel gives the same results if it processes queries in chunks.
 

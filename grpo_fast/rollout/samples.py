@@ -131,15 +131,23 @@ class Samples:
         part = slice(*self.cu_seqlens[i : i + 2].tolist())
         return self.ids[part][self.segment[part] == segment]
 
+    def split_ids(self, segment: int) -> tuple[Tensor, ...]:
+        """Return the `PROMPT` or `COMPLETION` token ids of each sample, one (n,) int64 tensor each.
+
+        The tensors are views of one new tensor.
+        """
+        lengths = self.prompt_lengths if segment == PROMPT else self.lengths
+        return self.ids[self.segment == segment].split(lengths)
+
     @property
     def prompt_ids(self) -> list[list[int]]:
         """The untrained token ids of each sample."""
-        return [ids.tolist() for ids in self.ids[self.segment == PROMPT].split(self.prompt_lengths)]
+        return [ids.tolist() for ids in self.split_ids(PROMPT)]
 
     @property
     def completion_ids(self) -> list[list[int]]:
         """The trained token ids of each sample."""
-        return [ids.tolist() for ids in self.ids[self.segment == COMPLETION].split(self.lengths)]
+        return [ids.tolist() for ids in self.split_ids(COMPLETION)]
 
     @property
     def sampling_logps(self) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from grpo_fast import Support
 from grpo_fast.attention import PackedTree, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.kernels.agree import is_out_of_memory
 from grpo_fast.rollout import Samples
-from grpo_fast.rollout.samples import PROMPT, ranges, select_support
+from grpo_fast.rollout.samples import COMPLETION, PROMPT, ranges, select_support
 from grpo_fast.train import ranks
 
 # Columns of Samples that `precompute` fills once per step. All updates of the step use them.
@@ -124,9 +124,8 @@ class StepBatch:
         # A NaN advantage marks a sample without a reward, which does not contribute to the loss.
         is_masked = self.samples.truncated & self.mask_truncated
         self.counts = ~(is_masked | self.advantages.isnan())
-        is_prompt = self.samples.segment == PROMPT
-        self.prompts = self.samples.ids[is_prompt].split(self.samples.prompt_lengths)
-        self.completions = self.samples.ids[~is_prompt].split(self.samples.lengths)
+        self.prompts = self.samples.split_ids(PROMPT)
+        self.completions = self.samples.split_ids(COMPLETION)
         self.has_fixed = False
         self.deal(range(len(self.samples)))
 
